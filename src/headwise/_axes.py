@@ -1,0 +1,92 @@
+"""The letters of every shape, and shape checks whose messages quote the call.
+
+`B` batch, `H` query heads, `G` key/value heads, `T` queries, `S` keys, `D` head dimension.
+Tensors are `[B, H, T, D]` and `[B, G, S, D]`; query head `h` reads key/value head `h // (H // G)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The sizes of one attention call.
+
+    Query `i` stands at key position `i + S − T`: the last query sees the last key.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+
+    @property
+    def offset(self) -> int:
+        """The key position of query 0; negative when there are more queries than keys."""
+        return self.keys - self.queries
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    def __str__(self) -> str:
+        return f"B {self.batch}, H {self.heads}, T {self.queries}, S {self.keys}"
+
+
+def quote(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> str:
+    """The call as its caller would recognise it, for error messages."""
+    return f"{function}(q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)})"
+
+
+def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Extent:
+    """Check that q, k and v fit together and name their sizes.
+
+    Raises:
+        ValueError: quoting the call, the rule that broke and what to do.
+    """
+    said = quote(q, k, v, function)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{said}: {name} has {x.dim()} axes and must have 4, "
+                f"[batch, heads, length, head_dim]; add the missing ones with unsqueeze."
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{said}: {name} is {x.dtype}; attention needs floating point.")
+    batch, heads, queries, dim = q.shape
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"{said}: the batch (axis 0) of q, k and v must be the same.")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(f"{said}: k and v must have the same heads (axis 1) and length (axis 2).")
+    if k.shape[3] != dim:
+        raise ValueError(f"{said}: q and k must have the same head_dim (axis 3).")
+    if dim == 0 or heads == 0 or k.shape[1] == 0:
+        raise ValueError(f"{said}: there must be at least one head and one feature.")
+    if heads % k.shape[1]:
+        raise ValueError(
+            f"{said}: {heads} query heads cannot share {k.shape[1]} key/value heads evenly; "
+            f"the second must divide the first."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{said}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype."
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"{said}: q is on {q.device}, k on {k.device}, v on {v.device}.")
+    return Extent(batch, heads, k.shape[1], queries, k.shape[2])
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are computed in float32 at least, and in float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def grouped(x: Tensor, extent: Extent) -> Tensor:
+    """Query-side tensor `[B, H, T, …]` as `[B, G, H // G, T, …]`, a view where possible."""
+    return x.unflatten(1, (extent.kv_heads, extent.group))

@@ -1,0 +1,209 @@
+"""`attend()` computes attention, `observe()` also says what every head did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .backends import Call, Choice, choose, consider
+from .evidence import Evidence, Reading, Statistic, summarise
+from .masks import Mask
+
+
+def attend(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Float[Tensor, "B H T Dv"]:
+    """Multi-head attention on queries, keys and values that are already split into heads.
+
+    Args:
+        q: queries `[B, H, T, D]`, any floating dtype; query head `h` reads key/value head
+            `h // (H // G)`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, Dv]`, of a width of their own if need be.
+        mask: a mask of headwise, such as `Causal() & Window(128)`; `None` for everything.
+        scale: factor of the scores, `D**-0.5` by default.
+        softcap: `c` makes scores `c · tanh(score / c)`, before any bias.
+        dropout: probability with which a weight is dropped; give 0 outside training.
+        backend: `"auto"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never falls back.
+
+    Returns:
+        The output `[B, H, T, Dv]` in q's dtype; 0 for queries that may attend to nothing.
+        Differentiable in q, k, v (and in a `Bias`).
+
+    Raises:
+        ValueError: shapes, dtypes, masks or numbers that do not fit; a backend that refuses.
+
+    >>> from headwise.masks import Causal
+    >>> q = torch.randn(2, 12, 7, 64)
+    >>> k = v = torch.randn(2, 4, 7, 64)
+    >>> attend(q, k, v, mask=Causal()).shape
+    torch.Size([2, 12, 7, 64])
+
+    Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023.
+    """
+    call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout)
+    return choose(call, backend).run(call)[0]
+
+
+def observe(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *statistics: Statistic,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Seen:
+    """`attend()`, and exact statistics of every head, without the T×T matrix.
+
+    The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
+    dropout, are computed in float32 at least, and carry no gradient.
+
+    Args:
+        statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
+
+    Returns:
+        A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
+
+    Raises:
+        ValueError: as `attend()`; a statistic asked for twice, or that does not fit the call.
+
+    >>> from headwise.masks import Causal
+    >>> from headwise.statistics import Entropy
+    >>> q = k = v = torch.zeros(1, 2, 4, 8)
+    >>> seen = observe(q, k, v, Entropy(), mask=Causal())
+    >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
+    tensor([1., 2., 3., 4.])
+    """
+    for statistic in statistics:
+        if isinstance(statistic, type) or not isinstance(statistic, Statistic):
+            made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
+            raise ValueError(f"observe(…, {statistic!r}): not a statistic; did you mean {made}?")
+    call = Call.of(
+        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, function="observe"
+    )
+    chosen = choose(call, backend)
+    out, lse = chosen.run(call)
+    readings: dict[str, Reading] = {}
+    with torch.no_grad():
+        evidence = Evidence(call, chosen, lse)
+        for statistic in statistics:
+            for name, reading in statistic.read(evidence).items():
+                if name in readings:
+                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                readings[name] = reading
+        rows = evidence.alive
+    return Seen(out=out, lse=lse, rows=rows, readings=readings)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What one call gave: the output, its log-sum-exp, and every statistic asked for.
+
+    `seen[name]` is `[B, H, T]` per query or `[B, H, …]` per head; `seen.rows` `[B, H, T]`
+    (broadcastable) says which queries may attend to anything.
+    """
+
+    out: Float[Tensor, "B H T Dv"]
+    lse: Float[Tensor, "B H T"]
+    rows: Tensor
+    readings: dict[str, Reading] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.reading(name).values
+
+    def reading(self, name: str) -> Reading:
+        """A statistic with the rows that count in its mean.
+
+        Raises:
+            KeyError: a name that was not asked for; the message lists those that were.
+        """
+        if name == "lse" and name not in self.readings:
+            return Reading(self.lse.detach(), self.rows)
+        if name not in self.readings:
+            known = ", ".join(["lse", *self.readings])
+            raise KeyError(f"{name!r} was not observed; there are: {known}")
+        return self.readings[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics at hand."""
+        return tuple(self.readings)
+
+    def table(self) -> list[dict[str, float | int]]:
+        """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
+
+        A mass whose pattern has no target on some rows is averaged over the others, and
+        `<name>_coverage` is their share.
+        """
+        readings = {name: [reading] for name, reading in self.readings.items()}
+        rows = table_rows(readings, self.out.shape[1])
+        return [{"head": h, **row} for h, row in enumerate(rows)]
+
+
+def table_rows(readings: dict[str, list[Reading]], heads: int) -> list[dict[str, float]]:
+    """The figures of each head over calls; statistics that are maps are left out."""
+    rows: list[dict[str, float]] = [{} for _ in range(heads)]
+    for name, calls in readings.items():
+        figure = summarise(calls)
+        if figure is None:
+            continue
+        for row, mean in zip(rows, figure.mean.tolist(), strict=True):
+            row[name] = mean
+        if figure.coverage is not None:
+            for row, share in zip(rows, figure.coverage.tolist(), strict=True):
+                row[f"{name}_coverage"] = share
+    return rows
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who would serve a call, and why the others would not."""
+
+    chosen: str
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for choice in self.choices:
+            verdict = "; ".join(choice.reasons) or "can serve this call"
+            arrow = "→" if choice.name == self.chosen else " "
+            lines.append(f"{arrow} {choice.name:8} {verdict}")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Explanation:
+    """Every backend with its reasons for refusing the call, and the one that `"auto"` takes.
+
+    >>> q = k = v = torch.zeros(1, 2, 4, 8)
+    >>> print(explain(q, k, v, softcap=30.0))
+      sdpa     softcap is not linear in the scores
+    → blocked  can serve this call
+      eager    can serve this call
+    """
+    call = Call.of(
+        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, function="explain"
+    )
+    return Explanation(choose(call).name, tuple(consider(call)))

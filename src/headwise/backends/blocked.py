@@ -1,0 +1,109 @@
+"""Plain torch in blocks of queries: any call in memory that grows with T, never with T×T.
+
+Each block is the definition itself on a few rows, so this backend means what the definition means;
+keys that no query of the block may see are not touched. Under autograd a block is computed again
+in the backward pass instead of being kept (Chen et al. 2016, gradient checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .._axes import Extent
+from ..definition import Definition, rows
+from ..masks import Mask, grid
+from .base import Call
+
+SCORES_AT_A_TIME = 1 << 22
+"""How many scores a block may hold (16 MiB in float32); one row of them in any case."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `rows` and the range of keys `keys` outside which none of them may attend."""
+
+    rows: slice
+    keys: slice
+
+
+def blocks(mask: Mask, extent: Extent, device: torch.device) -> Iterator[Block]:
+    """Cut the queries into blocks, each with the keys that it may see."""
+    size = block_rows(extent)
+    starts = list(range(0, extent.queries, size))
+    lows, highs = _key_ranges(mask, extent, device, starts, size)
+    for start, low, high in zip(starts, lows, highs, strict=True):
+        rows_of = slice(start, min(start + size, extent.queries))
+        yield Block(rows_of, slice(low, max(low, high)))
+
+
+def block_rows(extent: Extent) -> int:
+    """Queries to a block."""
+    row = max(1, extent.batch * extent.heads * extent.keys)
+    return max(1, min(extent.queries, SCORES_AT_A_TIME // row))
+
+
+def _key_ranges(
+    mask: Mask, extent: Extent, device: torch.device, starts: list[int], size: int
+) -> tuple[list[int], list[int]]:
+    interval = mask.interval(grid(extent, device)[0], extent)
+    if interval is None or not starts:
+        return [0] * len(starts), [extent.keys] * len(starts)
+    every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
+    low, high, _ = torch.broadcast_tensors(*interval, every_row)
+    # Rows whose range is empty must not widen the block's.
+    empty = high <= low
+    low = low.masked_fill(empty, extent.keys).amin((0, 1, 3))
+    high = high.masked_fill(empty, 0).amax((0, 1, 3))
+    return (
+        [int(part.amin()) for part in low.split(size)],
+        [int(part.amax()) for part in high.split(size)],
+    )
+
+
+class Blocked:
+    """Any mask, bias, softcap, dtype and device; memory O(T)."""
+
+    name = "blocked"
+
+    def refuse(self, call: Call) -> list[str]:
+        return []
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for block in blocks(call.mask, call.extent, call.q.device):
+            if call.needs_grad:
+                out, lse = checkpoint(_run_block, call, block, use_reentrant=False)
+            else:
+                out, lse = _run_block(call, block)
+            outs.append(out)
+            lses.append(lse)
+        if not outs:
+            return _run_block(call, Block(slice(0, 0), slice(0, call.extent.keys)))
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _run_block(call: Call, block: Block) -> tuple[Tensor, Tensor]:
+    full = block_definition(call, block, dropout=call.dropout)
+    return full.out, full.lse
+
+
+def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definition:
+    """The definition on one block of the call."""
+    i, j = grid(call.extent, call.q.device, block.rows, block.keys)
+    return rows(
+        call.q[:, :, block.rows],
+        call.k[:, :, block.keys],
+        call.v[:, :, block.keys],
+        call.mask,
+        call.extent,
+        i,
+        j,
+        scale=call.scale,
+        softcap=call.softcap,
+        dropout=dropout,
+    )

@@ -1,0 +1,32 @@
+"""The definition as a backend: any call, with the T×T matrix."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..definition import rows
+from ..masks import grid
+from .base import Call
+
+
+class Eager:
+    """Builds the matrix. Slow, plain, and right."""
+
+    name = "eager"
+
+    def refuse(self, call: Call) -> list[str]:
+        return []
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        full = rows(
+            call.q,
+            call.k,
+            call.v,
+            call.mask,
+            call.extent,
+            *grid(call.extent, call.q.device),
+            scale=call.scale,
+            softcap=call.softcap,
+            dropout=call.dropout,
+        )
+        return full.out, full.lse

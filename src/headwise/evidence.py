@@ -1,0 +1,326 @@
+"""What can be known of a call's probabilities without the T×T matrix.
+
+`Evidence` answers a few exact questions about `P = softmax(scores)`: its log-sum-exp, `E[s]`,
+`P @ columns`, single entries, the largest score. Each is one more attention call or a few rows of
+scores (docs of each method); statistics are formulas on these answers. Where an identity is not
+linear in the scores (softcap, bias), the answer comes from blocks of rows instead, in O(T) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ._axes import Extent, statistics_dtype
+from .backends import Backend, Call, choose
+from .backends.blocked import SCORES_AT_A_TIME, block_definition, blocks
+from .definition import Definition, finish_scores
+from .masks import grid
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
+
+    `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
+    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
+    `omit` leaves out one key per query (−1 for none).
+    """
+
+    order: Int[Tensor, "#B S"]
+    start: Int[Tensor, "#B T"]
+    stop: Int[Tensor, "#B T"]
+    omit: Int[Tensor, "#B T"] | None = None
+
+
+@runtime_checkable
+class Pattern(Protocol):
+    """Which keys a head that follows the pattern looks at."""
+
+    @property
+    def name(self) -> str: ...
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs: ...
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        """The pattern as a boolean matrix `[B or 1, T, S]`, for the definition."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One figure of every head: its tensor, and the rows that count in a mean.
+
+    `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
+    `[B, H, T]`) holds the queries that have what is measured; `None` means that the figure is not
+    per query. `among` holds the queries that could have had it, where that is news: the share of
+    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum.
+    """
+
+    values: Tensor
+    rows: Tensor | None = None
+    among: Tensor | None = None
+    largest: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A statistic in one number per head `[H]`, over batch, valid queries and calls."""
+
+    mean: Tensor
+    coverage: Tensor | None = None
+
+
+def summarise(readings: list[Reading]) -> Figure | None:
+    """The figure of each head over the readings of one or more calls; `None` for maps."""
+    first = readings[0]
+    if first.largest:
+        return Figure(torch.stack([r.values.amax(0) for r in readings]).amax(0))
+    if first.values.dim() != (2 if first.rows is None else 3):
+        return None
+    if first.rows is None:
+        return Figure(torch.cat([r.values for r in readings]).mean(0))
+    total = torch.stack([_sum(r.values, r.rows, r.values) for r in readings]).sum(0)
+    count = torch.stack([_sum(None, r.rows, r.values) for r in readings]).sum(0)
+    coverage = None
+    if first.among is not None:
+        among = torch.stack([_sum(None, r.among, r.values) for r in readings]).sum(0)
+        coverage = count / among.clamp(min=1)
+    return Figure(total / count.clamp(min=1), coverage)
+
+
+def _sum(values: Tensor | None, rows: Tensor | None, like: Tensor) -> Tensor:
+    """Per head: the sum of the values in these rows, or with `None` their number."""
+    assert rows is not None
+    rows = rows.expand(like.shape)
+    return (rows if values is None else torch.where(rows, values, 0.0)).sum((0, 2))
+
+
+@runtime_checkable
+class Statistic(Protocol):
+    """A statistic: its names, its reading from evidence, and its definition on P."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        """The exact figure, from identities."""
+        ...
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        """The same from the whole matrix, as the textbook would."""
+        ...
+
+
+class Evidence:
+    """What is known of one call. Costs are on top of the forward that gave `lse`."""
+
+    def __init__(self, call: Call, backend: Backend, lse: Float[Tensor, "B H T"]) -> None:
+        dtype = statistics_dtype(call.q.dtype)
+        q, k, v = (x.detach().to(dtype) for x in (call.q, call.k, call.v))
+        self.call = call.with_(q=q, k=k, v=v, dropout=0.0)
+        # The statistics' own calls are in float32; not every backend serves that.
+        self.backend = choose(self.call) if backend.refuse(self.call) else backend
+        self.lse = lse.detach().to(dtype)
+        self.extent = call.extent
+
+    @property
+    def device(self) -> torch.device:
+        return self.call.q.device
+
+    @cached_property
+    def counts(self) -> Int[Tensor, "#B #H T"]:
+        """How many keys each query may attend to, `n_i`."""
+        extent = self.extent
+        i, j = grid(extent, self.device)
+        if not self.call.mask.biased:  # a bias may forbid keys inside a range
+            found = self.call.mask.interval(i, extent)
+            if found is not None:
+                every_row = torch.zeros(1, 1, extent.queries, 1, dtype=i.dtype, device=i.device)
+                low, high, _ = torch.broadcast_tensors(*found, every_row)
+                return (high - low).clamp(min=0)[..., 0]
+        parts = []
+        for block in blocks(self.call.mask, extent, self.device):
+            allowed = self.call.mask.allowed(i[block.rows], j, extent)
+            if allowed is None:
+                allowed = torch.ones(1, 1, 1, extent.keys, dtype=torch.bool, device=self.device)
+            size = block.rows.stop - block.rows.start
+            allowed = allowed[(None,) * (4 - allowed.dim())].expand(-1, -1, size, extent.keys)
+            parts.append(allowed.sum(-1))
+        return torch.cat(parts, dim=2) if parts else torch.zeros(1, 1, 0, device=self.device).long()
+
+    @cached_property
+    def alive(self) -> Bool[Tensor, "#B #H T"]:
+        """Queries that may attend to something."""
+        return self.counts > 0
+
+    @cached_property
+    def mean_logit(self) -> Float[Tensor, "B H T"]:
+        """`E[s] = Σ_j p_ij s_ij`.
+
+        Without softcap and bias it is `scale · q_i·(P K)_i`: one attention call with the keys as
+        values. With them the scores are not linear in the keys, and blocks of rows are summed.
+        """
+        call = self.call
+        if call.softcap is None and not call.mask.biased:
+            keys_seen, _ = self.backend.run(call.with_(v=call.k))
+            return torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
+        return self._by_rows(lambda full: (full.weights * _finite(full.logits)).sum(-1))
+
+    def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H T C"]:
+        """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
+        call, extent = self.call, self.extent
+        wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
+        parts = [
+            self.backend.run(call.with_(v=part.contiguous()))[0]
+            for part in wide.split(max(1, call.q.shape[-1]), dim=-1)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    @cached_property
+    def max_logit(self) -> Float[Tensor, "B H"]:
+        """The largest score of each head, exactly; −inf where no query sees a key.
+
+        `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: rows are taken in the order of their LSE until no
+        LSE that is left can win. A few rows on peaked heads, all of them on flat ones.
+        """
+        call, extent = self.call, self.extent
+        best = torch.full_like(self.lse[..., 0:1].sum(-1), -torch.inf)
+        if not extent.queries or not extent.keys:
+            return best
+        bound, order = self.lse.sort(dim=-1, descending=True)
+        # Rounding of the LSE itself must not shut out the winner.
+        bound = torch.where(bound == -torch.inf, bound, bound + 1e-5 * bound.abs() + 1e-5)
+        best = torch.maximum(best, (self.lse - self.counts.clamp(min=1).log()).amax(-1) - 1e-3)
+        found = torch.full_like(best, -torch.inf)
+        j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
+        row = extent.batch * extent.heads * extent.keys
+        start, size = 0, max(1, min(32, SCORES_AT_A_TIME // row))
+        while start < extent.queries and not bool((bound[..., start] <= best).all()):
+            i = order[..., start : start + size]
+            q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
+            scores = _grouped_scores(q, call.k, extent) * call.scale
+            scores, _ = finish_scores(
+                scores, call.mask, extent, i[..., None], j, softcap=call.softcap
+            )
+            found = torch.maximum(found, scores.amax((-1, -2)))
+            best = torch.maximum(best, found)
+            start += size
+            size = max(1, min(2 * size, SCORES_AT_A_TIME // row))
+        return found
+
+    def mass(self, runs: Runs) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
+        """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to.
+
+        `p_ij = exp(s_ij − lse_i)` for the chosen pairs alone: O(D) a pair.
+        """
+        zero = torch.zeros_like(self.lse)
+        if not self.extent.queries or not self.extent.keys:
+            return zero, zero[:1, :1].long()
+        first, last = int(runs.start.amin()), int(runs.stop.amax())
+        if last <= first:
+            return zero, zero[:1, :1].long()
+        if runs.omit is None and runs.order.shape[0] == 1:
+            if bool((runs.start == first).all() & (runs.stop == last).all()) and last - first <= 64:
+                return self._mass_of_columns(runs.order[0, first:last])
+            if bool(((runs.stop - runs.start) <= 1).all()):
+                return self._mass_of_one_key(runs)
+        return self._mass_of_pairs(runs)
+
+    def _mass_of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """All queries chose the same few keys: a thin matrix of scores."""
+        call, extent = self.call, self.extent
+        i, _ = grid(extent, self.device)
+        scores = _grouped_scores(call.q, call.k[:, :, keys], extent) * call.scale
+        scores, allowed = finish_scores(
+            scores, call.mask, extent, i, keys[None, :], softcap=call.softcap
+        )
+        return self._probability(scores, self.lse[..., None]).sum(-1), allowed.sum(-1)
+
+    def _mass_of_one_key(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """Each query chose one key at most: one dot product a row."""
+        call, extent = self.call, self.extent
+        chosen = runs.stop[0] > runs.start[0]
+        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)]
+        kept = call.k.index_select(2, key)
+        q = call.q.unflatten(1, (extent.kv_heads, extent.group))
+        scores = torch.einsum("bgrtd,bgtd->bgrt", q, kept).flatten(1, 2)[..., None] * call.scale
+        i, _ = grid(extent, self.device)
+        scores, allowed = finish_scores(
+            scores, call.mask, extent, i[None, None], key[None, None, :, None], softcap=call.softcap
+        )
+        allowed = allowed & chosen[None, None, :, None]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        return self._probability(scores, self.lse[..., None])[..., 0], allowed[..., 0].long()
+
+    def _mass_of_pairs(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """The general case: the pairs one after another, a bounded number at a time."""
+        extent = self.extent
+        mass = torch.zeros_like(self.lse)
+        count = torch.zeros(mass.shape, dtype=torch.long, device=self.device)
+        for b in range(extent.batch):
+            row = min(b, runs.order.shape[0] - 1)
+            start = runs.start[min(b, runs.start.shape[0] - 1)]
+            width = (runs.stop[min(b, runs.stop.shape[0] - 1)] - start).clamp(min=0)
+            omit = None if runs.omit is None else runs.omit[min(b, runs.omit.shape[0] - 1)]
+            budget = max(1, SCORES_AT_A_TIME // (extent.heads * self.call.q.shape[-1]))
+            for queries in _rows_within(width, budget):
+                i = torch.repeat_interleave(queries, width[queries])
+                if not len(i):
+                    continue
+                before = torch.cumsum(width[queries], 0) - width[queries]
+                step = torch.arange(len(i), device=self.device)
+                step = step - torch.repeat_interleave(before, width[queries])
+                j = runs.order[row, start[i] + step]
+                keep = torch.ones_like(j, dtype=torch.bool) if omit is None else j != omit[i]
+                p, allowed = self._probability_of_pairs(b, i, j)
+                mass[b].index_add_(1, i, p * keep)
+                count[b].index_add_(1, i, (allowed & keep).long())
+        return mass, count
+
+    def _probability_of_pairs(self, b: int, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        call, extent = self.call, self.extent
+        q = call.q[b].index_select(1, i).unflatten(0, (extent.kv_heads, extent.group))
+        scores = torch.einsum("grnd,gnd->grn", q, call.k[b].index_select(1, j)).flatten(0, 1)
+        # Pairs as rows of one key each; the batch row is chosen after the mask has answered.
+        ii, jj = i.view(1, 1, -1, 1), j.view(1, 1, -1, 1)
+        wide = scores[None, :, :, None].expand(extent.batch, -1, -1, -1) * call.scale
+        logits, allowed = finish_scores(wide, call.mask, extent, ii, jj, softcap=call.softcap)
+        p = self._probability(logits[b, ..., 0], self.lse[b].index_select(1, i))
+        return p, allowed[b, ..., 0]
+
+    def _probability(self, logits: Tensor, lse: Tensor) -> Tensor:
+        """`exp(s − lse)`, 0 in dead rows."""
+        return torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)).masked_fill(
+            lse == -torch.inf, 0.0
+        )
+
+    def _by_rows(self, figure: Callable[[Definition], Tensor]) -> Tensor:
+        parts = [
+            figure(block_definition(self.call, block))
+            for block in blocks(self.call.mask, self.extent, self.device)
+        ]
+        return torch.cat(parts, dim=2) if parts else torch.zeros_like(self.lse)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits == -torch.inf, 0.0)
+
+
+def _grouped_scores(q: Tensor, k: Tensor, extent: Extent) -> Tensor:
+    """`q kᵀ` `[B, H, t, s]` without repeating the keys of a group."""
+    rows = q.unflatten(1, (extent.kv_heads, extent.group)).flatten(2, 3)
+    return (rows @ k.mT).unflatten(2, (extent.group, q.shape[2])).flatten(1, 2)
+
+
+def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
+    """Query numbers in groups whose widths sum to about the budget."""
+    group = torch.cumsum(width, 0) // budget
+    _, sizes = torch.unique_consecutive(group, return_counts=True)
+    return list(torch.arange(len(width), device=width.device).split(sizes.tolist()))

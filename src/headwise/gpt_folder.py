@@ -1,0 +1,251 @@
+"""Folders of models as Hugging Face lays them out: reading, checking and writing.
+
+A folder holds `config.json`, the weights in `model.safetensors` (or in shards that
+`model.safetensors.index.json` lists) and `tokenizer.json`. Whatever can be wrong with one is a
+`FolderError` of one line that names the folder, what is wrong with it and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+
+# Causal masks that old checkpoints carry as buffers; they are not weights.
+_BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+
+class FolderError(ValueError):
+    """A model folder that cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where one tensor lies."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """What the folder's `config.json` says.
+
+    Raises:
+        FolderError: no such folder, no `config.json` in it, or no JSON object in that.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        kind = "is a file, and a folder was expected" if folder.exists() else "no such folder"
+        raise FolderError(f"{folder}: {kind}; name one that holds {CONFIG} and {WEIGHTS}")
+    return _read_json(folder / CONFIG)
+
+
+def read_weights(
+    folder: str | Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The folder's weights by their `transformer.`-prefixed names: exactly those in `shapes`.
+
+    Names and shapes are compared before any tensor is read. If `shapes` has no head (it is tied
+    to the embedding), a head that is stored all the same must be equal to the embedding.
+
+    Raises:
+        FolderError: weights are pickled, missing, extra, of another shape, truncated or no floats.
+    """
+    folder = Path(folder)
+    stored = _stored(folder)
+    twin = stored.pop(HEAD, None) if HEAD not in shapes else None
+    _compare(folder, stored, shapes)
+    weights = {name: stored[name].read().to(dtype) for name in shapes}
+    if twin is not None and not torch.equal(twin.read().to(dtype), weights[EMBEDDING]):
+        raise FolderError(
+            f"{twin.path}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties them; "
+            f'set "tie_word_embeddings": false if the head is its own'
+        )
+    return weights
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """The folder's tokenizer.
+
+    Raises:
+        FolderError: there is no `tokenizer.json`, or it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(folder) / TOKENIZER
+    if not path.is_file():
+        raise FolderError(f"{folder}: holds no {TOKENIZER}; copy the model's tokenizer there")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise FolderError(f"{path}: no tokenizer can be read, {_one_line(error)}") from None
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write config, weights and tokenizer; each file appears whole or not at all.
+
+    Raises:
+        FolderError: the folder cannot be made or written.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
+    # `format` tells transformers that the tensors are PyTorch's.
+    writers: dict[str, Callable[[Path], object]] = {
+        CONFIG: lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
+        WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+    }
+    if tokenizer is not None:
+        writers[TOKENIZER] = lambda path: tokenizer.save(str(path))
+    write_files(folder, writers)
+
+
+def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
+    """Let each writer fill a temporary file, then put all of them in place.
+
+    Raises:
+        FolderError: the folder cannot be made or written; what was there before is untouched.
+    """
+    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in writers}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, write in writers.items():
+            write(temporary[name])
+        for name, path in temporary.items():
+            os.replace(path, folder / name)
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be written, {_one_line(error)}") from None
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FolderError(f"{path.parent}: holds no {path.name}; is this a model's folder?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise FolderError(f"{path}: no JSON can be read, {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise FolderError(f"{path}: holds {type(value).__name__}, and a JSON object was expected")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        files = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise FolderError(f"{folder / INDEX}: lists no weights under weight_map")
+        shards = sorted({str(file) for file in files.values()})
+        for shard in shards:
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                raise FolderError(f"{folder}: {INDEX} names {shard}, which is not there")
+        return [folder / shard for shard in shards]
+    pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt")])
+    if pickled:
+        target = shlex.quote(str(folder))
+        code = (
+            "import sys; from transformers import GPT2LMHeadModel as M; "
+            "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+        )
+        raise FolderError(
+            f"{pickled[0]}: pickled weights can run code when opened and are not read; if you "
+            f'trust them, convert them with: python -c "{code}" {target}'
+        )
+    raise FolderError(f"{folder}: holds no {WEIGHTS} and no {INDEX}")
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of the folder by its prefixed name; buffers that are no weights left out."""
+    from safetensors import SafetensorError, safe_open
+
+    stored: dict[str, _Stored] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    piece = file.get_slice(name)
+                    full = (
+                        name
+                        if name.startswith(("transformer.", "lm_head."))
+                        else f"transformer.{name}"
+                    )
+                    if _BUFFERS.fullmatch(full):
+                        continue
+                    if full in stored:
+                        raise FolderError(
+                            f"{path}: {name} is stored twice, also in {stored[full].path}"
+                        )
+                    stored[full] = _Stored(path, name, tuple(piece.get_shape()), piece.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise FolderError(
+                f"{path}: damaged or truncated ({_one_line(error)}); copy or download it again"
+            ) from None
+    return stored
+
+
+def _compare(
+    folder: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    missing, extra = sorted(shapes.keys() - stored.keys()), sorted(stored.keys() - shapes.keys())
+    if missing:
+        raise FolderError(
+            f"{folder}: {_list(missing)} missing from the weights, which {CONFIG} calls for"
+        )
+    if extra:
+        names = _list([stored[name].name for name in extra])
+        raise FolderError(
+            f"{folder}: {names} in the weights, which a GPT-2 of this {CONFIG} has no place for"
+        )
+    for name, shape in shapes.items():
+        held = stored[name]
+        if held.shape != shape:
+            raise FolderError(
+                f"{held.path}: {held.name} has shape {list(held.shape)}, "
+                f"and {CONFIG} calls for {list(shape)}"
+            )
+        if held.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise FolderError(f"{held.path}: {held.name} is stored as {held.dtype}, not as floats")
+
+
+def _list(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest + (" are" if len(names) > 1 else " is")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

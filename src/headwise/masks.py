@@ -1,0 +1,492 @@
+"""Masks as values: who may attend to whom, and what is added to the scores.
+
+`True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
+allows. Query `i` stands at key position `i + S − T`, so one mask serves training, prefill, chunked
+prefill and one-token decode. A mask is asked in three ways, none of which builds the T×T matrix:
+
+* `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
+* `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
+* `dense()`: the whole matrix, for people and for the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ._axes import Extent
+
+Interval = tuple[Tensor, Tensor]
+
+
+class Mask:
+    """What every mask answers. Subclasses are frozen dataclasses.
+
+    Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
+    have at most four axes `[B, H, t, s]`; answers broadcast to the same.
+    """
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        """May query i attend to key j? `None` where every pair may."""
+        return None
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        """What is added to the score of (i, j), in float32 or float64; `None` for nothing."""
+        return None
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        """Each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
+        return None
+
+    def check(self, extent: Extent) -> None:
+        """Raise ValueError where the mask does not fit the call's sizes."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the mask holds."""
+        return ()
+
+    @property
+    def biased(self) -> bool:
+        """Whether the mask adds anything to the scores."""
+        return False
+
+    def dense(
+        self,
+        batch: int = 1,
+        heads: int = 1,
+        queries: int = 1,
+        keys: int = 1,
+        device: torch.device | str | None = None,
+    ) -> Bool[Tensor, "B H T S"]:
+        """The whole matrix of "may attend".
+
+        >>> Causal().dense(queries=2, keys=3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+        """
+        extent = Extent(batch, heads, heads, queries, keys)
+        self.check(extent)
+        allowed = self.allowed(*grid(extent, device), extent)
+        if allowed is None:
+            allowed = torch.ones((), dtype=torch.bool, device=device)
+        return allowed.expand(batch, heads, queries, keys)
+
+    def __and__(self, other: Mask) -> Mask:
+        _must_be_mask("&", self, other)
+        return And((*_parts(self, And), *_parts(other, And)))
+
+    def __or__(self, other: Mask) -> Mask:
+        _must_be_mask("|", self, other)
+        for side in (self, other):
+            if side.biased:
+                raise ValueError(
+                    f"{self!r} | {other!r}: {type(side).__name__} adds to the scores, and a sum "
+                    f"has no 'or'; combine it with &."
+                )
+        return Or((*_parts(self, Or), *_parts(other, Or)))
+
+
+def grid(
+    extent: Extent,
+    device: torch.device | str | None = None,
+    rows: slice | None = None,
+    keys: slice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Index tensors `[t, 1]` and `[1, s]` of a block of the matrix (the whole one by default)."""
+    i = torch.arange(*(rows or slice(None)).indices(extent.queries), device=device)
+    j = torch.arange(*(keys or slice(None)).indices(extent.keys), device=device)
+    return i[:, None], j[None, :]
+
+
+def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, kind) else (mask,)
+
+
+def _must_be_mask(sign: str, left: object, right: object) -> None:
+    if isinstance(right, Mask):
+        return
+    hint = (
+        "wrap a boolean tensor in headwise.Dense(...), a float one in headwise.Bias(...)"
+        if isinstance(right, Tensor)
+        else "both sides must be masks of headwise"
+    )
+    raise ValueError(f"{left!r} {sign} {type(right).__name__}: {hint}.")
+
+
+def as_mask(mask: object) -> Mask:
+    """`None` is everything; anything else must be a mask."""
+    if mask is None:
+        return Everything()
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        wrap = "Dense" if mask.dtype == torch.bool else "Bias"
+        raise ValueError(
+            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: "
+            f"headwise.{wrap}(mask). In a boolean mask True means 'may attend'."
+        )
+    raise ValueError(f"mask is a {type(mask).__name__}; it must be a mask of headwise or None.")
+
+
+@dataclass(frozen=True)
+class Everything(Mask):
+    """Every query may attend to every key; what `mask=None` means."""
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return torch.zeros_like(i), torch.full_like(i, extent.keys)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """No key after the query's own position; aligned to the end.
+
+    >>> Causal().dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+    Source: Vaswani et al. 2017, §3.2.3.
+    """
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j <= i + extent.offset
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return torch.zeros_like(i), (i + extent.offset + 1).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Exactly the last `size` keys, the query's own position included.
+
+    >>> Window(2).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+    Raises:
+        ValueError: if `size` is under 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Window({self.size}): a window holds at least the query's own key.")
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        behind = i + extent.offset - j
+        return (behind >= 0) & (behind < self.size)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        high = (i + extent.offset + 1).clamp(min=0)
+        return (high - self.size).clamp(min=0), high
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
+
+    `side` names where the padding is: `"right"` (the default) or `"left"`.
+
+    >>> Padding(torch.tensor([1, 3])).dense(batch=2, keys=3)[:, 0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 1]]
+    """
+
+    lengths: Int[Tensor, " B"]
+    side: Literal["right", "left"] = "right"
+
+    def check(self, extent: Extent) -> None:
+        if self.lengths.dim() != 1 or len(self.lengths) not in (1, extent.batch):
+            raise ValueError(
+                f"Padding(lengths {list(self.lengths.shape)}) in a call with {extent}: "
+                f"give one length per batch row."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        length = self._length(i)
+        return j < length if self.side == "right" else j >= extent.keys - length
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        length = self._length(i).clamp(0, extent.keys)
+        zero = torch.zeros_like(length)
+        if self.side == "right":
+            return zero, length
+        return extent.keys - length, zero + extent.keys
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.lengths,)
+
+    def _length(self, i: Tensor) -> Tensor:
+        return self.lengths.to(i.device).view(-1, 1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Packed sequences: a query sees only keys of its own document. `ids` is `[B, S]` or `[S]`.
+
+    >>> Documents(torch.tensor([0, 0, 1])).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+
+    ids: Int[Tensor, "*B S"]
+
+    def check(self, extent: Extent) -> None:
+        rows = 1 if self.ids.dim() == 1 else self.ids.shape[0]
+        if self.ids.dim() > 2 or self.ids.shape[-1] != extent.keys or rows not in (1, extent.batch):
+            raise ValueError(
+                f"Documents(ids {list(self.ids.shape)}) in a call with {extent}: ids must be "
+                f"[S] or [B, S], one document number per key."
+            )
+        if extent.queries > extent.keys:
+            raise ValueError(
+                f"Documents(ids) in a call with {extent}: every query needs a key position."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        ids = self.ids.to(i.device).view(-1, extent.keys)
+        return take(ids, i + extent.offset) == take(ids, j)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids,)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """The first `size` keys (a number, or one per batch row); `Causal() | Prefix(n)` is prefix-LM.
+
+    >>> (Causal() | Prefix(2)).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    size: int | Int[Tensor, " B"]
+
+    def check(self, extent: Extent) -> None:
+        if isinstance(self.size, Tensor) and (
+            self.size.dim() != 1 or len(self.size) not in (1, extent.batch)
+        ):
+            raise ValueError(
+                f"Prefix(size {list(self.size.shape)}) in a call with {extent}: "
+                f"give a number, or one per batch row."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j < self._size(i)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        high = self._size(i).clamp(0, extent.keys)
+        return torch.zeros_like(high), high
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.size,) if isinstance(self.size, Tensor) else ()
+
+    def _size(self, i: Tensor) -> Tensor:
+        return torch.as_tensor(self.size, device=i.device).view(-1, 1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A boolean tensor that broadcasts to `[B, H, T, S]`; True means "may attend".
+
+    Raises:
+        ValueError: if the tensor is not boolean (a float one is a `Bias`).
+    """
+
+    mask: Bool[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"Dense({self.mask.dtype} {list(self.mask.shape)}): Dense takes booleans, True for "
+                f"'may attend'; a float tensor that is added to the scores is a Bias."
+            )
+
+    def check(self, extent: Extent) -> None:
+        _must_broadcast("Dense", self.mask, extent)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.mask, i, j, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.mask,)
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Mask):
+    """A float tensor that broadcasts to `[B, H, T, S]` and is added to the scores.
+
+    It is added after scale and softcap; `−inf` means "may not attend".
+    """
+
+    values: Float[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        if not self.values.is_floating_point():
+            raise ValueError(
+                f"Bias({self.values.dtype} {list(self.values.shape)}): Bias takes floats that are "
+                f"added to the scores; a boolean tensor, True for 'may attend', is a Dense."
+            )
+
+    def check(self, extent: Extent) -> None:
+        _must_broadcast("Bias", self.values, extent)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return ~torch.isneginf(lookup(self.values.detach(), i, j, extent))
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.values, i, j, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class ALiBi(Mask):
+    """Attention with linear biases: `−slope_h · |distance|`, slopes a geometric series in h.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+
+    Source: Press et al. 2021 ("Train short, test long"), with its rule for head counts that are
+    not powers of two.
+    """
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        slopes = alibi_slopes(extent.heads).to(i.device).view(1, -1, 1, 1)
+        return -slopes * (i + extent.offset - j).abs()
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return Everything().interval(i, extent)
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+
+def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
+    """The slope of each head."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """What all parts allow, with the sum of their biases; written `a & b`."""
+
+    parts: tuple[Mask, ...]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        answers = [part.allowed(i, j, extent) for part in self.parts]
+        found = [answer for answer in answers if answer is not None]
+        return functools.reduce(torch.logical_and, found) if found else None
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        answers = [part.bias(i, j, extent) for part in self.parts]
+        found = [answer for answer in answers if answer is not None]
+        return sum(found[1:], found[0]) if found else None
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        found = [p.interval(i, extent) for p in self.parts]
+        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        for part in found:
+            if part is None:
+                return None
+            low, high = torch.maximum(low, part[0]), torch.minimum(high, part[1])
+        return low, torch.maximum(low, high)
+
+    def check(self, extent: Extent) -> None:
+        for part in self.parts:
+            part.check(extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for p in self.parts for t in p.tensors())
+
+    @property
+    def biased(self) -> bool:
+        return any(p.biased for p in self.parts)
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
+
+    parts: tuple[Mask, ...]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        result = None
+        for part in self.parts:
+            more = part.allowed(i, j, extent)
+            if more is None:
+                return None
+            result = more if result is None else result | more
+        return result
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        # Ranges that all start at key 0 (causal, prefix, right padding) have a range as union.
+        highs = []
+        for part in self.parts:
+            found = part.interval(i, extent)
+            if found is None or isinstance(part, Window | And) or _left_padded(part):
+                return None
+            highs.append(found[1])
+        high = highs[0]
+        for more in highs[1:]:
+            high = torch.maximum(high, more)
+        return torch.zeros_like(high), high
+
+    def check(self, extent: Extent) -> None:
+        for part in self.parts:
+            part.check(extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for p in self.parts for t in p.tensors())
+
+
+def _left_padded(mask: Mask) -> bool:
+    return isinstance(mask, Padding) and mask.side == "left"
+
+
+def take(ids: Tensor, index: Tensor) -> Tensor:
+    """`ids[b, index]` for ids `[B or 1, S]` and an index of up to four axes, as `[B, 1, t, s]`."""
+    if index.dim() < 3:
+        return ids[:, index].unsqueeze(1)
+    rows = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
+    return ids[rows, index]
+
+
+def lookup(table: Tensor, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+    """`table[…, i, j]` of a tensor that broadcasts to `[B, H, T, S]`."""
+    table = table.to(i.device)
+    table = table[(None,) * (4 - table.dim())]
+    b, h, t, s = table.shape
+    if i.dim() == 2 and j.dim() == 2 and i.shape[1] == 1 and j.shape[0] == 1:  # a grid
+        if t > 1 and not _is_whole(i[:, 0], t):
+            table = table.index_select(2, i[:, 0])
+        if s > 1 and not _is_whole(j[0], s):
+            table = table.index_select(3, j[0])
+        return table
+    device = table.device
+    rows = torch.arange(b, device=device).view(-1, 1, 1, 1)
+    heads = torch.arange(h, device=device).view(1, -1, 1, 1)
+    return table[rows, heads, i if t > 1 else i * 0, j if s > 1 else j * 0]
+
+
+def _is_whole(index: Tensor, size: int) -> bool:
+    return len(index) == size  # a grid's index is strictly increasing
+
+
+def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:
+    want = (extent.batch, extent.heads, extent.queries, extent.keys)
+    shape = (1,) * (4 - table.dim()) + tuple(table.shape)
+    if table.dim() > 4 or any(a not in (1, b) for a, b in zip(shape, want, strict=True)):
+        raise ValueError(
+            f"{name}({list(table.shape)}) in a call with {extent}: "
+            f"it must broadcast to [B, H, T, S] = {list(want)}."
+        )

@@ -1,0 +1,164 @@
+"""Which keys: the patterns that heads are known for, each as a range of keys in some ordering.
+
+Positions are key positions; query `i` stands at `i + S − T`. A pattern says what a head following
+it would look at; the call's mask still decides what may be looked at.
+
+Sources: Clark et al. 2019 and Voita et al. 2019 (positional heads), Olsson et al. 2022 (induction,
+previous token), Xiao et al. 2023 (first-token sinks), Wang et al. 2022 (duplicate tokens).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ._axes import Extent
+from .evidence import Runs
+
+
+def _positions(extent: Extent, device: torch.device) -> Tensor:
+    return torch.arange(extent.queries, device=device)[None] + extent.offset
+
+
+def _in_order(extent: Extent, device: torch.device) -> Tensor:
+    return torch.arange(extent.keys, device=device)[None]
+
+
+def matrix(runs: Runs, keys: int) -> Tensor:
+    """Runs as a boolean matrix `[B or 1, T, S]`; what they mean, for the definition."""
+    batch = max(x.shape[0] for x in (runs.order, runs.start, runs.stop))
+    rank = torch.empty(batch, keys, dtype=torch.long, device=runs.order.device)
+    place = torch.arange(keys, device=runs.order.device).expand(batch, -1)
+    rank.scatter_(1, runs.order.expand(batch, -1), place)
+    chosen = (rank[:, None] >= runs.start[..., None]) & (rank[:, None] < runs.stop[..., None])
+    if runs.omit is not None:
+        chosen &= torch.arange(keys, device=chosen.device) != runs.omit[..., None]
+    return chosen
+
+
+@dataclass(frozen=True)
+class First:
+    """The first `count` keys, where attention sinks form."""
+
+    count: int = 1
+    name = "first"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"First({self.count}): count must be at least 1.")
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        start = torch.zeros(1, extent.queries, dtype=torch.long, device=device)
+        return Runs(_in_order(extent, device), start, start + min(self.count, extent.keys))
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        j = torch.arange(extent.keys, device=device)
+        return (j < self.count).expand(1, extent.queries, -1)
+
+
+@dataclass(frozen=True)
+class Previous:
+    """The key `distance` before the query's own position."""
+
+    distance: int = 1
+    name = "previous"
+
+    def __post_init__(self) -> None:
+        if self.distance < 1:
+            raise ValueError(f"Previous({self.distance}): distance must be at least 1.")
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        key = _positions(extent, device) - self.distance
+        start = key.clamp(min=0)
+        return Runs(_in_order(extent, device), start, torch.where(key >= 0, start + 1, start))
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        j = torch.arange(extent.keys, device=device)
+        return j == (_positions(extent, device) - self.distance)[..., None]
+
+
+@dataclass(frozen=True)
+class Self:
+    """The query's own position."""
+
+    name = "self"
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        key = _positions(extent, device)
+        start = key.clamp(min=0)
+        return Runs(_in_order(extent, device), start, torch.where(key >= 0, start + 1, start))
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        return torch.arange(extent.keys, device=device) == _positions(extent, device)[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class SameToken:
+    """Other positions with the query's own token. `ids` is `[B, S]` or `[S]`."""
+
+    ids: Int[Tensor, "*B S"]
+    name = "same_token"
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        ids, own = _tokens(self, self.ids, extent, device)
+        return _sorted_runs(ids, own, omit=_positions(extent, device))
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        ids, own = _tokens(self, self.ids, extent, device)
+        j = torch.arange(extent.keys, device=device)
+        return (ids[:, None] == own[..., None]) & (j != _positions(extent, device)[..., None])
+
+
+@dataclass(frozen=True, eq=False)
+class Induction:
+    """Followers of earlier occurrences: keys `j` with `token[j−1] == token[i]`.
+
+    What followed this token before. The query's own follower (where the mask lets it be seen) is
+    no occurrence before it and is left out. `ids` is `[B, S]` or `[S]`.
+
+    Source: Olsson et al. 2022, "prefix matching".
+    """
+
+    ids: Int[Tensor, "*B S"]
+    name = "induction"
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        ids, own = _tokens(self, self.ids, extent, device)
+        before = torch.roll(ids, 1, dims=1)
+        before[:, :1] = torch.iinfo(before.dtype).min  # key 0 follows nothing
+        return _sorted_runs(before, own, omit=_positions(extent, device) + 1)
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        ids, own = _tokens(self, self.ids, extent, device)
+        follows = torch.zeros(ids.shape[0], *own.shape[1:], extent.keys, dtype=torch.bool)
+        follows = follows.to(device)
+        follows[..., 1:] = ids[:, None, :-1] == own[..., None]
+        j = torch.arange(extent.keys, device=device)
+        return follows & (j != _positions(extent, device)[..., None] + 1)
+
+
+def _tokens(
+    pattern: object, ids: Tensor, extent: Extent, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids of keys `[B or 1, S]` and of queries `[B or 1, T]`."""
+    said = f"{type(pattern).__name__}(ids {list(ids.shape)}) in a call with {extent}"
+    table = ids.to(device).view(1, -1) if ids.dim() == 1 else ids.to(device)
+    if table.dim() != 2 or table.shape[1] != extent.keys:
+        raise ValueError(f"{said}: ids must be [S] or [B, S], one token per key.")
+    if table.shape[0] not in (1, extent.batch):
+        raise ValueError(f"{said}: give one row of ids, or one per batch row.")
+    if extent.queries > extent.keys:
+        raise ValueError(f"{said}: every query needs the token at its key position.")
+    table = table.long()
+    return table, table[:, extent.offset :]
+
+
+def _sorted_runs(of_keys: Tensor, of_queries: Tensor, omit: Tensor) -> Runs:
+    """Keys sorted by what they carry: those that match a query are one range of that order."""
+    ordered, order = of_keys.sort(dim=1, stable=True)
+    queries = of_queries.contiguous()
+    start = torch.searchsorted(ordered, queries)
+    return Runs(order, start, torch.searchsorted(ordered, queries, right=True), omit)

@@ -1,0 +1,40 @@
+"""Settings of the whole suite."""
+
+import os
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "headwise",
+    deadline=None,  # shared machines: no test is timed
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("headwise")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Switch the shape checks of the test run off: users do not have them, they have our errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Doctests of optional parts need no marks; this only keeps slow tests last."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def in_ci() -> bool:
+    """Under CI a missing tool is a failure, not a skip."""
+    return os.environ.get("CI") == "true"

@@ -1,0 +1,85 @@
+"""Cases and derived tolerances that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.definition import Definition, attention
+
+# Every axis has its own prime.
+B, H, G, T, S, D, DV = 2, 6, 3, 7, 11, 5, 13
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32)}
+EPS |= {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
+
+Masks = dict[str, Callable[[int, int], "hw.Mask | None"]]
+
+
+def _ids(length: int) -> Tensor:
+    return torch.arange(B)[:, None] + torch.arange(length)[None] // 3
+
+
+MASKS: Masks = {
+    "none": lambda t, s: None,
+    "causal": lambda t, s: hw.Causal(),
+    "window": lambda t, s: hw.Window(3),
+    "wide window": lambda t, s: hw.Window(100),
+    "padding": lambda t, s: hw.Padding(torch.tensor([s - 2, 3])),
+    "left padding": lambda t, s: hw.Causal() & hw.Padding(torch.tensor([s, 2]), side="left"),
+    "prefix": lambda t, s: hw.Causal() | hw.Prefix(4),
+    "prefix per row": lambda t, s: hw.Causal() | hw.Prefix(torch.tensor([1, 5])),
+    "random": lambda t, s: hw.Dense(_noise(B, 1, t, s) > 0.7),
+    "random per head": lambda t, s: hw.Dense(_noise(1, H, t, s) > 0.7),
+    "bias": lambda t, s: hw.Bias(_noise(H, t, s)) & hw.Causal(),
+    "forbidding bias": lambda t, s: hw.Bias(_noise(t, s).masked_fill(_noise(t, s) > 1, -torch.inf)),
+    "alibi": lambda t, s: hw.ALiBi() & hw.Causal(),
+    "nothing": lambda t, s: hw.Dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool)),
+}
+# A query's document is that of its key position, so there must be one.
+MASKS_WITH_POSITIONS: Masks = MASKS | {
+    "documents": lambda t, s: hw.Documents(_ids(s)) & hw.Causal(),
+    "windowed documents": lambda t, s: hw.Documents(_ids(s)) & hw.Window(4) & hw.Causal(),
+}
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def qkv(
+    t: int = T, s: int = S, g: int = G, dv: int = D, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh random q, k and v."""
+    q, k, v = torch.randn(B, H, t, D), torch.randn(B, g, s, D), torch.randn(B, g, s, dv)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, **keywords: object) -> Definition:
+    """The definition in float64 on exactly these inputs."""
+    return attention(q.double(), k.double(), v.double(), **keywords)  # type: ignore[arg-type]
+
+
+def assert_as_good(
+    got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype, factor: float = 4.0
+) -> None:
+    """The error of `got` may not exceed that of the plain definition in the same dtype.
+
+    Times a factor for another order of summation, plus the rounding of the result itself.
+    """
+    assert got.shape == exact.shape
+    if dtype == torch.float64:  # the definition's own dtype: there is no error to compare with
+        torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
+        return
+    finite = torch.isfinite(exact)
+    assert torch.equal(torch.isfinite(got), finite)
+    assert torch.equal(got.double()[~finite], exact[~finite])
+    if not finite.any():
+        return
+    error = (got.double() - exact)[finite].abs().max().item()
+    allowed = (plain.double() - exact)[finite].abs().max().item()
+    rounding = 4 * EPS[dtype] * max(1.0, exact[finite].abs().max().item())
+    assert error <= factor * allowed + rounding, f"error {error:.2e}, definition's {allowed:.2e}"
