@@ -24,6 +24,7 @@ from timing import Spread, fastest, interleaved, ratio, record, show
 E, H = 768, 12
 SHAPES = [(4, 128), (2, 512), (1, 2048)]
 OURS = "headwise"
+X_TRANSFORMERS = "x-transformers, no biases"
 SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 Layer = Callable[[Tensor], Tensor]
 
@@ -42,8 +43,8 @@ class ByHand(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def build_peers() -> tuple[dict[str, nn.Module], dict[str, Layer]]:
-    """The modules, and how each is called on x; all with headwise's weights."""
+def build_peers() -> dict[str, nn.Module]:
+    """One module of each library, all with headwise's weights."""
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
     from x_transformers.x_transformers import Attention
@@ -52,7 +53,7 @@ def build_peers() -> tuple[dict[str, nn.Module], dict[str, Layer]]:
     ours, by_hand = hw.MultiHeadAttention(E, H), ByHand()
     torch_layer = nn.MultiheadAttention(E, H, batch_first=True)
     gpt2 = GPT2Attention(GPT2Config(attn_pdrop=0.0, resid_pdrop=0.0, **SDPA), layer_idx=0)
-    x_layer = Attention(dim=E, dim_head=E // H, heads=H, causal=True, flash=True)
+    x_layer: Any = Attention(dim=E, dim_head=E // H, heads=H, causal=True, flash=True)
     qkv, out = ours.qkv, ours.out
     with torch.no_grad():
         for bias in (qkv.bias, out.bias):
@@ -64,39 +65,39 @@ def build_peers() -> tuple[dict[str, nn.Module], dict[str, Layer]]:
         for theirs, mine in ((gpt2.c_attn, qkv), (gpt2.c_proj, out)):
             theirs.weight.copy_(mine.weight.t())
             theirs.bias.copy_(mine.bias)
-        for theirs, weight in zip(
-            (x_layer.to_q, x_layer.to_k, x_layer.to_v), qkv.weight.split(E), strict=True
-        ):
-            theirs.weight.copy_(weight)
+        for part, weight in zip("qkv", qkv.weight.split(E), strict=True):
+            getattr(x_layer, f"to_{part}").weight.copy_(weight)
         x_layer.to_out.weight.copy_(out.weight)
-    mask = hw.Causal()
-    hidden: dict[int, Tensor] = {}
-
-    def torch_call(x: Tensor, weights: bool) -> Tensor:
-        length = x.shape[1]
-        if length not in hidden:
-            hidden[length] = torch.ones(length, length, dtype=torch.bool).triu(1)
-        causal = not weights  # with weights the mask must be given, and is built beforehand
-        return torch_layer(
-            x, x, x, attn_mask=hidden[length], is_causal=causal, need_weights=weights
-        )[0]
-
-    modules = {
+    return {
         OURS: ours,
         "fused qkv + sdpa, by hand": by_hand,
         "nn.MultiheadAttention": torch_layer,
         "transformers GPT2Attention": gpt2,
-        "x-transformers": x_layer,
+        X_TRANSFORMERS: x_layer,
     }
-    calls: dict[str, Layer] = {
-        OURS: lambda x: ours(x, mask=mask),
-        "fused qkv + sdpa, by hand": by_hand,
+
+
+def calls_of(modules: dict[str, nn.Module]) -> dict[str, Layer]:
+    """How each layer is called on x, causally; PyTorch's in two ways."""
+    mask, hidden = hw.Causal(), {}
+
+    def torch_call(x: Tensor, weights: bool) -> Tensor:
+        length = x.shape[1]
+        if length not in hidden:  # built once: PyTorch's layer asks its caller for the matrix
+            hidden[length] = torch.ones(length, length, dtype=torch.bool).triu(1)
+        found = modules["nn.MultiheadAttention"](
+            x, x, x, attn_mask=hidden[length], is_causal=not weights, need_weights=weights
+        )
+        return found[0]
+
+    return {
+        OURS: lambda x: modules[OURS](x, mask=mask),
+        "fused qkv + sdpa, by hand": modules["fused qkv + sdpa, by hand"],
         "nn.MultiheadAttention": lambda x: torch_call(x, weights=False),
         "nn.MultiheadAttention, weights": lambda x: torch_call(x, weights=True),
-        "transformers GPT2Attention": lambda x: gpt2(x)[0],
-        "x-transformers": x_layer,
+        "transformers GPT2Attention": lambda x: modules["transformers GPT2Attention"](x)[0],
+        X_TRANSFORMERS: modules[X_TRANSFORMERS],
     }
-    return modules, calls
 
 
 def without_biases(modules: dict[str, nn.Module]) -> None:
@@ -136,7 +137,9 @@ def training_step(call: Layer, x: Tensor, pull: Tensor) -> Callable[[], None]:
     return step
 
 
-def inference(call: Layer, x: Tensor) -> Callable[[], Tensor]:
+def inference(call: Layer, x: Tensor, _: Tensor) -> Callable[[], Tensor]:
+    """Forward alone, as in serving."""
+
     def forward() -> Tensor:
         with torch.no_grad():
             return call(x)
@@ -145,37 +148,34 @@ def inference(call: Layer, x: Tensor) -> Callable[[], Tensor]:
 
 
 def layer_part(rounds: int, shapes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    modules, calls = build_peers()
-    rows: list[dict[str, Any]] = []
-    first = shapes[0]
-    x, pull = torch.randn(2, *first, E)
-    assert_same({n: c for n, c in calls.items() if n != "x-transformers"}, x, pull)
+    """A row for each shape, kind of work and layer."""
+    modules = build_peers()
+    calls = calls_of(modules)
+    x, pull = torch.randn(2, *shapes[0], E)
+    assert_same({n: c for n, c in calls.items() if n != X_TRANSFORMERS}, x, pull)
     without_biases(modules)
+    rows: list[dict[str, Any]] = []
     for batch, length in shapes:
         x, pull = torch.randn(2, batch, length, E)
         assert_same(calls, x, pull)
-        for work in ("forward", "forward+backward"):
-            train = work != "forward"
+        for train, make in ((False, inference), (True, training_step)):
             for module in modules.values():
                 module.train(train)
                 module.zero_grad(set_to_none=True)
-            make = {
-                n: training_step(c, x, pull) if train else inference(c, x) for n, c in calls.items()
-            }
-            taken = interleaved(make, rounds)
+            taken = interleaved({n: make(call, x, pull) for n, call in calls.items()}, rounds)
             beside = fastest(taken, without=OURS)
-            for name in calls:
-                rows.append(
-                    {
-                        "work": work,
-                        "batch": batch,
-                        "length": length,
-                        "name": name,
-                        "ms": Spread.of([t * 1e3 for t in taken[name]]),
-                        "headwise_over_it": ratio(taken, OURS, name),
-                        "fastest_peer": name == beside,
-                    }
-                )
+            rows += [
+                {
+                    "work": "forward+backward" if train else "forward",
+                    "batch": batch,
+                    "length": length,
+                    "name": name,
+                    "ms": Spread.of([t * 1e3 for t in taken[name]]),
+                    "headwise_over_it": ratio(taken, OURS, name),
+                    "fastest_peer": name == beside,
+                }
+                for name in calls
+            ]
     return rows
 
 

@@ -10,10 +10,10 @@ own, above what it held before the call.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,9 +116,16 @@ def measure_peak(kind: str, length: int) -> int:
     }[kind]
     with torch.no_grad():
         run(*small)  # what is loaded only once must not count
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before = resident("VmRSS")
         run(q, k, v)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory now (`VmRSS`) or at most (`VmHWM`); Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ def test_blocks_skip_keys_that_nobody_sees() -> None:
     sizes = Extent(1, 1, 1, 100_000, 100_000)
     cut = list(blocked.blocks(hw.Window(10), sizes, torch.device("cpu")))
     seen = sum((b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start) for b in cut)
-    assert seen < 1.2 * 100_000 * (blocked.block_rows(sizes) + 10)
+    assert seen < 1.2 * 100_000 * (blocked.block_rows(sizes, blocked.SCORES_AT_A_TIME) + 10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -263,7 +263,7 @@ def layer_of(name: str) -> MultiHeadAttention:
     return MultiHeadAttention(29, 6, head_dim=8, dtype=torch.float64, **LAYERS[name])
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize("mode", ["grad", "inference"])
 @pytest.mark.parametrize("sizes", CHUNKS)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", LAYERS)

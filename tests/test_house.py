@@ -15,8 +15,8 @@ ORDER = [
     *("backends.base", "backends.eager", "backends.blocked", "backends.sdpa", "backends"),
     *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer", "watch"),
     "__init__",
-    *("gpt_folder", "gpt", "corpus", "checkpoint", "training", "generation"),
-    *("figures", "look", "page", "cli"),
+    *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
+    *("figures", "look", "page", "console", "cli"),
 ]
 
 OPTIONAL = [
@@ -124,9 +124,11 @@ import torch, headwise as hw
 q = torch.randn(2, 6, 7, 5)
 k = torch.randn(2, 3, 11, 5)
 for mask in (None, hw.Causal(), hw.Window(3), hw.Padding(torch.tensor([4, 11])) & hw.Causal()):
-    step = lambda q, k: hw.attend(q, k, k, mask=mask)
-    graph = torch.compile(step, fullgraph=True, backend="eager")
-    torch.testing.assert_close(graph(q, k), step(q, k))
+    for backend in ("sdpa", "blocked", "eager"):
+        torch._dynamo.reset()  # every combination is a graph of its own
+        step = lambda q, k: hw.attend(q, k, k, mask=mask, backend=backend)
+        graph = torch.compile(step, fullgraph=True, backend="eager")
+        torch.testing.assert_close(graph(q, k), step(q, k))
 layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
 graph = torch.compile(layer, fullgraph=True, backend="eager")
 torch.testing.assert_close(graph(x, mask=hw.Causal()), layer(x, mask=hw.Causal()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -22,7 +23,6 @@ from headwise.look import LookError, finite, look, map_side, table, token_texts
 
 LAYERS, HEADS, DIM, CONTEXT, VOCAB = 2, 3, 5, 23, 263
 TEXT = "so much, so much naïve, so naïve and much so, and so on and on\n"
-EXACT = {"rtol": 0.0, "atol": 1e-12}  # float64 on both sides
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_figures_and_maps_equal_attention_written_by_hand(model: GPT, tokenizer)
     for row in seen.rows:
         p, s = maps[row["layer"]][:, row["head"]], scores[row["layer"]][:, row["head"]]
         torch.testing.assert_close(
-            torch.tensor(seen.maps[row["layer"]][row["head"]]), p[0], **EXACT
+            torch.tensor(seen.maps[row["layer"]][row["head"]]), p[0], rtol=0.0, atol=1e-12
         )
         entropy = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)[0]
         assert row["entropy"] == pytest.approx(float(entropy.mean()), abs=1e-12)
@@ -172,7 +172,7 @@ def test_a_long_text_is_shown_in_blocks(
         for i in range(CONTEXT):
             for j in range(CONTEXT):
                 expected[:, block[i], block[j]] += p[0, :, i, j] / block.count(block[i])
-        torch.testing.assert_close(torch.tensor(seen.maps[layer]), expected, **EXACT)
+        torch.testing.assert_close(torch.tensor(seen.maps[layer]), expected, rtol=0.0, atol=1e-12)
     assert seen.provenance["map_side"] == 5
 
 
@@ -222,6 +222,14 @@ def test_the_model_is_left_as_it_was(model: GPT, tokenizer) -> None:
     look(model, tokenizer, TEXT)
     assert model.training
     assert all(getattr(m, "observer", None) is None for m in model.modules())
+
+
+def test_progress_is_reported_layer_by_layer(model: GPT, tokenizer) -> None:
+    shares: list[float] = []
+    look(model, tokenizer, TEXT, report=shares.append)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    look(model, tokenizer, TEXT)
+    assert len(shares) == 4
 
 
 def test_a_figure_without_any_target_is_null_not_zero(model: GPT, tokenizer) -> None:
@@ -342,3 +350,115 @@ def _printed(drawn, width: int) -> str:
     with console.capture() as capture:
         console.print(drawn)
     return capture.get()
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `headwise look`."""
+    from headwise.cli import main
+
+    code = main(["look", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "notes [draft].txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_the_command_prints_a_table_and_writes_the_page(
+    folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "--model", folder, "--text", text_file, "--out", page)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"tiny on notes [draft].txt: {CONTEXT} tokens\n")
+    assert "Only the first 23 of the text's" in out
+    assert out.rstrip().endswith(f"page: {page}")
+    for row in look(*load(folder), TEXT).rows:
+        assert f"{row['layer']}.{row['head']} {row['label']}" in out
+    html = page.read_text("utf-8")
+    assert str(tmp_path) not in html
+    assert str(folder) not in html
+
+
+def test_json_is_all_there_is_on_standard_output(
+    folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = run(
+        capsys, "--model", folder, "--text", text_file, "--json", "--out", page, "--context", 7
+    )
+    seen = look(*load(folder), TEXT, context=7)
+    assert code == 0
+    assert json.loads(out) == finite(seen.rows)
+    assert err == f"page: {page}\n"
+    assert page.exists()
+    page.unlink()
+    code, out, err = run(capsys, "--model", folder, "--text", text_file, "--json", "--seed", 3)
+    assert (code, err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == [text_file.name]
+    assert json.loads(out) == finite(look(*load(folder), TEXT, seed=3).rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "{tmp}/missing"], "missing: no such folder"),
+        (["--model", "{tmp}"], "config.json"),
+        (["--text", "{tmp}/missing.txt"], "missing.txt: no such file"),
+        (["--text", "{tmp}"], "is a folder"),
+        (["--text", "{tmp}/empty.txt"], "the text is empty"),
+        (["--text", "{tmp}/latin.txt"], "not UTF-8"),
+        (["--text", "{tmp}/short.txt"], "at least 2"),
+        (["--context", "24"], "from 2 to 23"),
+        (["--context", "1"], "from 2 to 23"),
+        (["--context", "many"], "--context"),
+        (["--out", "{tmp}/missing/page.html"], "there is no folder"),
+        (["--out", "{tmp}"], "it is a folder"),
+        (["--colour", "red"], "--colour"),
+    ],
+)
+def test_bad_input_gives_one_line_and_code_2(
+    folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "short.txt").write_text("s")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    given: dict[str, object] = {
+        "--model": folder,
+        "--text": text_file,
+        "--out": tmp_path / "page.html",
+    }
+    for name, value in zip(arguments[::2], arguments[1::2], strict=True):
+        given[name] = value.format(tmp=tmp_path)
+    code, out, err = run(capsys, *(part for pair in given.items() for part in pair))
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_pipe_is_read_and_named(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(TEXT.encode()), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", piped)
+    page = tmp_path / "page.html"
+    code, out, _ = run(capsys, "--model", folder, "--text", "-", "--out", page)
+    assert code == 0
+    assert out.startswith("tiny on standard input: ")

@@ -417,10 +417,13 @@ def _strongest_are(tab: Tab, weights: np.ndarray, seen: Look) -> None:
         value = weights[other]
         assert item.locator("b").inner_text() == (f"{value:.3f}" if value >= 0.0005 else "<0.001")
         assert item.locator("code").inner_text() == _visible(seen.tokens[other])
-    colours = tab.page.evaluate(
-        "[...document.querySelectorAll('#tokens button')].map((b) => Number(b.style.getPropertyValue('--w')))"
-    )
-    np.testing.assert_allclose(colours[: len(weights)], np.sqrt(weights), atol=0.005)
+    np.testing.assert_allclose(_colours(tab)[: len(weights)], np.sqrt(weights), atol=0.005)
+
+
+def _colours(tab: Tab) -> list[float]:
+    """How strongly each token of the text view is coloured, 0 to 1."""
+    buttons = "[...document.querySelectorAll('#tokens button')]"
+    return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
 
 
 @pytest.mark.browser
@@ -463,9 +466,8 @@ def test_every_column_sorts_both_ways(tab: Tab, seen: Look) -> None:
         orders = []
         for _ in range(2):
             heads.nth(index).locator("button").click()
-            rows = tab.page.evaluate(
-                "[...document.querySelectorAll('#table tbody tr')].map((line) => Number(line.dataset.row))"
-            )
+            lines = "[...document.querySelectorAll('#table tbody tr')]"
+            rows = tab.page.evaluate(f"{lines}.map((line) => Number(line.dataset.row))")
             values = rows if key == "place" else [seen.rows[row][key] for row in rows]
             orders.append(heads.nth(index).get_attribute("aria-sort"))
             assert values == sorted(values, reverse=orders[-1] == "descending"), key
@@ -524,14 +526,20 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(
     tab.page.locator("#tokens button[data-token='9']").tap()
     assert tab.page.locator("#tokens [aria-pressed='true']").get_attribute("data-token") == "9"
     assert seen.provenance["notice"] == tab.text("#notice")
+    area = tab.page.locator("#heads .nsewdrag").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    tab.page.touchscreen.tap(box["x"] + 0.9 * box["width"], box["y"] + 0.9 * box["height"])
+    tab.page.locator("#head-title", has_text=f"Layer {LAYERS - 1}, head {HEADS - 1}").wait_for()
     tab.close()
 
 
 @pytest.mark.browser
 def test_every_control_has_a_name_and_can_be_reached(tab: Tab) -> None:
     nameless = tab.page.evaluate(
-        """[...document.querySelectorAll('button, input')].filter((node) => !node.textContent.trim()
-           && !node.getAttribute('aria-label') && !node.closest('label')?.textContent.trim()).length"""
+        """[...document.querySelectorAll('button, input')].filter((node) =>
+             !node.textContent.trim() && !node.getAttribute('aria-label')
+             && !node.closest('label')?.textContent.trim()).length"""
     )
     assert nameless == 0
     tab.page.locator("h1").click()  # what Tab reaches next follows the title
@@ -556,11 +564,8 @@ def test_a_long_text_is_shown_in_blocks(
     starts = [0, 5, 10, 14, 19]  # where floor(5 i / 23) steps up
     tab.page.locator("#tokens button[data-token='13']").click()
     assert "at 10–13" in tab.text("#strongest-title")
-    colours = tab.page.evaluate(
-        "[...document.querySelectorAll('#tokens button')].map((b) => Number(b.style.getPropertyValue('--w')))"
-    )
     expected = [
         np.sqrt(blocks.maps[0][0][2, np.searchsorted(starts, i, "right") - 1]) for i in range(14)
     ]
-    np.testing.assert_allclose(colours[:14], expected, atol=0.005)
+    np.testing.assert_allclose(_colours(tab)[:14], expected, atol=0.005)
     tab.close()

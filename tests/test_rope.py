@@ -118,6 +118,15 @@ def test_interleaved_is_metas_complex_rotation():
     assert torch.allclose(ours, by_complex_numbers(x, 500.0, first=5), rtol=0, atol=64 * EPS64)
 
 
+def test_interleaved_reads_memory_of_any_alignment():
+    x, rope = torch.randn(B, H, T, D, dtype=torch.float64), RoPE(D, interleaved=True)
+    shifted = torch.randn(B * H * T * D + 1, dtype=torch.float64)[1:].view(B, H, T, D)
+    odd_rows = torch.randn(B, H, T, D + 1, dtype=torch.float64)[..., :D]
+    spread = torch.randn(B, H, T, 2 * D, dtype=torch.float64)[..., ::2]
+    for place in (shifted, odd_rows, spread):
+        assert torch.allclose(rope(place.copy_(x)), rope(x), rtol=0, atol=8 * EPS64)
+
+
 def test_the_two_conventions_differ_by_an_order_of_features():
     x = torch.randn(B, H, T, D, dtype=torch.float64)
     order = torch.cat(

@@ -14,7 +14,8 @@ class KVCache:
     `KVCache()` grows: its room doubles when it runs out, so a token costs no copy of the past.
     `KVCache(max_length=n)` takes its room once, on the first `append`, and refuses token n + 1.
     `KVCache(window=n)` keeps what a mask `Window(n)` can still reach: the last n - 1 keys, which
-    stand before the next chunk's own. Its memory does not grow with the text.
+    stand before the next chunk's own. Its memory does not grow with the text. Masks that name keys
+    by number (`Documents`, `Prefix`, `Dense`, `Bias`) then count from the first key returned.
 
     With gradients off (`torch.no_grad`, `torch.inference_mode`) tokens are written in place and
     `append` returns views. With gradients on, nothing

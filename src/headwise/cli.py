@@ -1,4 +1,4 @@
-"""The command line: `headwise train`, `headwise generate`.
+"""The command line: `headwise look`, `headwise train`, `headwise generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -6,24 +6,21 @@ and what to do), 130 stopped with Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from .training import Progress, Summary, TrainConfig
+from .console import told, training_bar, until_interrupted
+from .training import TrainConfig
 
 STOPPED = 130  # what shells give for a program that Ctrl-C ended
 
@@ -43,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(arguments, "headwise", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` say, has had enough
+    except SystemExit:  # how typer ends when the reader of a pipe, `head` say, has had enough
+        return 0
+    except BrokenPipeError:  # the same, found out by our own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KeyboardInterrupt, typer.Abort):
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
-            return 2
+            return 0
         return _bad_input(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
     return code if isinstance(code, int) else 0
 
@@ -65,7 +64,7 @@ def _bad_input(message: str) -> int:
     return 2
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         from . import __version__
 
@@ -76,8 +75,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _app(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = None,
 ) -> None:
     """Multi-head attention whose heads you can see."""
 
@@ -92,7 +92,7 @@ def _setting(name: str, help: str, *flags: str) -> Any:
 def train(
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TEXT]...", help="UTF-8 files; none: Python's own manual."),
+        typer.Argument(metavar="TEXT", help="UTF-8 files; none: Python's own manual."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.")] = Path(
         "headwise-gpt"
@@ -121,6 +121,12 @@ def train(
             "Start the position table as sinusoids, or at random.",
             "--sinusoids/--no-sinusoids",
         ),
+    ] = None,
+    sinusoid_std: Annotated[
+        float | None, _setting("sinusoid_std", "Deviation of those sinusoids.")
+    ] = None,
+    sinusoid_base: Annotated[
+        float | None, _setting("sinusoid_base", "Longest wavelength of those, over 2π.")
     ] = None,
     held_out: Annotated[float | None, _setting("held_out", "Share of the text kept back.")] = None,
     seed: Annotated[int | None, _setting("seed", "Of weights, rows and dropout.")] = None,
@@ -165,6 +171,8 @@ def train(
         "dropout": dropout,
         "repeats": repeats,
         "sinusoids": sinusoids,
+        "sinusoid_std": sinusoid_std,
+        "sinusoid_base": sinusoid_base,
         "held_out": held_out,
         "seed": seed,
         "dtype": dtype,
@@ -176,7 +184,7 @@ def train(
         raise ValueError(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
         )
-    with _until_interrupted() as interrupted, _progress() as report:
+    with until_interrupted() as interrupted, training_bar() as report:
         summary = training.train(
             out,
             None if resume else TrainConfig(**given),
@@ -186,7 +194,7 @@ def train(
             should_stop=interrupted,
             report=report,
         )
-    print(json.dumps(asdict(summary)) if as_json else _told(summary))
+    print(json.dumps(asdict(summary)) if as_json else told(summary))
     if not summary.finished:
         print(
             f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
@@ -199,7 +207,7 @@ def train(
 @app.command()
 def generate(
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT...", help="Text to go on from; - reads a pipe.")
+        list[str], typer.Argument(metavar="PROMPT", help="Text to go on from; - reads a pipe.")
     ],
     model: Annotated[
         Path | None,
@@ -264,75 +272,68 @@ def generate(
     return 0
 
 
-@contextlib.contextmanager
-def _until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into an answer; a second one ends the program at once."""
-    asked = False
+@app.command()
+def look(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="A UTF-8 file, - for a pipe; none: Python's manual."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens to look at; none: as many as the model can.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random tokens that come twice.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an array instead: a row for each head.")
+    ] = False,
+) -> int:
+    """See what every head of a model does on a text: a table, and one page that needs no network.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    Example: `headwise look --model notes-gpt --text notes.txt --out notes.html`
+    """
+    from . import corpus, gpt
+    from .look import look as look_at
+    from .look import summary, table
+    from .page import check_out, write_page
 
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error, and a line for every measurement on held-out text."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=None, loss=float("nan"), speed=0.0)
-
-        def report(now: Progress) -> None:
-            bar.update(
-                task,
-                total=now.steps,
-                completed=now.step,
-                loss=now.loss,
-                speed=now.tokens_per_second,
-            )
-            if now.held_out is not None:
-                console.print(
-                    f"step {now.step:,} of {now.steps:,}: loss {now.loss:.3f}, "
-                    f"held-out {now.held_out:.3f}, {now.tokens_per_second:,.0f} tokens/s, "
-                    f"{_duration(now.seconds_left)} left",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-
-        yield report
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _told(summary: Summary) -> str:
-    """The summary for people."""
-    return "\n".join(
-        (
-            f"text       {summary.source}",
-            f"           {summary.held_out_rule}",
-            f"held-out   {summary.held_out_loss:.3f} nats a token "
-            f"({summary.held_out_bits_per_byte:.2f} bits a byte); "
-            f"bigram {summary.bigram_loss:.3f}, unigram {summary.unigram_loss:.3f}",
-            f"repeats    first copy {summary.repeats_first_loss:.2f}, "
-            f"second copy {summary.repeats_second_loss:.2f}",
-            f"model      {summary.folder}: {summary.parameters:,} parameters, "
-            f"step {summary.step:,} of {summary.steps:,}",
+    if out is None and not as_json:
+        out = Path("headwise-look.html")
+    if out is not None:
+        check_out(out)  # before the slow part
+    errors = Console(stderr=True)
+    columns = (TextColumn("looking"), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("looking", total=1.0)
+        network, tokenizer = gpt.load(model or gpt.builtin())
+        seen = look_at(
+            network,
+            tokenizer,
+            corpus.manual_passage() if text is None else corpus.read_text(text),
+            model_name="the built-in model" if model is None else model.resolve().name,
+            text_name={None: "Python's manual: with", "-": "standard input"}.get(text)
+            or Path(text or "").name,
+            context=context,
+            seed=seed,
+            report=lambda share: bar.update(task, completed=share),
         )
-    )
+        if out is not None:
+            write_page(seen, out)
+    if as_json:
+        print(seen.to_json())
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        drawn, left_out = table(seen, console.width)
+        before, after = summary(seen, left_out)
+        console.print(before, markup=False, highlight=False, soft_wrap=True)
+        console.print(drawn)
+        console.print(after, markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
+    return 0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._axes import Extent, statistics_dtype
 from .backends import Backend, Call, choose
-from .backends.blocked import SCORES_AT_A_TIME, block_definition, blocks
+from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
 from .masks import grid
 
@@ -187,33 +187,33 @@ class Evidence:
     def max_logit(self) -> Float[Tensor, "B H"]:
         """The largest score of each head, exactly; −inf where no query sees a key.
 
-        `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: rows are taken in the order of their LSE until no
-        LSE that is left can win. A few rows on peaked heads, all of them on flat ones.
+        `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: the rows with the largest LSE come first, and then
+        only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
         """
         call, extent = self.call, self.extent
-        best = torch.full_like(self.lse[..., 0:1].sum(-1), -torch.inf)
+        best = torch.full_like(self.lse[:, :, 0:1].sum(-1), -torch.inf)
         if not extent.queries or not extent.keys:
             return best
-        bound, order = self.lse.sort(dim=-1, descending=True)
-        # Rounding of the LSE itself must not shut out the winner.
-        bound = torch.where(bound == -torch.inf, bound, bound + 1e-5 * bound.abs() + 1e-5)
-        best = torch.maximum(best, (self.lse - self.counts.clamp(min=1).log()).amax(-1) - 1e-3)
-        found = torch.full_like(best, -torch.inf)
-        j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
         row = extent.batch * extent.heads * extent.keys
-        start, size = 0, max(1, min(32, SCORES_AT_A_TIME // row))
-        while start < extent.queries and not bool((bound[..., start] <= best).all()):
-            i = order[..., start : start + size]
-            q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
-            scores = _grouped_scores(q, call.k, extent) * call.scale
-            scores, _ = finish_scores(
-                scores, call.mask, extent, i[..., None], j, softcap=call.softcap
-            )
-            found = torch.maximum(found, scores.amax((-1, -2)))
-            best = torch.maximum(best, found)
-            start += size
-            size = max(1, min(2 * size, SCORES_AT_A_TIME // row))
-        return found
+        count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
+        i = self.lse.topk(count, dim=-1).indices
+        q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
+        j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
+        best = self._logits(q, call.k, i[..., None], j).amax((-1, -2))
+        # Rounding of the LSE itself must not shut out the winner.
+        bound = torch.where(self.lse.isneginf(), self.lse, self.lse + 1e-5 * (1 + self.lse.abs()))
+        for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
+            if bool((bound[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
+                continue
+            i, j = grid(extent, self.device, block.rows, block.keys)
+            found = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
+            best = torch.maximum(best, found.amax((-1, -2)))
+        return best
+
+    def _logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        scores = _grouped_scores(q, k, self.extent) * self.call.scale
+        mask, softcap = self.call.mask, self.call.softcap
+        return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)[0]
 
     def mass(self, runs: Runs) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to.
@@ -311,6 +311,10 @@ class Evidence:
 
 def _finite(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits == -torch.inf, 0.0)
+
+
+def _size(part: slice) -> int:
+    return part.stop - part.start
 
 
 def _grouped_scores(q: Tensor, k: Tensor, extent: Extent) -> Tensor:

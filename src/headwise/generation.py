@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -316,14 +317,23 @@ def _next_logits(
     positions = (columns - (keys - lengths)[:, None]).clamp(min=0)
     padded = bool((lengths < keys).any())
     mask = Padding(lengths.to(device), side="left") if padded else None
-    training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         return model.next_logits(
             ids.to(device), cache=cache, mask=mask, positions=positions.to(device)
         )
+
+
+@contextlib.contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    """Dropout off, and on again if it was: a caller may train between two tokens."""
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
     finally:
-        model.train(training)
+        model.train()
 
 
 def _left_padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "B T"]:

@@ -137,14 +137,19 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
     Raises:
         FolderError: the folder cannot be made or written; what was there before is untouched.
     """
+    from safetensors import SafetensorError
+
     temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in writers}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be made, {error.strerror}") from None
+    try:
         for name, write in writers.items():
             write(temporary[name])
         for name, path in temporary.items():
             os.replace(path, folder / name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise FolderError(f"{folder}: cannot be written, {_one_line(error)}") from None
     finally:
         for path in temporary.values():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 from .corpus import encode, repeated_tokens
 from .figures import COLUMNS, NO_LABEL, RULES, Column, HeadName, Rule, name_head
 from .gpt import GPT
+from .layer import MultiHeadAttention
 from .patterns import First, Induction, Previous, SameToken, Self
 from .statistics import Distance, Entropy, Map, Mass, MaxLogit
 from .watch import Watched, watch
@@ -39,6 +42,7 @@ __all__ = [
     "finite",
     "look",
     "name_head",
+    "summary",
     "table",
     "token_texts",
 ]
@@ -85,6 +89,7 @@ def look(
     text_name: str = "text",
     context: int | None = None,
     seed: int = 0,
+    report: Callable[[float], None] | None = None,
 ) -> Look:
     """See what each head of `model` does on the first `context` tokens of `text`.
 
@@ -93,6 +98,7 @@ def look(
 
     Args:
         context: how many tokens to look at, at most the model's own context, the default.
+        report: called with the share of the work that is done, after each layer.
 
     Raises:
         LookError: a `context` that the model does not have; attention that is not finite.
@@ -121,7 +127,7 @@ def look(
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _reported(model, report):
             on_text, text_loss = _run_on_text(model, shown, side)
             known = min(model.config.vocab_size, tokenizer.get_vocab_size())
             on_random, first_loss, second_loss, period = _run_on_repeats(model, known, seed)
@@ -157,6 +163,24 @@ def look(
         "versions": _versions(),
     }
     return Look(_rows(on_text, on_random), maps, token_texts(tokenizer, ids[:limit]), provenance)
+
+
+@contextmanager
+def _reported(model: GPT, report: Callable[[float], None] | None) -> Iterator[None]:
+    """Call `report` after each attention layer of the two runs."""
+    layers = [m for m in model.modules() if isinstance(m, MultiHeadAttention)]
+    done = count(1)
+
+    def passed(*_: object) -> None:
+        if report is not None:
+            report(next(done) / (2 * len(layers)))
+
+    hooks = [layer.register_forward_hook(passed) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def map_side(tokens: int, heads: int) -> int:
@@ -253,7 +277,7 @@ def _rows(on_text: Watched, on_random: Watched) -> list[dict[str, Any]]:
 
 
 def _figures(row: Mapping[str, Any], ending: str) -> Iterator[tuple[str, float | None]]:
-    """The row's figures that are shown, `ending` put after the name; None where none had a target."""
+    """The row's figures that are shown, `ending` put after the name; None without any target."""
     for column in COLUMNS:
         key = column.key.removesuffix(ending) if ending else column.key
         if column.key != key + ending or key not in row:
@@ -328,6 +352,28 @@ def table(seen: Look, width: int = 120) -> tuple[Table, list[str]]:
         columns = [column for column in columns if column.key != gone]
 
 
+def summary(seen: Look, left_out: list[str]) -> tuple[str, str]:
+    """What a terminal says above the table and below it."""
+    facts = seen.provenance
+    before = f"{facts['model']} on {facts['text']}: {facts['tokens_shown']:,} tokens"
+    losses = [f"{facts['loss_text']:.2f} nats a token"]
+    if facts["loss_first_copy"] is not None:
+        losses.append(
+            f"on random tokens {facts['loss_first_copy']:.2f}, "
+            f"on their repeat {facts['loss_second_copy']:.2f}"
+        )
+    before += f"\nloss: {'; '.join(losses)}"
+    after = (
+        "Means over queries; the percentage is the share of queries that have such a key.\n"
+        "rand.: on random tokens that come twice. The page says what each figure means."
+    )
+    if left_out:
+        after += f"\nLeft out of this narrow terminal: {'; '.join(left_out)} (see --json)."
+    if facts["notice"]:
+        after += f"\n{facts['notice']}"
+    return before, after
+
+
 def _heading(seen: Look, column: Column) -> str:
     """The column's name and, where all heads agree on it, its coverage."""
     lines = column.brief.split()
@@ -335,7 +381,7 @@ def _heading(seen: Look, column: Column) -> str:
         lines.append("rand.")
     covered = {row.get(f"{column.key}_coverage") for row in seen.rows}
     coverage = covered.pop() if len(covered) == 1 else None
-    if coverage is not None and coverage < 1:
+    if coverage is not None and coverage < 0.995:
         lines.append(f"{100 * coverage:.0f}%")
     return "\n".join(lines)
 

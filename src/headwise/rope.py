@@ -174,16 +174,7 @@ class RoPE:
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = self._cos_sin(offset, x.shape[-2], x.device, dtype)
         turned = x[..., : self.dim].to(dtype)
-        if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-        else:
-            a, b = turned.chunk(2, dim=-1)
-        first = torch.addcmul(a * cos, b, sin, value=-1)
-        second = torch.addcmul(b * cos, a, sin)
-        if self.interleaved:
-            parts = [torch.stack((first, second), dim=-1).flatten(-2)]
-        else:
-            parts = [first, second]
+        parts = [(_turn_pairs if self.interleaved else _turn_halves)(turned, cos, sin)]
         if self.dim < x.shape[-1]:
             parts.append(x[..., self.dim :].to(dtype))
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]).to(x.dtype)
@@ -238,6 +229,29 @@ class RoPE:
         if self.scaling:
             parts.append(f"scaling={self.scaling}")
         return f"RoPE({', '.join(parts)})"
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns features i and i + dim/2 of x `[B, H, T, dim]`."""
+    a, b = x.chunk(2, dim=-1)
+    first = torch.addcmul(a * cos, b, sin, value=-1)
+    second = torch.addcmul(b * cos, a, sin)
+    return torch.cat((first, second), dim=-1)
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns features 2i and 2i + 1 of x `[B, H, T, dim]`: a product of complex numbers.
+
+    That is several times as fast as strided halves, where the memory can be read so.
+    """
+    even = x.stride(-1) == 1 and not any(s % 2 for s in (*x.stride()[:-1], x.storage_offset()))
+    if even and not torch.compiler.is_compiling():  # compilers know little of complex numbers
+        numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(numbers * torch.complex(cos, sin)).flatten(-2)
+    a, b = x[..., 0::2], x[..., 1::2]
+    first = torch.addcmul(a * cos, b, sin, value=-1)
+    second = torch.addcmul(b * cos, a, sin)
+    return torch.stack((first, second), dim=-1).flatten(-2)
 
 
 def _kind(scaling: dict[str, Any] | None, call: str) -> str:

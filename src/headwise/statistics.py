@@ -47,7 +47,7 @@ class Entropy:
         alive = evidence.alive
         entropy = (evidence.lse - evidence.mean_logit).clamp(min=0.0)
         entropy = torch.where(alive, entropy, 0.0)
-        bound = evidence.counts.clamp(min=1).log().to(entropy.dtype)
+        bound = evidence.counts.clamp(min=1).to(entropy.dtype).log()
         shared = evidence.counts > 1
         share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)
         return {
@@ -58,7 +58,7 @@ class Entropy:
     def define(self, full: Definition) -> dict[str, Tensor]:
         entropy = torch.special.entr(full.weights).sum(-1)
         count = full.allowed.sum(-1)
-        share = torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
+        share = torch.where(count > 1, entropy / count.clamp(min=2).to(entropy.dtype).log(), 0.0)
         return {"entropy": entropy, "entropy_share": share}
 
 

@@ -22,6 +22,9 @@ from .base import Call
 SCORES_AT_A_TIME = 1 << 22
 """How many scores a block may hold (16 MiB in float32); one row of them in any case."""
 
+SCORES_IN_CACHE = 1 << 20
+"""The same for passes that only read their scores once, and want them near."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -31,9 +34,11 @@ class Block:
     keys: slice
 
 
-def blocks(mask: Mask, extent: Extent, device: torch.device) -> Iterator[Block]:
-    """Cut the queries into blocks, each with the keys that it may see."""
-    size = block_rows(extent)
+def blocks(
+    mask: Mask, extent: Extent, device: torch.device, scores: int | None = None
+) -> Iterator[Block]:
+    """Cut the queries into blocks of so many scores, each with the keys that it may see."""
+    size = block_rows(extent, SCORES_AT_A_TIME if scores is None else scores)
     starts = list(range(0, extent.queries, size))
     lows, highs = _key_ranges(mask, extent, device, starts, size)
     for start, low, high in zip(starts, lows, highs, strict=True):
@@ -41,17 +46,17 @@ def blocks(mask: Mask, extent: Extent, device: torch.device) -> Iterator[Block]:
         yield Block(rows_of, slice(low, max(low, high)))
 
 
-def block_rows(extent: Extent) -> int:
+def block_rows(extent: Extent, scores: int) -> int:
     """Queries to a block."""
     row = max(1, extent.batch * extent.heads * extent.keys)
-    return max(1, min(extent.queries, SCORES_AT_A_TIME // row))
+    return max(1, min(extent.queries, scores // row))
 
 
 def _key_ranges(
     mask: Mask, extent: Extent, device: torch.device, starts: list[int], size: int
 ) -> tuple[list[int], list[int]]:
     interval = mask.interval(grid(extent, device)[0], extent)
-    if interval is None or not starts:
+    if interval is None or not starts or torch.compiler.is_compiling():
         return [0] * len(starts), [extent.keys] * len(starts)
     every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
     low, high, _ = torch.broadcast_tensors(*interval, every_row)

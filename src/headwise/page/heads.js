@@ -173,7 +173,7 @@ function drawTable() {
   const head = (key, title, words) => {
     const button = el("button", { type: "button" }, title);
     const covered = sharedCoverage(key) ?? 1;
-    const notes = [key.endsWith("_random") ? "random" : "", covered < 1 ? percent(covered) : ""];
+    const notes = [key.endsWith("_random") ? "random" : "", covered < 0.995 ? percent(covered) : ""];
     for (const note of notes) if (note) button.append(el("small", {}, note));
     button.addEventListener("click", () => {
       sorting.down = sorting.key === key ? !sorting.down : !["place", "label"].includes(key);
