@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headwise.cache import KVCache
 from headwise.layer import MultiHeadAttention
-from headwise.masks import Causal, Padding, Window
+from headwise.masks import Causal, Dense, Padding, Window
 from headwise.rope import RoPE
 
 B, G, D = 2, 3, 5
@@ -326,3 +326,19 @@ def test_a_cache_is_refused_beside_a_context_or_another_batch():
     layer(x, mask=Causal(), cache=cache)
     with pytest.raises(ValueError, match=r"k \[1, 6, 7, 8\].*holds k of \[B=2, G=6, 7 tokens, D=8"):
         layer(x[:1], mask=Causal(), cache=cache)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_length": 9}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_that_fails_leaves_the_cache_as_it_was(settings, grad):
+    layer, x = layer_of("plain"), torch.randn(B, 7, 29, dtype=torch.float64)
+    mask = Window(3)
+    wrong = Dense(torch.ones(2, 2, dtype=torch.bool))
+    with torch.set_grad_enabled(grad):
+        cache = KVCache(**settings)
+        layer(x[:, :4], mask=mask, cache=cache)
+        with pytest.raises(ValueError, match="must broadcast"):
+            layer(x[:, 4:], mask=wrong, cache=cache)
+        assert cache.length == 4
+        rest = layer(x[:, 4:], mask=mask, cache=cache)
+    assert torch.allclose(rest, layer(x, mask=mask)[:, 4:], rtol=0, atol=1e-13)

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
-    *("_axes", "masks", "definition"),
+    *("_axes", "_index", "_files", "masks", "definition"),
     *("backends.base", "backends.eager", "backends.blocked", "backends.sdpa", "backends"),
     *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer", "watch"),
     "__init__",

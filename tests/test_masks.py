@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise._axes import Extent
+from headwise._index import grid
 from headwise.backends.sdpa import lower
-from headwise.masks import alibi_slopes, as_mask, grid
+from headwise.masks import alibi_slopes, as_mask
 from support import MASKS_WITH_POSITIONS, B, H, S, T
 
 

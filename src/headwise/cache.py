@@ -1,5 +1,7 @@
 """Key/value caches: growing, preallocated, and rolling for windows."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,9 +20,9 @@ class KVCache:
     by number (`Documents`, `Prefix`, `Dense`, `Bias`) then count from the first key returned.
 
     With gradients off (`torch.no_grad`, `torch.inference_mode`) tokens are written in place and
-    `append` returns views. With gradients on, nothing
-    is written in place and results stay differentiable; that copies the past for each call.
-    Views that `append` returned hold their values until `reset`.
+    `append` returns views. With gradients on, nothing is written in place and results stay
+    differentiable; that copies the past for each call. Views that `append` returned hold their
+    values until `reset` or `rewind`.
 
     Raises:
         ValueError: `max_length` or `window` below 1, or both given.
@@ -88,6 +90,23 @@ class KVCache:
         self._seen = self._start = self._stop = 0
         if self.max_length is None or not self._own:
             self._room, self._own = None, False
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where the cache stands now, for `rewind`."""
+        return self._seen, self._room, self._own, self._start, self._stop
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what came after `mark`: a call that failed, or tokens drawn on trial.
+
+        >>> import torch
+        >>> cache = KVCache()
+        >>> mark = cache.mark()
+        >>> k, v = cache.append(torch.rand(1, 1, 2, 5), torch.rand(1, 1, 2, 5))
+        >>> cache.rewind(mark)
+        >>> cache.length
+        0
+        """
+        self._seen, self._room, self._own, self._start, self._stop = mark
 
     def select(self, index: Int[Tensor, " N"]) -> None:
         """Keeps the batch rows `index`, in that order; rows may repeat or be left out.

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ._axes import Extent, extent_of, statistics_dtype
-from .masks import Mask, as_mask, grid
+from ._index import grid
+from .masks import Mask, as_mask
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ._axes import Extent, statistics_dtype
+from ._index import grid
 from .backends import Backend, Call, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
-from .masks import grid
 
 
 @dataclass(frozen=True)

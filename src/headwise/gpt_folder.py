@@ -8,7 +8,6 @@ A folder holds `config.json`, the weights in `model.safetensors` (or in shards t
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ._files import write_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -139,21 +140,14 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
     """
     from safetensors import SafetensorError
 
-    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in writers}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FolderError(f"{folder}: cannot be made, {error.strerror}") from None
     try:
-        for name, write in writers.items():
-            write(temporary[name])
-        for name, path in temporary.items():
-            os.replace(path, folder / name)
+        write_whole(folder, writers)
     except (OSError, SafetensorError) as error:
         raise FolderError(f"{folder}: cannot be written, {_one_line(error)}") from None
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -170,8 +170,14 @@ class MultiHeadAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             wide = self.q_norm.weight.dtype  # under autocast q is narrower than the weight
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
-        q, k, v = self._place(q, k, v, cache)
-        return self._merge(self._attend(q, k, v, mask))
+        if cache is None:
+            return self._merge(self._attend(*self._place(q, k, v, None), mask))
+        mark = cache.mark()
+        try:
+            return self._merge(self._attend(*self._place(q, k, v, cache), mask))
+        except BaseException:  # a call that fails, or is stopped, leaves no half of it behind
+            cache.rewind(mark)
+            raise
 
     def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
         fault = None

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ._axes import Extent
+from ._index import grid, lookup, take
 
 Interval = tuple[Tensor, Tensor]
 
@@ -89,18 +90,6 @@ class Mask:
                     f"has no 'or'; combine it with &."
                 )
         return Or((*_parts(self, Or), *_parts(other, Or)))
-
-
-def grid(
-    extent: Extent,
-    device: torch.device | str | None = None,
-    rows: slice | None = None,
-    keys: slice | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Index tensors `[t, 1]` and `[1, s]` of a block of the matrix (the whole one by default)."""
-    i = torch.arange(*(rows or slice(None)).indices(extent.queries), device=device)
-    j = torch.arange(*(keys or slice(None)).indices(extent.keys), device=device)
-    return i[:, None], j[None, :]
 
 
 def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
@@ -451,35 +440,6 @@ class Or(Mask):
 
 def _left_padded(mask: Mask) -> bool:
     return isinstance(mask, Padding) and mask.side == "left"
-
-
-def take(ids: Tensor, index: Tensor) -> Tensor:
-    """`ids[b, index]` for ids `[B or 1, S]` and an index of up to four axes, as `[B, 1, t, s]`."""
-    if index.dim() < 3:
-        return ids[:, index].unsqueeze(1)
-    rows = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
-    return ids[rows, index]
-
-
-def lookup(table: Tensor, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-    """`table[…, i, j]` of a tensor that broadcasts to `[B, H, T, S]`."""
-    table = table.to(i.device)
-    table = table[(None,) * (4 - table.dim())]
-    b, h, t, s = table.shape
-    if i.dim() == 2 and j.dim() == 2 and i.shape[1] == 1 and j.shape[0] == 1:  # a grid
-        if t > 1 and not _is_whole(i[:, 0], t):
-            table = table.index_select(2, i[:, 0])
-        if s > 1 and not _is_whole(j[0], s):
-            table = table.index_select(3, j[0])
-        return table
-    device = table.device
-    rows = torch.arange(b, device=device).view(-1, 1, 1, 1)
-    heads = torch.arange(h, device=device).view(1, -1, 1, 1)
-    return table[rows, heads, i if t > 1 else i * 0, j if s > 1 else j * 0]
-
-
-def _is_whole(index: Tensor, size: int) -> bool:
-    return len(index) == size  # a grid's index is strictly increasing
 
 
 def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._axes import Extent
+from .._index import grid
 from ..definition import Definition, rows
-from ..masks import Mask, grid
+from ..masks import Mask
 from .base import Call
 
 SCORES_AT_A_TIME = 1 << 22

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._index import grid
 from ..definition import rows
-from ..masks import grid
 from .base import Call
 
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._axes import Extent
-from ..masks import Causal, Everything, Mask, grid
+from .._index import grid
+from ..masks import Causal, Everything, Mask
 from .base import Call
 
 BIAS_LIMIT = 256 * 2**20

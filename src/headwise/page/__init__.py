@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 import re
-import tempfile
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headwise._files import write_whole
 from headwise.figures import COLUMNS, NO_LABEL, RULES
 from headwise.look import Look, finite
 
@@ -45,18 +45,10 @@ def write_page(look: Look, path: str | os.PathLike[str]) -> Path:
     """
     path = check_out(path)
     text = render_page(look)
-    handle, name = -1, ""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
-        os.replace(name, path)
+        write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
     except OSError as error:
         raise PageError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if name and os.path.exists(name):
-            os.unlink(name)
     return path
 
 
@@ -176,9 +168,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
