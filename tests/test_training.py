@@ -150,7 +150,7 @@ def test_the_position_table_starts_as_asked(text: str) -> None:
     assert float(table[3, 2]) == pytest.approx(math.sin(angle) * peak, rel=1e-6)
     assert float(table[3, 8 + 2]) == pytest.approx(math.cos(angle) * peak, rel=1e-6)
     assert torch.equal(
-        Run(replace(TINY, texts=(text,))).model.transformer.wpe.weight, sinusoids(13, 15, 0.1)
+        Run(replace(TINY, texts=(text,))).model.transformer.wpe.weight, sinusoids(13, 15, 0.3, 20.0)
     )
     other = Run(replace(config, sinusoids=False)).model.transformer.wpe.weight
     assert not torch.equal(other, table)
