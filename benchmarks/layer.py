@@ -47,7 +47,7 @@ def build_peers() -> dict[str, nn.Module]:
     """One module of each library, all with headwise's weights."""
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-    from x_transformers.x_transformers import Attention
+    from x_transformers.x_transformers import Attention  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     ours, by_hand = hw.MultiHeadAttention(E, H), ByHand()
