@@ -160,6 +160,19 @@ def test_blocks_skip_keys_that_nobody_sees() -> None:
     assert seen < 1.2 * 100_000 * (blocked.block_rows(sizes, blocked.SCORES_AT_A_TIME) + 10)
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_that_is_not_positive(backend: str, scale: float) -> None:
+    q, k, v = qkv(t=S)
+    for mask in (None, hw.Causal(), hw.Window(3), hw.Causal() & hw.Window(99)):
+        exact = truth(q, k, v, mask=mask, scale=scale)
+        plain = attention(q, k, v, mask=mask, scale=scale)
+        seen = hw.observe(q, k, v, hw.Entropy(), mask=mask, scale=scale, backend=backend)
+        assert_as_good(seen.out, plain.out, exact.out, torch.float32)
+        want = hw.Entropy().define(exact)["entropy"]
+        torch.testing.assert_close(seen["entropy"].double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs(backend: str) -> None:
     rows = torch.randn(B, S, (H + 2 * G) * D)
@@ -169,6 +182,16 @@ def test_strided_inputs(backend: str) -> None:
     torch.testing.assert_close(hw.attend(q, k, v, mask=hw.Causal(), backend=backend), want)
     flipped = [x.mT.contiguous().mT for x in (q, k, v)]  # the last axis is not dense
     torch.testing.assert_close(hw.attend(*flipped, mask=hw.Causal(), backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "eager"])
+def test_an_empty_batch(backend: str) -> None:
+    q = torch.zeros(0, H, T, D)
+    statistics = (hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.Previous()), hw.Distance(), hw.Map(3))
+    mask = hw.Padding(torch.zeros(0, dtype=torch.long))
+    seen = hw.observe(q, q, q, *statistics, mask=mask, backend=backend)
+    assert seen.out.shape == q.shape
+    assert seen["max_logit"].shape == (0, H)
 
 
 @pytest.mark.parametrize("t", [0, T])

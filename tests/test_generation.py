@@ -286,7 +286,7 @@ def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         (["text"], {}, "prompt 'text' is text and needs a tokenizer"),
         ([[1]], {"stop": ["a"]}, r"stop=['a'] needs a tokenizer"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-        ([[1]], {"temperature": -0.1}, "temperature=-0.1: must be 0 (greedy) or above"),
+        ([[1]], {"temperature": -0.1}, "temperature=-0.1: must be 0 (greedy) or at least 0.001"),
         ([[1]], {"temperature": float("nan")}, "temperature=nan: must be 0"),
         ([[1]], {"top_k": 0}, "top_k=0: must be at least 1"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0: must be above 0"),
@@ -301,3 +301,13 @@ def test_bad_calls_are_named_at_once(prompts: Any, options: dict[str, Any], mess
 def test_an_empty_stop_string(tokenizer) -> None:
     with pytest.raises(ValueError, match="none of them empty"):
         stream(model_of(), [[1]], stop=["a", ""], tokenizer=tokenizer)
+
+
+def test_models_and_prompts_that_cannot_be_gone_on_from():
+    model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
+    with pytest.raises(ValueError, match=r"greedy\) or at least 0\.001"):
+        generate(model, [[1]], temperature=1e-45)
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are NaN"):
+        generate(model, [[1]])

@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise import Causal, Padding
+from headwise.cache import KVCache
 from headwise.gpt import GPT, FolderError, GPT2Attention, GPTConfig, load
 from headwise.gpt_folder import write_files
 
@@ -376,3 +377,33 @@ def test_dropout_is_on_in_training_only() -> None:
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
+
+
+def test_a_call_that_fails_leaves_no_layer_ahead_of_another():
+    model = GPT(GPTConfig(vocab_size=11, n_positions=17, n_embd=6, n_layer=2, n_head=3)).eval()
+    cache = [KVCache(), KVCache(max_length=3)]
+    with torch.no_grad(), pytest.raises(ValueError, match="max_length=3"):
+        model(torch.tensor([[1, 2, 3, 4, 5]]), cache=cache)
+    assert [part.length for part in cache] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_embd": 10**13, "n_head": 1},
+        {"vocab_size": 10**20},
+        {"initializer_range": -1.0},
+        {"layer_norm_epsilon": -1.0},
+        {"resid_pdrop": 5.0},
+        {"attn_pdrop": 1.0},
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_the_folders_fault(tmp_path, change):
+    model = GPT(GPTConfig(vocab_size=11, n_positions=17, n_embd=6, n_layer=1, n_head=3))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FolderError, match=r"config\.json: ") as caught:
+        GPT.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -109,6 +109,13 @@ def test_faults_are_named() -> None:
         hw.Bias(torch.zeros(3, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="at least the query's own key"):
         hw.Window(0)
+    with pytest.raises(ValueError, match="whole number of keys"):
+        hw.Window(2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at the 'right' or 'left'"):
+        hw.Padding(torch.tensor([1]), side="Right")  # type: ignore[arg-type]
+    for kind in (hw.Padding, hw.Documents, hw.Dense, hw.Bias):
+        with pytest.raises(ValueError, match=r"give a torch\.Tensor"):
+            kind([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no 'or'"):
         hw.ALiBi() | hw.Causal()
     with pytest.raises(ValueError, match=r"headwise\.Dense"):

@@ -119,6 +119,16 @@ def test_observing_leaves_gradients_and_dropout_bit_identical() -> None:
         assert not seen["entropy"].requires_grad
 
 
+def test_a_large_common_part_of_the_keys_costs_the_entropy_no_digits() -> None:
+    # Probabilities do not depend on it; a difference of large numbers would.
+    q, k, v = qkv(t=S)
+    moved = k + 1000.0
+    want = hw.Entropy().define(truth(q, moved, v))["entropy"]
+    got = hw.observe(q, moved, v, hw.Entropy())["entropy"]
+    # The scores are near 1000·|q|·√D; a difference of two of them would be wrong by 1e-3.
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+
+
 def test_statistics_describe_the_weights_before_dropout() -> None:
     q, k, v = qkv(t=S)
     plain = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal())

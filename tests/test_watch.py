@@ -1,5 +1,8 @@
 """`watch()`: what it gives, that it changes nothing, and that it cleans up."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,6 +94,16 @@ def test_faults_are_named() -> None:
         with pytest.raises(KeyError, match="was not called"):
             seen["low"]["entropy"]
     assert seen.table() == []
+
+
+def test_copies_and_pickles_are_not_watched() -> None:
+    model = Two()
+    with hw.watch(model, hw.Entropy()):
+        twin = copy.deepcopy(model)
+        again = pickle.loads(pickle.dumps(model))
+        assert model.low.observer is not None
+    assert twin.low.observer is None
+    assert again.high.observer is None
 
 
 def test_gradients_flow_while_watched() -> None:

@@ -92,7 +92,7 @@ class KVCache:
             self._room, self._own = None, False
 
     def mark(self) -> tuple[Any, ...]:
-        """Where the cache stands now, for `rewind`."""
+        """Where the cache stands now, for `rewind`; good until the next `reset` or `select`."""
         return self._seen, self._room, self._own, self._start, self._stop
 
     def rewind(self, mark: tuple[Any, ...]) -> None:

@@ -22,6 +22,7 @@ from rich.progress import Progress as Bar
 from .console import told, training_bar, until_interrupted
 from .training import TrainConfig
 
+SEEDS = 2**63 - 1  # the largest that PyTorch's generators take
 STOPPED = 130  # what shells give for a program that Ctrl-C ended
 
 app = typer.Typer(
@@ -213,7 +214,7 @@ def generate(
         Path | None,
         typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
     top_p: Annotated[
@@ -222,7 +223,9 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option(help="Draw from those this likely beside the likeliest.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="The same seed writes the same text.")
+    ] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given again.")
     ] = None,
@@ -289,7 +292,9 @@ def look(
         Path | None,
         typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random tokens that come twice.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an array instead: a row for each head.")
     ] = False,

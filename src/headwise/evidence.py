@@ -161,17 +161,20 @@ class Evidence:
         return self.counts > 0
 
     @cached_property
-    def mean_logit(self) -> Float[Tensor, "B H T"]:
-        """`E[s] = Σ_j p_ij s_ij`.
+    def entropy(self) -> Float[Tensor, "B H T"]:
+        """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
 
-        Without softcap and bias it is `scale · q_i·(P K)_i`: one attention call with the keys as
-        values. With them the scores are not linear in the keys, and blocks of rows are summed.
+        One attention call with the keys as values. All keys are moved by their mean first: that
+        changes no probability, and keeps both sides of the difference small. With softcap or a bias
+        the scores are not linear in the keys, and blocks of rows are summed.
         """
         call = self.call
-        if call.softcap is None and not call.mask.biased:
-            keys_seen, _ = self.backend.run(call.with_(v=call.k))
-            return torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
-        return self._by_rows(lambda full: (full.weights * _finite(full.logits)).sum(-1))
+        if call.softcap is not None or call.mask.biased:
+            return self._by_rows(lambda full: torch.special.entr(full.weights).sum(-1))
+        keys = call.k - call.k.mean(2, keepdim=True) if self.extent.keys else call.k
+        keys_seen, lse = self.backend.run(call.with_(k=keys, v=keys))
+        mean = torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
+        return torch.where(self.alive, (lse - mean).clamp(min=0.0), 0.0)
 
     def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H T C"]:
         """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
@@ -194,7 +197,7 @@ class Evidence:
         best = torch.full_like(self.lse[:, :, 0:1].sum(-1), -torch.inf)
         if not extent.queries or not extent.keys:
             return best
-        row = extent.batch * extent.heads * extent.keys
+        row = max(1, extent.batch * extent.heads * extent.keys)
         count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
         i = self.lse.topk(count, dim=-1).indices
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
@@ -307,10 +310,6 @@ class Evidence:
             for block in blocks(self.call.mask, self.extent, self.device)
         ]
         return torch.cat(parts, dim=2) if parts else torch.zeros_like(self.lse)
-
-
-def _finite(logits: Tensor) -> Tensor:
-    return logits.masked_fill(logits == -torch.inf, 0.0)
 
 
 def _size(part: slice) -> int:

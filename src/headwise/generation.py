@@ -70,8 +70,10 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or above")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -286,6 +288,8 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
     cache = model.new_cache() if use_cache else None
     while rows:
         logits = _next_logits(model, rows, cache)
+        if logits.isnan().any():
+            raise ValueError("the model's logits are NaN: its weights hold NaN, or overflow")
         chosen = sampling.choose(logits, [row.generator for row in rows])
         alive = []
         for index, (row, id) in enumerate(zip(rows, chosen, strict=True)):
@@ -352,6 +356,8 @@ def _as_ids(
             yield [int(id) for id in prompt]
         elif tokenizer is None:
             raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")
+        elif any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ValueError(f"prompt {prompt!r} is no text: it holds bytes that are not UTF-8")
         else:
             yield tokenizer.encode(prompt, add_special_tokens=False).ids
 

@@ -203,6 +203,8 @@ class GPT(nn.Module):
         mask: Mask | None,
         positions: Tensor | None,
     ) -> Tensor:
+        if not ids.shape[1]:
+            raise ValueError(f"GPT(ids {list(ids.shape)}): give at least one token a row")
         self._check_ids(ids)
         if cache is not None and len(cache) != self.config.n_layer:
             raise ValueError(
@@ -216,7 +218,13 @@ class GPT(nn.Module):
         elif _readable(positions):
             self._check_context(int(positions.max()) + 1)
         full = Causal() if mask is None else Causal() & mask
-        return self.transformer(ids, positions, full, cache)
+        marks = [part.mark() for part in cache or ()]
+        try:
+            return self.transformer(ids, positions, full, cache)
+        except BaseException:  # no layer may keep tokens that another has not seen
+            for part, mark in zip(cache or (), marks, strict=True):
+                part.rewind(mark)
+            raise
 
     def new_cache(self) -> list[KVCache]:
         """An empty cache for `forward`, one part per layer."""
@@ -235,9 +243,14 @@ class GPT(nn.Module):
         Raises:
             FolderError: whatever is wrong with the folder, in one line.
         """
-        config = GPTConfig.from_json(read_config(folder), str(Path(folder) / CONFIG))
-        with torch.device("meta"):
-            model = cls(config)
+        where = Path(folder) / CONFIG
+        config = GPTConfig.from_json(read_config(folder), str(where))
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except (RuntimeError, TypeError, OverflowError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise FolderError(f"{where}: no model has these sizes, {reason}") from None
         shapes = {name: tuple(value.shape) for name, value in model._weights().items()}
         weights = read_weights(folder, shapes, dtype)
         model.load_state_dict(weights, strict=False, assign=True)

@@ -80,6 +80,12 @@ class GPTConfig:
             raise ValueError(
                 f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"
             )
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        for name in ("layer_norm_epsilon", "initializer_range"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be between 0 and 1")
         if self.activation_function not in ACTIVATIONS:
             raise ValueError(
                 f"activation_function={self.activation_function!r} is not offered; "

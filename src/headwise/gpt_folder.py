@@ -155,7 +155,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FolderError(f"{path.parent}: holds no {path.name}; is this a model's folder?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise FolderError(f"{path}: no JSON can be read, {_one_line(error)}") from None
     if not isinstance(value, dict):
         raise FolderError(f"{path}: holds {type(value).__name__}, and a JSON object was expected")

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .attend import attend
+from .backends import check_name
 from .cache import KVCache
 from .masks import Mask
 from .rope import RoPE
@@ -270,6 +271,10 @@ class MultiHeadAttention(nn.Module):
         """`[B, H, T, D]` to `[B, T, out_dim]`."""
         return self.out(out.transpose(1, 2).flatten(2))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: everything but who is watching."""
+        return {**self.__dict__, "observer": None}
+
     def extra_repr(self) -> str:
         """Sizes, and every option that is not at its default."""
         parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
@@ -329,6 +334,7 @@ def _check_values(layer: MultiHeadAttention) -> None:
         raise ValueError(f"{call}: bias must be one bool, or three for q, k and v")
     if not 0 <= layer.dropout < 1:
         raise ValueError(f"{call}: dropout must be at least 0 and below 1")
+    check_name(layer.backend)
     if layer.softcap is not None and not layer.softcap > 0:
         raise ValueError(f"{call}: softcap must be above 0")
     if layer.rope is not None and layer.rope.dim > layer.head_dim:

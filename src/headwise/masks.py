@@ -161,8 +161,11 @@ class Window(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Window({self.size}): a window holds at least the query's own key.")
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(
+                f"Window({self.size}): a window is a whole number of keys, "
+                f"at least the query's own key."
+            )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         behind = i + extent.offset - j
@@ -185,6 +188,11 @@ class Padding(Mask):
 
     lengths: Int[Tensor, " B"]
     side: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        _must_be_tensor("Padding", self.lengths)
+        if self.side not in ("right", "left"):
+            raise ValueError(f"Padding(side={self.side!r}): padding is at the 'right' or 'left'.")
 
     def check(self, extent: Extent) -> None:
         if self.lengths.dim() != 1 or len(self.lengths) not in (1, extent.batch):
@@ -220,6 +228,9 @@ class Documents(Mask):
     """
 
     ids: Int[Tensor, "*B S"]
+
+    def __post_init__(self) -> None:
+        _must_be_tensor("Documents", self.ids)
 
     def check(self, extent: Extent) -> None:
         rows = 1 if self.ids.dim() == 1 else self.ids.shape[0]
@@ -285,6 +296,7 @@ class Dense(Mask):
     mask: Bool[Tensor, "..."]
 
     def __post_init__(self) -> None:
+        _must_be_tensor("Dense", self.mask)
         if self.mask.dtype != torch.bool:
             raise ValueError(
                 f"Dense({self.mask.dtype} {list(self.mask.shape)}): Dense takes booleans, True for "
@@ -311,6 +323,7 @@ class Bias(Mask):
     values: Float[Tensor, "..."]
 
     def __post_init__(self) -> None:
+        _must_be_tensor("Bias", self.values)
         if not self.values.is_floating_point():
             raise ValueError(
                 f"Bias({self.values.dtype} {list(self.values.shape)}): Bias takes floats that are "
@@ -440,6 +453,11 @@ class Or(Mask):
 
 def _left_padded(mask: Mask) -> bool:
     return isinstance(mask, Padding) and mask.side == "left"
+
+
+def _must_be_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}({value!r}): give a torch.Tensor, such as torch.tensor(…).")
 
 
 def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:

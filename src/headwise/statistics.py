@@ -45,8 +45,7 @@ class Entropy:
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         alive = evidence.alive
-        entropy = (evidence.lse - evidence.mean_logit).clamp(min=0.0)
-        entropy = torch.where(alive, entropy, 0.0)
+        entropy = evidence.entropy
         bound = evidence.counts.clamp(min=1).to(entropy.dtype).log()
         shared = evidence.counts > 1
         share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)

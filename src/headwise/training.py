@@ -83,7 +83,8 @@ def train(
     Raises:
         FolderError: the folder is in use, holds no run to resume, or cannot be written.
         TextError: a text cannot be read or is too short.
-        ValueError: a setting is out of its range, or settings were given with `resume`.
+        ValueError: a setting is out of its range, settings were given with `resume`, or the run
+            diverged.
     """
     folder = Path(folder)
     if stop_after is not None and stop_after < 1:
@@ -98,6 +99,7 @@ def train(
         before = time.monotonic()
         rate, loss = run.config.learning_rate(run.step), run.advance()
         training += time.monotonic() - before
+        _refuse_diverged(run, loss)
         speed = (run.step - first) * tokens / training
         held_out = run.held_out_loss() if run.step % every == 0 else None
         report(Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out))
@@ -110,6 +112,20 @@ def train(
         run.save(folder)
     speed = (run.step - first) * tokens / training if training else 0.0
     return _summary(run, folder, speed, time.monotonic() - started)
+
+
+def _refuse_diverged(run: Run, loss: float) -> None:
+    """Stop before a model of NaN replaces the last good one.
+
+    Raises:
+        ValueError: the loss or a weight is not finite.
+    """
+    if math.isfinite(loss) and all(bool(p.isfinite().all()) for p in run.model.parameters()):
+        return
+    raise ValueError(
+        f"the run diverged at step {run.step} (loss {loss:.3g}), and what the folder holds is from "
+        f"before that; start again with a learning rate under {run.config.lr:g}"
+    )
 
 
 def _summary(run: Run, folder: Path, tokens_per_second: float, seconds: float) -> Summary:

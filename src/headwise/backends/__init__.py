@@ -11,7 +11,7 @@ from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Sdpa(), Blocked(), Eager())
 
-__all__ = ["BACKENDS", "Backend", "Call", "Choice", "choose", "consider"]
+__all__ = ["BACKENDS", "Backend", "Call", "Choice", "check_name", "choose", "consider"]
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,22 @@ def choose(call: Call, name: str = "auto") -> Backend:
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if name == "auto":
-        for backend in BACKENDS:
-            if not backend.refuse(call):
-                return backend
+    check_name(name)
     for backend in BACKENDS:
-        if backend.name == name:
-            if reasons := backend.refuse(call):
-                raise ValueError(
-                    f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
-                    f"It never falls back; choose another, or backend='auto'."
-                )
+        reasons = backend.refuse(call) if name in ("auto", backend.name) else ["not asked for"]
+        if not reasons:
             return backend
-    known = ", ".join(repr(b.name) for b in BACKENDS)
-    raise ValueError(f"backend={name!r} is not known; there are 'auto', {known}.")
+        if name == backend.name:
+            raise ValueError(
+                f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
+                f"It never falls back; choose another, or backend='auto'."
+            )
+    raise AssertionError("the blocked backend refuses nothing")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a backend that there is not."""
+    names = ["auto", *(b.name for b in BACKENDS)]
+    if name not in names:
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"backend={name!r} is not known; there are {known}.")

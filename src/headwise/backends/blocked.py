@@ -57,7 +57,7 @@ def _key_ranges(
     mask: Mask, extent: Extent, device: torch.device, starts: list[int], size: int
 ) -> tuple[list[int], list[int]]:
     interval = mask.interval(grid(extent, device)[0], extent)
-    if interval is None or not starts or torch.compiler.is_compiling():
+    if interval is None or not starts or not extent.batch or torch.compiler.is_compiling():
         return [0] * len(starts), [extent.keys] * len(starts)
     every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
     low, high, _ = torch.broadcast_tensors(*interval, every_row)

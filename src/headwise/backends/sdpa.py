@@ -41,6 +41,11 @@ class Sdpa:
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         lowered = lower(call.mask, call.extent, call.q)
+        if call.scale <= 0:
+            # The kernels scale what they have masked already, and −inf times such a scale is no
+            # longer −inf: the sign goes into the queries instead.
+            sign = -1.0 if call.scale < 0 else 0.0
+            call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         q, k, v = (_dense_last(x) for x in _equal_widths(call.q, call.k, call.v))
         kernel = _cpu if call.q.device.type == "cpu" else _cuda
         out, lse = kernel(q, k, v, lowered, call)
