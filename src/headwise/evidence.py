@@ -266,37 +266,37 @@ class Evidence:
         """The general case: the pairs one after another, a bounded number at a time."""
         extent = self.extent
         mass = torch.zeros_like(self.lse)
-        count = torch.zeros(mass.shape, dtype=torch.long, device=self.device)
-        for b in range(extent.batch):
-            row = min(b, runs.order.shape[0] - 1)
-            start = runs.start[min(b, runs.start.shape[0] - 1)]
-            width = (runs.stop[min(b, runs.stop.shape[0] - 1)] - start).clamp(min=0)
-            omit = None if runs.omit is None else runs.omit[min(b, runs.omit.shape[0] - 1)]
-            budget = max(1, SCORES_AT_A_TIME // (extent.heads * self.call.q.shape[-1]))
-            for queries in _rows_within(width, budget):
-                i = torch.repeat_interleave(queries, width[queries])
-                if not len(i):
-                    continue
-                before = torch.cumsum(width[queries], 0) - width[queries]
-                step = torch.arange(len(i), device=self.device)
-                step = step - torch.repeat_interleave(before, width[queries])
-                j = runs.order[row, start[i] + step]
-                keep = torch.ones_like(j, dtype=torch.bool) if omit is None else j != omit[i]
-                p, allowed = self._probability_of_pairs(b, i, j)
-                mass[b].index_add_(1, i, p * keep)
-                count[b].index_add_(1, i, (allowed & keep).long())
+        count = torch.zeros_like(mass, dtype=torch.long)
+        start, width = torch.broadcast_tensors(runs.start, (runs.stop - runs.start).clamp(min=0))
+        size = extent.batch * extent.heads * self.call.q.shape[-1]
+        for queries in _rows_within(width.amax(0), max(1, SCORES_AT_A_TIME // size)):
+            i, step, real = _pairs(queries, width[:, queries])
+            if not i.shape[1]:
+                continue
+            rank = (start.gather(1, i) + step).clamp(max=extent.keys - 1)
+            i, rank, real = (x.expand(extent.batch, -1) for x in (i, rank, real))
+            j = runs.order.expand(extent.batch, -1).gather(1, rank)
+            if runs.omit is not None:
+                real = real & (j != runs.omit.expand(extent.batch, -1).gather(1, i))
+            p, allowed = self._probability_of_pairs(i, j)
+            place = i[:, None].expand(-1, extent.heads, -1)
+            mass.scatter_add_(2, place, torch.where(real[:, None], p, 0.0))
+            count.scatter_add_(2, place, (allowed & real[:, None]).long())
         return mass, count
 
-    def _probability_of_pairs(self, b: int, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""
         call, extent = self.call, self.extent
-        q = call.q[b].index_select(1, i).unflatten(0, (extent.kv_heads, extent.group))
-        scores = torch.einsum("grnd,gnd->grn", q, call.k[b].index_select(1, j)).flatten(0, 1)
-        # Pairs as rows of one key each; the batch row is chosen after the mask has answered.
-        ii, jj = i.view(1, 1, -1, 1), j.view(1, 1, -1, 1)
-        wide = scores[None, :, :, None].expand(extent.batch, -1, -1, -1) * call.scale
-        logits, allowed = finish_scores(wide, call.mask, extent, ii, jj, softcap=call.softcap)
-        p = self._probability(logits[b, ..., 0], self.lse[b].index_select(1, i))
-        return p, allowed[b, ..., 0]
+        ii, jj = i[:, None, :, None], j[:, None, :, None]
+        q = call.q.gather(2, ii.expand(-1, extent.heads, -1, call.q.shape[-1]))
+        k = call.k.gather(2, jj.expand(-1, extent.kv_heads, -1, call.k.shape[-1]))
+        grouped = q.unflatten(1, (extent.kv_heads, extent.group))
+        scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]
+        scores, allowed = finish_scores(
+            scores * call.scale, call.mask, extent, ii, jj, softcap=call.softcap
+        )
+        lse = self.lse.gather(2, i[:, None].expand(-1, extent.heads, -1))
+        return self._probability(scores[..., 0], lse), allowed[..., 0]
 
     def _probability(self, logits: Tensor, lse: Tensor) -> Tensor:
         """`exp(s − lse)`, 0 in dead rows."""
@@ -320,6 +320,19 @@ def _grouped_scores(q: Tensor, k: Tensor, extent: Extent) -> Tensor:
     """`q kᵀ` `[B, H, t, s]` without repeating the keys of a group."""
     rows = q.unflatten(1, (extent.kv_heads, extent.group)).flatten(2, 3)
     return (rows @ k.mT).unflatten(2, (extent.group, q.shape[2])).flatten(1, 2)
+
+
+def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each batch row, query `queries[n]` as often as `width[b, n]` says, side by side.
+
+    Gives the queries `[B, N]`, the place of each among its query's own, and which are no filling.
+    """
+    total = width.sum(1)
+    ends = width.cumsum(1)
+    step = torch.arange(int(total.max()), device=width.device).expand(len(width), -1).contiguous()
+    real = step < total[:, None]
+    number = torch.searchsorted(ends, step, right=True).clamp(max=len(queries) - 1)
+    return queries[number], torch.where(real, step - (ends - width).gather(1, number), 0), real
 
 
 def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
