@@ -86,20 +86,22 @@ def summarise(readings: list[Reading]) -> Figure | None:
         return None
     if first.rows is None:
         return Figure(torch.cat([r.values for r in readings]).mean(0))
-    total = torch.stack([_sum(r.values, r.rows, r.values) for r in readings]).sum(0)
-    count = torch.stack([_sum(None, r.rows, r.values) for r in readings]).sum(0)
+    total = _sum_of_heads([torch.where(_held(r.rows, r), r.values, 0.0) for r in readings])
+    count = _sum_of_heads([_held(r.rows, r) for r in readings])
     coverage = None
     if first.among is not None:
-        among = torch.stack([_sum(None, r.among, r.values) for r in readings]).sum(0)
-        coverage = count / among.clamp(min=1)
+        coverage = count / _sum_of_heads([_held(r.among, r) for r in readings]).clamp(min=1)
     return Figure(total / count.clamp(min=1), coverage)
 
 
-def _sum(values: Tensor | None, rows: Tensor | None, like: Tensor) -> Tensor:
-    """Per head: the sum of the values in these rows, or with `None` their number."""
-    assert rows is not None
-    rows = rows.expand(like.shape)
-    return (rows if values is None else torch.where(rows, values, 0.0)).sum((0, 2))
+def _sum_of_heads(tensors: list[Tensor]) -> Tensor:
+    """The sum over batch, queries and calls of tensors `[B, H, T]`: `[H]`."""
+    return torch.stack([tensor.sum((0, 2)) for tensor in tensors]).sum(0)
+
+
+def _held(rows: Tensor | None, reading: Reading) -> Tensor:
+    assert rows is not None  # readings of one statistic are all per query, or none is
+    return rows.expand(reading.values.shape)
 
 
 @runtime_checkable
