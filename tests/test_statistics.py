@@ -1,5 +1,6 @@
 """Every statistic without the matrix against its definition on the matrix."""
 
+import itertools
 import math
 
 import pytest
@@ -59,7 +60,7 @@ def test_equal_to_the_definition(backend: str, name: str, dtype: torch.dtype) ->
     st.integers(0, 10),
     st.sampled_from([0.0, 1.0, 1e2, 1e4]),
     st.sampled_from([None, hw.Causal(), hw.Window(1), hw.Window(50)]),
-    st.integers(1, 4),
+    st.sampled_from([1, 3, 300]),
     st.integers(0, 2**31),
 )
 def test_drawn_cases(
@@ -197,8 +198,10 @@ def test_patterns_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.double() for x in qkv(t=S))
     exact = attention(q, k, v)
     ids = torch.randint(0, 2, (B, S))
-    for scores in (1, 50, 10_000):
+    for scores, crowded in itertools.product((1, 50, 10_000), (0.0, 2.0)):
         monkeypatch.setattr(evidence, "SCORES_AT_A_TIME", scores)
+        monkeypatch.setattr(evidence, "SCORES_IN_CACHE", scores)
+        monkeypatch.setattr(evidence, "CROWDED", crowded)  # whole rows always, or never
         for statistic in everything(ids):
             seen = hw.observe(q, k, v, statistic)
             for key, want in statistic.define(exact).items():

@@ -23,6 +23,9 @@ from .backends import Backend, Call, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
 
+CROWDED = 1 / 64
+"""The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -236,6 +239,9 @@ class Evidence:
                 return self._mass_of_columns(runs.order[0, first:last])
             if bool(((runs.stop - runs.start) <= 1).all()):
                 return self._mass_of_one_key(runs)
+        width = (runs.stop - runs.start).clamp(min=0)
+        if float(width.float().mean()) > CROWDED * self.extent.keys:
+            return self._mass_of_rows(runs)
         return self._mass_of_pairs(runs)
 
     def _mass_of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,6 +291,25 @@ class Evidence:
             mass.scatter_add_(2, place, torch.where(real[:, None], p, 0.0))
             count.scatter_add_(2, place, (allowed & real[:, None]).long())
         return mass, count
+
+    def _mass_of_rows(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """When the pairs are a good part of the matrix: blocks of whole rows, a GEMM each."""
+        call, extent = self.call, self.extent
+        place = torch.arange(extent.keys, device=self.device).expand_as(runs.order)
+        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
+        masses, counts = [], []
+        for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
+            i, j = grid(extent, self.device, block.rows, block.keys)
+            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
+            ranks = rank[..., block.keys]
+            chosen = (ranks >= start) & (ranks < stop)
+            if runs.omit is not None:
+                chosen = chosen & (j != runs.omit[:, block.rows, None])
+            logits = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
+            p = self._probability(logits, self.lse[:, :, block.rows, None])
+            masses.append(torch.where(chosen[:, None], p, 0.0).sum(-1))
+            counts.append((chosen[:, None] & ~logits.isneginf()).sum(-1))
+        return torch.cat(masses, dim=2), torch.cat(counts, dim=2)
 
     def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""

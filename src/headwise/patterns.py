@@ -27,18 +27,6 @@ def _in_order(extent: Extent, device: torch.device) -> Tensor:
     return torch.arange(extent.keys, device=device)[None]
 
 
-def matrix(runs: Runs, keys: int) -> Tensor:
-    """Runs as a boolean matrix `[B or 1, T, S]`; what they mean, for the definition."""
-    batch = max(x.shape[0] for x in (runs.order, runs.start, runs.stop))
-    rank = torch.empty(batch, keys, dtype=torch.long, device=runs.order.device)
-    place = torch.arange(keys, device=runs.order.device).expand(batch, -1)
-    rank.scatter_(1, runs.order.expand(batch, -1), place)
-    chosen = (rank[:, None] >= runs.start[..., None]) & (rank[:, None] < runs.stop[..., None])
-    if runs.omit is not None:
-        chosen &= torch.arange(keys, device=chosen.device) != runs.omit[..., None]
-    return chosen
-
-
 @dataclass(frozen=True)
 class First:
     """The first `count` keys, where attention sinks form."""
