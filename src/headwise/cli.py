@@ -235,7 +235,7 @@ def generate(
 ) -> int:
     """Write on after each prompt; one prompt is streamed as it comes.
 
-    Example: `headwise generate "The with statement" --tokens 60 --temperature 0.5`
+    Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
     """
     from . import corpus, generation, gpt
 
