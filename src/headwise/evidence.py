@@ -176,7 +176,7 @@ class Evidence:
         call = self.call
         if call.softcap is not None or call.mask.biased:
             return self._by_rows(lambda full: torch.special.entr(full.weights).sum(-1))
-        keys = call.k - call.k.mean(2, keepdim=True) if self.extent.keys else call.k
+        keys = call.k - call.k.mean(2, keepdim=True)
         keys_seen, lse = self.backend.run(call.with_(k=keys, v=keys))
         mean = torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
         return torch.where(self.alive, (lse - mean).clamp(min=0.0), 0.0)
@@ -199,29 +199,29 @@ class Evidence:
         only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
         """
         call, extent = self.call, self.extent
-        best = torch.full_like(self.lse[:, :, 0:1].sum(-1), -torch.inf)
         if not extent.queries or not extent.keys:
-            return best
+            return self.lse.new_full((extent.batch, extent.heads), -torch.inf)
         row = max(1, extent.batch * extent.heads * extent.keys)
         count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
         i = self.lse.topk(count, dim=-1).indices
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
-        best = self._logits(q, call.k, i[..., None], j).amax((-1, -2))
+        best = self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
         # Rounding of the LSE itself must not shut out the winner.
         bound = torch.where(self.lse.isneginf(), self.lse, self.lse + 1e-5 * (1 + self.lse.abs()))
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
             if bool((bound[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
                 continue
             i, j = grid(extent, self.device, block.rows, block.keys)
-            found = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
+            found, _ = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
             best = torch.maximum(best, found.amax((-1, -2)))
         return best
 
-    def _logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def _logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores that enter the softmax at these rows and keys, and where they are allowed."""
         scores = _grouped_scores(q, k, self.extent) * self.call.scale
         mask, softcap = self.call.mask, self.call.softcap
-        return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)[0]
+        return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)
 
     def mass(self, runs: Runs) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to.
@@ -246,12 +246,9 @@ class Evidence:
 
     def _mass_of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """All queries chose the same few keys: a thin matrix of scores."""
-        call, extent = self.call, self.extent
-        i, _ = grid(extent, self.device)
-        scores = _grouped_scores(call.q, call.k[:, :, keys], extent) * call.scale
-        scores, allowed = finish_scores(
-            scores, call.mask, extent, i, keys[None, :], softcap=call.softcap
-        )
+        call = self.call
+        i, _ = grid(self.extent, self.device)
+        scores, allowed = self._logits(call.q, call.k[:, :, keys], i, keys[None, :])
         return self._probability(scores, self.lse[..., None]).sum(-1), allowed.sum(-1)
 
     def _mass_of_one_key(self, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -305,10 +302,11 @@ class Evidence:
             chosen = (ranks >= start) & (ranks < stop)
             if runs.omit is not None:
                 chosen = chosen & (j != runs.omit[:, block.rows, None])
-            logits = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
+            q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
+            logits, allowed = self._logits(q, k, i, j)
             p = self._probability(logits, self.lse[:, :, block.rows, None])
             masses.append(torch.where(chosen[:, None], p, 0.0).sum(-1))
-            counts.append((chosen[:, None] & ~logits.isneginf()).sum(-1))
+            counts.append((chosen[:, None] & allowed).sum(-1))
         return torch.cat(masses, dim=2), torch.cat(counts, dim=2)
 
     def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,31 +99,32 @@ def train(
         before = time.monotonic()
         rate, loss = run.config.learning_rate(run.step), run.advance()
         training += time.monotonic() - before
-        _refuse_diverged(run, loss)
+        if not math.isfinite(loss):
+            raise _diverged(run)
         speed = (run.step - first) * tokens / training
         held_out = run.held_out_loss() if run.step % every == 0 else None
         report(Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out))
         if should_stop():
             break
         if time.monotonic() - saved > SAVE_SECONDS:
-            run.save(folder)
+            _save(run, folder)
             saved = time.monotonic()
     if run.step > first:
-        run.save(folder)
+        _save(run, folder)
     speed = (run.step - first) * tokens / training if training else 0.0
     return _summary(run, folder, speed, time.monotonic() - started)
 
 
-def _refuse_diverged(run: Run, loss: float) -> None:
-    """Stop before a model of NaN replaces the last good one.
+def _save(run: Run, folder: Path) -> None:
+    """Save the run, unless a model of NaN would replace the last good one."""
+    if not all(bool(p.isfinite().all()) for p in run.model.parameters()):
+        raise _diverged(run)
+    run.save(folder)
 
-    Raises:
-        ValueError: the loss or a weight is not finite.
-    """
-    if math.isfinite(loss) and all(bool(p.isfinite().all()) for p in run.model.parameters()):
-        return
-    raise ValueError(
-        f"the run diverged at step {run.step} (loss {loss:.3g}), and what the folder holds is from "
+
+def _diverged(run: Run) -> ValueError:
+    return ValueError(
+        f"the run diverged at step {run.step} and is not saved; what the folder holds is from "
         f"before that; start again with a learning rate under {run.config.lr:g}"
     )
 

@@ -35,10 +35,12 @@ def choose(call: Call, name: str = "auto") -> Backend:
     """
     check_name(name)
     for backend in BACKENDS:
-        reasons = backend.refuse(call) if name in ("auto", backend.name) else ["not asked for"]
+        if name not in ("auto", backend.name):
+            continue
+        reasons = backend.refuse(call)
         if not reasons:
             return backend
-        if name == backend.name:
+        if name != "auto":
             raise ValueError(
                 f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
                 f"It never falls back; choose another, or backend='auto'."
