@@ -13,9 +13,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 ORDER = [
     *("_axes", "_index", "_files", "masks", "definition"),
     *("backends.base", "backends.eager", "backends.blocked", "backends.sdpa", "backends"),
-    *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer", "watch"),
-    "__init__",
+    *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer"),
+    *("layouts", "packing", "convert", "watch", "__init__"),
+    *("systems.scalar", "systems.per_head", "systems.split", "systems.functional"),
+    *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing", "ladder"),
     *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
+    *("weight_files",),
     *("figures", "look", "page", "console", "cli"),
 ]
 

@@ -2,6 +2,7 @@
 
 from .attend import Explanation, Seen, attend, explain, observe
 from .cache import KVCache
+from .convert import convert, detect_layout
 from .layer import MultiHeadAttention
 from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix, Window
 from .patterns import First, Induction, Previous, SameToken, Self
@@ -38,6 +39,8 @@ __all__ = [
     "Self",
     "Window",
     "attend",
+    "convert",
+    "detect_layout",
     "explain",
     "observe",
     "watch",

@@ -1,4 +1,4 @@
-"""The command line: `headwise look`, `headwise train`, `headwise generate`.
+"""The command line: `headwise look`, `convert`, `ladder`, `train` and `generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -341,4 +341,75 @@ def look(
         console.print(after, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN", help="A .safetensors file, or a folder with one or shards."),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder, to write.")
+    ],
+    to: Annotated[str, typer.Option("--to", help="The layout to write.")],
+    from_: Annotated[
+        str | None, typer.Option("--from", help="The layout that is there; none: found out.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads; none: from the shapes or config.json.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads; none: from the shapes.")
+    ] = None,
+    bias: Annotated[
+        bool | None,
+        typer.Option(
+            "--bias/--no-bias",
+            help="Write biases of zeros, or leave them out, where OUT can be either way.",
+        ),
+    ] = None,
+    shard_gb: Annotated[
+        float, typer.Option(min=1e-6, help="Most gigabytes a file, where OUT is a folder.")
+    ] = 5.0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there under OUT.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was done as one JSON object.")
+    ] = False,
+) -> int:
+    """Move attention weights from one implementation's layout to another's, exactly.
+
+    Every attention layer is converted where it stands, other tensors go through as they are. What
+    OUT's layout cannot hold is refused by name, and nothing is written.
+
+    Example: `headwise convert gpt2/ ours.safetensors --from gpt2 --to headwise --heads 12`
+    """
+    from .weight_files import convert_file
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("converting"), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("converting", total=1.0)
+        done = convert_file(
+            source,
+            target,
+            source=from_,
+            target=to,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            bias=bias,
+            shard_bytes=round(shard_gb * 1e9),
+            overwrite=overwrite,
+            report=lambda share: bar.update(task, completed=share),
+        )
+    if as_json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.layers} attention layers from {done.source} to {done.target}: "
+            f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB in {', '.join(done.files)}"
+        )
     return 0

@@ -162,7 +162,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files: one, or the shards that its index lists.
+
+    Raises:
+        FolderError: there are none, or one that is listed is not there.
+    """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -193,7 +198,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     from safetensors import SafetensorError, safe_open
 
     stored: dict[str, _Stored] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict

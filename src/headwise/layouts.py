@@ -1,0 +1,542 @@
+"""Weight layouts as data: how each implementation of multi-head attention stores its weights.
+
+A layout is a row of `LAYOUTS`. It says, for every tensor, which parts it holds (`q.weight`,
+`qkv.bias`, `out.weight` …) and how they lie, as an einops pattern over these letters:
+
+    n  heads of that part (query heads for q and out, key/value heads for k and v)
+    d  width of one head
+    i  width of the part's input
+    o  width of the layer's output
+    p  which of q, k and v, where one tensor holds several: outermost `(p n d)` is q|k|v, `(n p d)`
+       is head by head (with grouped heads: group by group, a group's queries, then k, then v),
+       innermost `(n d p)` is interleaved
+
+So `nn.Linear` is `(n d) i` and GPT-2's Conv1D `i (n d)`. `{n}` in a name is the head's number where
+every head has tensors of its own. A new implementation is a new row; `convert` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one attention layer's weights."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    embed_dim: int
+    key_width: int
+    value_width: int
+    out_width: int
+
+    def heads_of(self, part: str) -> int:
+        """Heads of `q`, `k`, `v` or `out`."""
+        return self.num_kv_heads if part in ("k", "v") else self.num_heads
+
+    def dim_of(self, part: str) -> int:
+        """Width of one head of `q`, `k`, `v` or `out`."""
+        return self.value_dim if part in ("v", "out") else self.head_dim
+
+    def input_of(self, part: str) -> int:
+        """Width of what `q`, `k` or `v` is projected from."""
+        return {"q": self.embed_dim, "k": self.key_width, "v": self.value_width}[part]
+
+
+Rule = Callable[[Sizes], str | None]
+"""What a layout cannot hold of these sizes, in words; None where it can."""
+
+
+def equal_heads(s: Sizes) -> str | None:
+    """As many key/value heads as query heads."""
+    if s.num_kv_heads == s.num_heads:
+        return None
+    return f"grouped heads (num_kv_heads={s.num_kv_heads} for num_heads={s.num_heads})"
+
+
+def heads_fill_width(s: Sizes) -> str | None:
+    """The heads together are as wide as the input."""
+    if s.num_heads * s.head_dim == s.embed_dim:
+        return None
+    return f"{s.num_heads} heads of width {s.head_dim} on an input of width {s.embed_dim}"
+
+
+def heads_as_wide_as_input(s: Sizes) -> str | None:
+    """Every single head is as wide as the input."""
+    if s.head_dim == s.embed_dim:
+        return None
+    return f"heads of width {s.head_dim}, which is not the input's {s.embed_dim}"
+
+
+def values_as_wide(s: Sizes) -> str | None:
+    """Value heads have the width of query and key heads."""
+    if s.value_dim == s.head_dim:
+        return None
+    return f"value heads of width {s.value_dim} beside keys of {s.head_dim}"
+
+
+def one_input(s: Sizes) -> str | None:
+    """q, k and v read inputs of one width."""
+    if s.embed_dim == s.key_width == s.value_width:
+        return None
+    return (
+        f"inputs of several widths (q {s.embed_dim}, k {s.key_width}, v {s.value_width}), "
+        f"as cross-attention may have"
+    )
+
+
+def one_context(s: Sizes) -> str | None:
+    """k and v read inputs of one width."""
+    if s.key_width == s.value_width:
+        return None
+    return f"keys from an input of width {s.key_width} and values from one of {s.value_width}"
+
+
+def keeps_width(s: Sizes) -> str | None:
+    """The output is as wide as the input."""
+    if s.out_width == s.embed_dim:
+        return None
+    return f"an output of width {s.out_width} for an input of width {s.embed_dim}"
+
+
+def out_as_wide_as_heads(s: Sizes) -> str | None:
+    """The output is as wide as all heads together."""
+    if s.out_width == s.num_heads * s.value_dim:
+        return None
+    return f"an output of width {s.out_width} from heads of {s.num_heads * s.value_dim} together"
+
+
+PLAIN = (equal_heads, values_as_wide, one_input, heads_fill_width, keeps_width)
+"""The rules of an ordinary layer: one width everywhere, no grouped heads."""
+FREE_HEADS = (values_as_wide, one_input, keeps_width)
+"""The rules of today's decoders: grouped heads, and heads of any width."""
+
+Tensors = dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The tensors of one attention layer: `name: (parts, pattern)`.
+
+    `optional` are groups of names that are there all together or not at all. `rules` say which
+    sizes the implementation can have.
+    """
+
+    tensors: Tensors
+    rules: tuple[Rule, ...] = PLAIN
+    optional: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row: a name, what it is, its forms, and what surrounds it in a whole model.
+
+    Attributes:
+        forms: the first that fits is written; any of them is read.
+        rope: the order in which a head's rotated features lie: `half` (first halves of all pairs,
+            then second halves), `interleaved` (pair by pair), or None where nothing rotates them.
+        masks: names of masks and other buffers that are no weights; they are left out.
+        beside: starts of names that live among the layer's own and belong to something else.
+        home: the usual last part of the layer's name in a model.
+        lists: weights are nested lists of numbers, not tensors.
+        model: names of a whole model's other tensors by their role, each with its orientation
+            (`i o` or `o i` for matrices, else empty); they are renamed and turned where source
+            and target both have them.
+    """
+
+    name: str
+    what: str
+    forms: tuple[Form, ...]
+    rope: str | None = None
+    masks: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    home: str | None = None
+    lists: bool = False
+    model: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = True) -> Tensors:
+    """Four `nn.Linear`, or three: weights `[rows, inputs]` and biases."""
+    tensors = {
+        f"{name}.weight": (f"{part}.weight", "(n d) i")
+        for part, name in zip("qkv", (q, k, v), strict=True)
+    }
+    if bias:
+        tensors |= {
+            f"{name}.bias": (f"{part}.bias", "(n d)")
+            for part, name in zip("qkv", (q, k, v), strict=True)
+        }
+    if out is not None:
+        tensors[f"{out}.weight"] = ("out.weight", "o (n d)")
+        if bias:
+            tensors[f"{out}.bias"] = ("out.bias", "o")
+    return tensors
+
+
+def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
+    """One `nn.Linear` for q, k and v, and one for the output."""
+    return {
+        f"{qkv}.weight": ("qkv.weight", f"({order}) i"),
+        f"{qkv}.bias": ("qkv.bias", f"({order})"),
+        f"{out}.weight": ("out.weight", "o (n d)"),
+        f"{out}.bias": ("out.bias", "o"),
+    }
+
+
+def _biases(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.bias" for name in names)
+
+
+_NORMS: Tensors = {"q_norm.weight": ("q_norm.weight", "d"), "k_norm.weight": ("k_norm.weight", "d")}
+
+_GPT2_MODEL = {
+    role: (f"{{any}}h.{{layer}}.mlp.{role}.weight", "i o") for role in ("c_fc", "c_proj")
+}
+_NANOGPT_MODEL = {role: (name, "o i") for role, (name, _) in _GPT2_MODEL.items()}
+_LLAMA_MODEL = {
+    "attention": ("model.layers.{layer}.self_attn.", ""),
+    "embedding": ("model.embed_tokens.weight", ""),
+    "gate": ("model.layers.{layer}.mlp.gate_proj.weight", "o i"),
+    "up": ("model.layers.{layer}.mlp.up_proj.weight", "o i"),
+    "down": ("model.layers.{layer}.mlp.down_proj.weight", "o i"),
+    "attention norm": ("model.layers.{layer}.input_layernorm.weight", ""),
+    "feed-forward norm": ("model.layers.{layer}.post_attention_layernorm.weight", ""),
+    "norm": ("model.norm.weight", ""),
+    "head": ("lm_head.weight", ""),
+}
+_META_MODEL = {
+    "attention": ("layers.{layer}.attention.", ""),
+    "embedding": ("tok_embeddings.weight", ""),
+    "gate": ("layers.{layer}.feed_forward.w1.weight", "o i"),
+    "up": ("layers.{layer}.feed_forward.w3.weight", "o i"),
+    "down": ("layers.{layer}.feed_forward.w2.weight", "o i"),
+    "attention norm": ("layers.{layer}.attention_norm.weight", ""),
+    "feed-forward norm": ("layers.{layer}.ffn_norm.weight", ""),
+    "norm": ("norm.weight", ""),
+    "head": ("output.weight", ""),
+}
+
+_ROWS = (
+    Layout(
+        "microgpt",
+        "pure Python: lists of rows, one matrix each, no biases",
+        (
+            Form(
+                {f"attn_w{part}": (f"{part}.weight", "(n d) i") for part in "qkv"}
+                | {"attn_wo": ("out.weight", "o (n d)")}
+            ),
+        ),
+        beside=("mlp_",),
+        lists=True,
+    ),
+    Layout(
+        "per_head",
+        "CausalAttention modules, one a head, joined without an output projection",
+        (
+            Form(
+                _linears(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
+                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                optional=(
+                    _biases(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
+                ),
+            ),
+        ),
+        masks=("heads.{n}.mask",),
+    ),
+    Layout(
+        "notebook",
+        "raw matrices, one set a head and as wide as the input, no output projection",
+        (
+            Form(
+                {f"heads.{{n}}.W_{part}": (f"{part}.weight", "i d") for part in "qkv"},
+                rules=(
+                    equal_heads,
+                    values_as_wide,
+                    one_input,
+                    heads_as_wide_as_input,
+                    out_as_wide_as_heads,
+                ),
+            ),
+        ),
+        masks=("heads.{n}.mask",),
+    ),
+    Layout(
+        "split",
+        "MultiHeadAttn: three Linears whose rows are split into heads, and out_proj",
+        (
+            Form(
+                _linears("W_query", "W_key", "W_value", "out_proj"),
+                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                optional=(_biases("W_query", "W_key", "W_value"),),
+            ),
+        ),
+        masks=("mask",),
+    ),
+    Layout(
+        "functional",
+        "MultiHead: W_q, W_k, W_v and W_o as in the paper, with widths d_k and d_v",
+        (
+            Form(
+                _linears("W_q", "W_k", "W_v", "W_o"),
+                rules=(equal_heads, one_input, keeps_width),
+                optional=(_biases("W_q", "W_k", "W_v", "W_o"),),
+            ),
+        ),
+    ),
+    Layout(
+        "headwise",
+        "headwise.MultiHeadAttention: one Linear for q|k|v; q and k|v where the context is wider",
+        (
+            Form(
+                _packed("qkv", "out") | _NORMS,
+                rules=(values_as_wide, one_input),
+                optional=(("qkv.bias",), ("out.bias",), tuple(_NORMS)),
+            ),
+            Form(
+                {
+                    "q.weight": ("q.weight", "(n d) i"),
+                    "q.bias": ("q.bias", "(n d)"),
+                    "kv.weight": ("kv.weight", "(p n d) i"),
+                    "kv.bias": ("kv.bias", "(p n d)"),
+                    "out.weight": ("out.weight", "o (n d)"),
+                    "out.bias": ("out.bias", "o"),
+                    **_NORMS,
+                },
+                rules=(values_as_wide, one_context),
+                optional=(("q.bias",), ("kv.bias",), ("out.bias",), tuple(_NORMS)),
+            ),
+        ),
+        rope="half",
+    ),
+    Layout(
+        "torch",
+        "nn.MultiheadAttention: in_proj_weight, or three matrices where kdim or vdim differ",
+        (
+            Form(
+                {
+                    "in_proj_weight": ("qkv.weight", "(p n d) i"),
+                    "in_proj_bias": ("qkv.bias", "(p n d)"),
+                    "out_proj.weight": ("out.weight", "o (n d)"),
+                    "out_proj.bias": ("out.bias", "o"),
+                },
+                optional=(("in_proj_bias", "out_proj.bias"),),
+            ),
+            Form(
+                {
+                    **{f"{part}_proj_weight": (f"{part}.weight", "(n d) i") for part in "qkv"},
+                    "in_proj_bias": ("qkv.bias", "(p n d)"),
+                    "out_proj.weight": ("out.weight", "o (n d)"),
+                    "out_proj.bias": ("out.bias", "o"),
+                },
+                rules=(equal_heads, values_as_wide, heads_fill_width, keeps_width),
+                optional=(("in_proj_bias", "out_proj.bias"),),
+            ),
+        ),
+        home="self_attn",
+    ),
+    Layout(
+        "gpt2",
+        "Hugging Face's GPT-2: Conv1D, q|k|v in one matrix",
+        (
+            Form(
+                {
+                    "c_attn.weight": ("qkv.weight", "i (p n d)"),
+                    "c_attn.bias": ("qkv.bias", "(p n d)"),
+                    "c_proj.weight": ("out.weight", "(n d) o"),
+                    "c_proj.bias": ("out.bias", "o"),
+                }
+            ),
+            Form(  # cross-attention
+                {
+                    "q_attn.weight": ("q.weight", "i (n d)"),
+                    "q_attn.bias": ("q.bias", "(n d)"),
+                    "c_attn.weight": ("kv.weight", "i (p n d)"),
+                    "c_attn.bias": ("kv.bias", "(p n d)"),
+                    "c_proj.weight": ("out.weight", "(n d) o"),
+                    "c_proj.bias": ("out.bias", "o"),
+                }
+            ),
+        ),
+        masks=("bias", "masked_bias"),
+        home="attn",
+        model=_GPT2_MODEL,
+    ),
+    Layout(
+        "nanogpt",
+        "GPT-2's names on nn.Linear; biases may be off",
+        (Form(_packed("c_attn", "c_proj"), optional=(_biases("c_attn", "c_proj"),)),),
+        masks=("bias",),
+        home="attn",
+        model=_NANOGPT_MODEL,
+    ),
+    Layout(
+        "bert",
+        "Hugging Face's BERT and its kin: query, key, value and output.dense",
+        (Form(_linears("self.query", "self.key", "self.value", "output.dense")),),
+        beside=("output.LayerNorm.",),
+        home="attention",
+    ),
+    Layout(
+        "llama",
+        "Hugging Face's Llama, Mistral, Gemma: q_proj … o_proj, grouped heads, halves rotated",
+        (
+            Form(
+                _linears("q_proj", "k_proj", "v_proj", "o_proj"),
+                rules=FREE_HEADS,
+                optional=(_biases("q_proj", "k_proj", "v_proj", "o_proj"),),
+            ),
+        ),
+        rope="half",
+        masks=("rotary_emb.inv_freq",),
+        home="self_attn",
+        model=_LLAMA_MODEL,
+    ),
+    Layout(
+        "llama_meta",
+        "Meta's Llama: wq, wk, wv and wo, neighbouring features rotated",
+        (
+            Form(
+                {f"w{part}.weight": (f"{part}.weight", "(n d) i") for part in "qkv"}
+                | {"wo.weight": ("out.weight", "o (n d)")},
+                rules=FREE_HEADS,
+            ),
+        ),
+        rope="interleaved",
+        masks=("inner_attention.rope.freqs",),
+        home="attention",
+        model=_META_MODEL,
+    ),
+    Layout(
+        "qwen",
+        "Qwen 2 (biases of q, k and v) and Qwen 3 (norms of q and k); else as llama",
+        (
+            Form(
+                _linears("q_proj", "k_proj", "v_proj")
+                | {"o_proj.weight": ("out.weight", "o (n d)")}
+                | _NORMS,
+                rules=FREE_HEADS,
+                optional=(_biases("q_proj", "k_proj", "v_proj"), tuple(_NORMS)),
+            ),
+        ),
+        rope="half",
+        masks=("rotary_emb.inv_freq",),
+        home="self_attn",
+        model=_LLAMA_MODEL,
+    ),
+    Layout(
+        "vit",
+        "Hugging Face's ViT: q_proj … o_proj with biases; older checkpoints have BERT's names",
+        (
+            Form(
+                _linears("q_proj", "k_proj", "v_proj", "o_proj"),
+                optional=(_biases("q_proj", "k_proj", "v_proj"),),
+            ),
+            Form(
+                _linears("attention.query", "attention.key", "attention.value", "output.dense"),
+                optional=(_biases("attention.query", "attention.key", "attention.value"),),
+            ),
+        ),
+        home="attention",
+    ),
+    Layout(
+        "timm",
+        "timm's vision transformers: qkv and proj",
+        (
+            Form(
+                _packed("qkv", "proj"),
+                rules=(equal_heads, values_as_wide, one_input, keeps_width),
+                optional=(("qkv.bias",), ("proj.bias",)),
+            ),
+        ),
+        home="attn",
+    ),
+    Layout(
+        "neox",
+        "Hugging Face's GPT-NeoX and Pythia: q, k and v head by head",
+        (
+            Form(
+                _packed("query_key_value", "dense", "n p d"),
+                optional=(_biases("query_key_value", "dense"),),
+            ),
+        ),
+        rope="half",
+        masks=("bias", "masked_bias", "rotary_emb.inv_freq"),
+        home="attention",
+    ),
+    Layout(
+        "internlm2",
+        "InternLM 2: q, k and v group by group",
+        (
+            Form(
+                _packed("wqkv", "wo", "n p d"),
+                rules=FREE_HEADS,
+                optional=(_biases("wqkv", "wo"),),
+            ),
+        ),
+        rope="half",
+        masks=("rotary_emb.inv_freq",),
+        home="attention",
+    ),
+    Layout(
+        "keras",
+        "Keras MultiHeadAttention and GroupQueryAttention: heads on an axis of their own",
+        (
+            Form(
+                {
+                    **{
+                        f"{name}/kernel": (f"{name[0]}.weight", "i n d")
+                        for name in ("query", "key", "value")
+                    },
+                    **{
+                        f"{name}/bias": (f"{name[0]}.bias", "n d")
+                        for name in ("query", "key", "value")
+                    },
+                    "attention_output/kernel": ("out.weight", "n d o"),
+                    "attention_output/bias": ("out.bias", "o"),
+                },
+                rules=(),
+                optional=(("query/bias", "key/bias", "value/bias", "attention_output/bias"),),
+            ),
+        ),
+    ),
+    Layout(
+        "flax",
+        "Flax's nnx.MultiHeadAttention: heads on an axis of their own",
+        (
+            Form(
+                {
+                    **{
+                        f"{name}.kernel": (f"{name[0]}.weight", "i n d")
+                        for name in ("query", "key", "value")
+                    },
+                    **{
+                        f"{name}.bias": (f"{name[0]}.bias", "n d")
+                        for name in ("query", "key", "value")
+                    },
+                    "out.kernel": ("out.weight", "n d o"),
+                    "out.bias": ("out.bias", "o"),
+                },
+                rules=(values_as_wide, one_context),
+                optional=(("query.bias", "key.bias", "value.bias", "out.bias"),),
+            ),
+        ),
+        masks=("cached_key", "cached_value", "cache_index"),
+    ),
+    Layout(
+        "x_transformers",
+        "x-transformers: to_q, to_k, to_v and to_out without biases",
+        (
+            Form(
+                _linears("to_q", "to_k", "to_v", "to_out", bias=False),
+                rules=(one_context,),
+            ),
+        ),
+    ),
+)
+
+LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in _ROWS}
+"""Every layout by its name."""

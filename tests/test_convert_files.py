@@ -1,0 +1,180 @@
+"""`headwise convert`: files and shards, layer by layer; what it refuses leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import headwise as hw
+from headwise.cli import main
+from headwise.weight_files import convert_file
+
+
+def a_model(layers: int = 3, width: int = 12) -> dict[str, Tensor]:
+    """A model in Llama's layout, bfloat16, with tensors of other kinds beside."""
+    state = {"model.embed_tokens.weight": torch.randn(20, width).bfloat16()}
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        for part, rows in zip("qkvo", (width, width // 2, width // 2, width), strict=True):
+            state[f"{at}self_attn.{part}_proj.weight"] = torch.randn(rows, width).bfloat16()
+        state[f"{at}mlp.up_proj.weight"] = torch.randn(5, width).half()
+    return state | {"counts": torch.arange(7), "flag": torch.tensor(True), "none": torch.ones(0, 3)}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["convert", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_file_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = a_model()
+    one, two, three = (tmp_path / f"{name}.safetensors" for name in "abc")
+    save_file(state, one, metadata={"format": "pt", "by": "us"})
+    assert main(["convert", str(one), str(two), "--to", "headwise", "--heads", "6"]) == 0
+    assert "3 attention layers from llama to headwise: 13 tensors" in capsys.readouterr().out
+    wanted = hw.convert(state, source="llama", target="headwise", num_heads=6)
+    made = load_file(two)
+    assert made.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert made[name].dtype == tensor.dtype
+        assert torch.equal(made[name], tensor)
+    with safe_open(two, "pt") as file:
+        assert file.metadata() == {"format": "pt", "by": "us"}
+    arguments = [str(two), str(three), "--from", "headwise", "--to", "llama", "--heads", "6"]
+    assert main(["convert", *arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["layers"] == 3
+    assert said["files"] == [str(three)]
+    back = load_file(three)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_shards_in_and_out(tmp_path: Path) -> None:
+    state = a_model()
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    names = sorted(state)  # q and v of a layer come to lie in different files
+    places = {name: f"part-{index % 3}.safetensors" for index, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: state[name] for name in names if places[name] == file}, source / file)
+    index = {"metadata": {}, "weight_map": places}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "config.json").write_text(
+        json.dumps({"num_attention_heads": 6, "num_key_value_heads": 3})
+    )
+    done = convert_file(source, target, target="llama_meta", shard_bytes=1000)
+    assert done.source == "llama"
+    shards = sorted(target.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    found: dict[str, Tensor] = {}
+    for shard in shards:
+        part = load_file(shard)
+        assert sum(x.nbytes for x in part.values()) <= 1000 or len(part) == 1
+        assert not part.keys() & found.keys()
+        found |= part
+    wanted = hw.convert(state, source="llama", target="llama_meta", num_heads=6)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    listed = json.loads((target / "model.safetensors.index.json").read_text())
+    assert listed["weight_map"].keys() == wanted.keys()
+    assert listed["metadata"]["total_size"] == sum(x.nbytes for x in wanted.values())
+
+    back = convert_file(target, tmp_path / "back", target="llama", num_heads=6)
+    assert back.files == (str(tmp_path / "back" / "model.safetensors"),)
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
+def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
+    """24 layers of 4 MiB are 96 MiB; converting them may hold a few of them at a time."""
+    state = {}
+    for layer in range(24):
+        for part in "qkvo":
+            state[f"layers.{layer}.attention.w{part}.weight"] = torch.randn(512, 512)
+    save_file(state, tmp_path / "in.safetensors")
+    code = f"""
+from pathlib import Path
+from headwise.weight_files import convert_file
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+before = resident("RssAnon")
+most = 0
+def report(share):
+    global most
+    most = max(most, resident("RssAnon") - before)
+convert_file({str(tmp_path / "in.safetensors")!r}, {str(tmp_path / "out.safetensors")!r},
+             source="llama_meta", target="headwise", num_heads=8, report=report)
+print(most)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 48 * 2**20
+
+
+def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file(a_model(), one)
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "broken.safetensors").write_bytes(b"12345678 nothing")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    heads = ["--heads", "6"]
+    assert "no layout 'lama'; known are microgpt" in refused(capsys, one, two, "--to", "lama")
+    assert "grouped heads" in refused(capsys, one, two, "--to", "gpt2", *heads)
+    assert "give num_heads" in refused(capsys, one, two, "--to", "headwise")
+    assert "no such file" in refused(capsys, tmp_path / "no", two, "--to", "gpt2")
+    assert "only those are read" in refused(capsys, tmp_path / "text.txt", two, "--to", "gpt2")
+    assert "damaged" in refused(capsys, tmp_path / "broken.safetensors", two, "--to", "gpt2")
+    assert "the source itself" in refused(capsys, one, one, "--to", "headwise", *heads)
+    assert "not empty" in refused(capsys, one, tmp_path / "full", "--to", "headwise", *heads)
+    assert "is a file" in refused(capsys, one, tmp_path / "text.txt", "--to", "headwise", *heads)
+    assert "holds no model.safetensors" in refused(capsys, tmp_path / "full", two, "--to", "gpt2")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_existing_target_is_kept_unless_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file(a_model(), one)
+    two.write_text("precious")
+    arguments = [one, two, "--to", "headwise", "--heads", "6"]
+    assert "--overwrite" in refused(capsys, *arguments)
+    assert two.read_text() == "precious"
+    assert main(["convert", *map(str, arguments), "--overwrite"]) == 0
+    assert len(load_file(two)) == 13
+
+
+def test_a_failure_while_writing_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headwise import weight_files
+
+    one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file(a_model(), one)
+    two.write_text("precious")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_files, "_write_bytes", full)
+    arguments = [one, two, "--to", "headwise", "--heads", "6", "--overwrite"]
+    assert "No space left" in refused(capsys, *arguments)
+    assert two.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,584 @@
+"""Weights from any layout to any other: exact, and equal in the modules they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.layouts import LAYOUTS, Form, Layout, Sizes
+from headwise.packing import refusals, written
+
+
+def some_parts(sizes: Sizes, biases: str, norms: bool, out: bool) -> dict[str, Tensor]:
+    """Random parts of those sizes, with the biases of `biases` (of q, k, v and o)."""
+    parts = {
+        f"{part}.weight": torch.randn(
+            sizes.heads_of(part), sizes.dim_of(part), sizes.input_of(part)
+        )
+        for part in "qkv"
+    }
+    for part in set(biases) & set("qkv"):
+        parts[f"{part}.bias"] = torch.randn(sizes.heads_of(part), sizes.dim_of(part))
+    if out:
+        parts["out.weight"] = torch.randn(sizes.out_width, sizes.num_heads, sizes.value_dim)
+        if "o" in biases:
+            parts["out.bias"] = torch.randn(sizes.out_width)
+    if norms:
+        parts |= {f"{part}_norm.weight": torch.randn(sizes.head_dim) for part in "qk"}
+    return parts
+
+
+def form_for(layout: Layout, parts: dict[str, Tensor], sizes: Sizes) -> Form | None:
+    """The form in which a layout holds these parts."""
+    return next((form for form in layout.forms if not refusals(parts, sizes, form)), None)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[Sizes, dict[str, Tensor]]:
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.sampled_from([1, 1, 2]))
+    dim = 2 * draw(st.integers(1, 3))
+    value_dim = draw(st.sampled_from([dim, dim, dim + 1]))
+    width = draw(st.sampled_from([heads * dim, heads * dim, dim, 7]))
+    context = draw(st.sampled_from([(width, width), (width, width), (5, 5), (5, 6)]))
+    out = draw(st.booleans())
+    out_width = draw(st.sampled_from([width, width, heads * value_dim, 9]))
+    out_width = out_width if out else heads * value_dim
+    sizes = Sizes(heads, kv_heads, dim, value_dim, width, *context, out_width)
+    biases = draw(st.sampled_from(["", "qkvo", "qkv", "qv", "o"]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    return sizes, some_parts(sizes, biases, draw(st.booleans()), out)
+
+
+def plain(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value).float() for name, value in state.items()}
+
+
+@given(layers(), st.sampled_from(sorted(LAYOUTS)))
+def test_there_and_back_is_exact_or_refused(
+    layer: tuple[Sizes, dict[str, Tensor]], source: str
+) -> None:
+    sizes, parts = layer
+    form = form_for(LAYOUTS[source], parts, sizes)
+    assume(form is not None)
+    assert form is not None
+    state = dict(written(parts, sizes, form))
+    keywords: dict[str, Any] = {"num_heads": sizes.num_heads}
+    for target, layout in LAYOUTS.items():
+        if form_for(layout, parts, sizes) is None:
+            with pytest.raises(ValueError, match=f"'{target}' cannot hold"):
+                hw.convert(state, source=source, target=target, **keywords)
+            continue
+        there = hw.convert(state, source=source, target=target, **keywords)
+        back = plain(hw.convert(there, source=target, target=source, **keywords))
+        for name, tensor in state.items():
+            assert torch.equal(back[name], tensor), (target, name)
+        # A target that always has biases gives zeros back, unless they are not wanted.
+        assert not any(back[name].any() for name in back.keys() - state.keys())
+        exact = hw.convert(there, source=target, target=source, bias=False, **keywords)
+        assert exact.keys() <= state.keys()
+        assert not any(state[name].any() for name in state.keys() - exact.keys())
+
+
+@given(layers())
+def test_a_detected_layout_reads_the_same(layer: tuple[Sizes, dict[str, Tensor]]) -> None:
+    sizes, parts = layer
+    for name, layout in LAYOUTS.items():
+        form = form_for(layout, parts, sizes)
+        if form is None:
+            continue
+        state = dict(written(parts, sizes, form))
+        found = hw.detect_layout(state)
+        if found == name:
+            continue
+        # Another row has the very same tensors: then it must also mean the same by them.
+        keywords: dict[str, Any] = {"target": "keras", "num_heads": sizes.num_heads}
+        if any("norm" in part for part in parts):
+            keywords["target"] = "headwise"
+        one = hw.convert(state, source=name, **keywords)
+        two = hw.convert(state, source=found, **keywords)
+        assert all(torch.equal(one[key], two[key]) for key in one.keys() | two.keys())
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """With weights and biases that are all different, so that none can be mixed up."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module.eval()
+
+
+def ours(module: nn.Module, source: str, **sizes: Any) -> hw.MultiHeadAttention:
+    """Our layer with the module's weights, which must fit it entirely."""
+    layer = hw.MultiHeadAttention(**sizes)
+    state = hw.convert(
+        module.state_dict(), source=source, target="headwise", num_heads=layer.num_heads
+    )
+    layer.load_state_dict(state)
+    back = hw.convert(
+        layer.state_dict(), source="headwise", target=source, num_heads=layer.num_heads
+    )
+    assert all(torch.equal(back[name], tensor) for name, tensor in module.state_dict().items())
+    module.load_state_dict(back)
+    return layer.eval()
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+X = (2, 7, 24)
+
+
+def test_torch() -> None:
+    theirs = randomised(nn.MultiheadAttention(24, 4, batch_first=True))
+    x = torch.randn(X)
+    close(ours(theirs, "torch", embed_dim=24, num_heads=4)(x), theirs(x, x, x)[0])
+
+
+def test_torch_without_biases() -> None:
+    theirs = randomised(nn.MultiheadAttention(24, 4, batch_first=True, bias=False))
+    x = torch.randn(X)
+    close(ours(theirs, "torch", embed_dim=24, num_heads=4, bias=False)(x), theirs(x, x, x)[0])
+
+
+def test_torch_across_widths() -> None:
+    theirs = randomised(nn.MultiheadAttention(24, 4, kdim=10, vdim=10, batch_first=True))
+    layer = ours(theirs, "torch", embed_dim=24, num_heads=4, kv_dim=10)
+    x, context = torch.randn(X), torch.randn(2, 5, 10)
+    close(layer(x, context), theirs(x, context, context)[0])
+
+
+def test_a_whole_torch_encoder() -> None:
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(24, 4), 2, enable_nested_tensor=False
+    )
+    state = hw.convert(encoder.state_dict(), target="headwise", num_heads=4)
+    assert state["layers.1.self_attn.qkv.weight"].shape == (72, 24)
+    assert torch.equal(
+        state["layers.0.linear1.weight"], encoder.state_dict()["layers.0.linear1.weight"]
+    )
+    back = hw.convert(state, source="headwise", target="torch", num_heads=4)
+    encoder.load_state_dict(back)
+
+
+def gpt2_config(**more: Any) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(n_embd=24, n_head=4, n_layer=2, vocab_size=30, n_positions=16, **more)
+
+
+def test_gpt2() -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    theirs = randomised(GPT2Attention(gpt2_config(_attn_implementation="eager"), layer_idx=0))
+    x = torch.randn(X)
+    causal = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    wanted = theirs(x, attention_mask=causal)[0]
+    close(ours(theirs, "gpt2", embed_dim=24, num_heads=4)(x, mask=hw.Causal()), wanted)
+
+
+def test_gpt2_cross_attention_and_the_masks_of_old_checkpoints() -> None:
+    from transformers import GPT2Model
+
+    model = randomised(GPT2Model(gpt2_config(add_cross_attention=True)))
+    state = model.state_dict()
+    old = state | {"h.0.attn.bias": torch.ones(1, 1, 16, 16).tril().bool()}
+    old |= {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+    made = hw.convert(old, source="gpt2", target="headwise", num_heads=4)
+    assert "h.0.attn.bias" not in made
+    assert torch.equal(
+        made["h.0.crossattention.qkv.weight"][:24], state["h.0.crossattention.q_attn.weight"].T
+    )
+    assert made["h.1.mlp.c_proj.weight"] is not None
+
+
+def test_a_whole_gpt2_for_nanogpt() -> None:
+    from transformers import GPT2LMHeadModel
+
+    state = GPT2LMHeadModel(gpt2_config()).state_dict()
+    made = hw.convert(state, source="gpt2", target="nanogpt", num_heads=4)
+    assert made.keys() == state.keys()
+    for name, tensor in state.items():
+        turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        assert torch.equal(made[name], tensor.T if turned else tensor), name
+    back = hw.convert(made, source="nanogpt", target="gpt2", num_heads=4)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    assert hw.detect_layout(state) == "gpt2"
+    assert hw.detect_layout(made) == "nanogpt"
+
+
+def test_bert() -> None:
+    from transformers import BertConfig, BertModel
+    from transformers.models.bert.modeling_bert import BertAttention
+
+    config = BertConfig(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        intermediate_size=12,
+        vocab_size=9,
+        _attn_implementation="eager",
+    )
+    theirs = randomised(BertAttention(config))
+    state = hw.convert(theirs.state_dict(), source="bert", target="headwise", num_heads=4)
+    layer = hw.MultiHeadAttention(24, 4)
+    norm = [state.pop(f"output.LayerNorm.{name}") for name in ("weight", "bias")]
+    layer.load_state_dict(state)
+    x = torch.randn(X)
+    got = nn.functional.layer_norm(x + layer(x), (24,), *norm, eps=config.layer_norm_eps)
+    close(got, theirs(x)[0])
+    model = BertModel(config).state_dict()
+    there = hw.convert(model, source="bert", target="torch", num_heads=4)
+    back = hw.convert(there, source="torch", target="bert", num_heads=4)
+    assert back.keys() == model.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.items())
+
+
+def test_vit_and_its_older_names(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+    from transformers import ViTConfig, ViTModel
+    from transformers.models.vit.modeling_vit import ViTAttention
+
+    config = ViTConfig(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=12,
+        _attn_implementation="eager",
+    )
+    theirs = randomised(ViTAttention(config))
+    x = torch.randn(X)
+    close(ours(theirs, "vit", embed_dim=24, num_heads=4)(x), theirs(x)[0])
+
+    model = randomised(ViTModel(config))
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert hw.detect_layout(stored) == "vit"
+    assert hw.detect_layout(model.state_dict()) == "vit"
+    one = hw.convert(stored, target="timm", num_heads=4)
+    two = hw.convert(model.state_dict(), target="timm", num_heads=4)
+    name = "attention.qkv.weight"
+    assert torch.equal(one[f"encoder.layer.0.{name}"], two[f"layers.0.{name}"])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_decoders_with_grouped_heads(family: str) -> None:
+    import transformers
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen3 import modeling_qwen3
+
+    kind, config_of, rotary_of, more = {
+        "llama": (
+            modeling_llama.LlamaAttention,
+            transformers.LlamaConfig,
+            modeling_llama.LlamaRotaryEmbedding,
+            {"bias": False},
+        ),
+        "qwen2": (
+            modeling_qwen2.Qwen2Attention,
+            transformers.Qwen2Config,
+            modeling_qwen2.Qwen2RotaryEmbedding,
+            {"bias": True, "out_bias": False},
+        ),
+        "qwen3": (
+            modeling_qwen3.Qwen3Attention,
+            transformers.Qwen3Config,
+            modeling_qwen3.Qwen3RotaryEmbedding,
+            {"bias": False, "qk_norm": True},
+        ),
+    }[family]
+    config = config_of(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        _attn_implementation="eager",
+    )
+    theirs = randomised(kind(config, 0))
+    source = "llama" if family == "llama" else "qwen"
+    layer = ours(
+        theirs,
+        source,
+        embed_dim=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        rope=hw.RoPE(6),
+        **more,
+    )
+    x = torch.randn(X)
+    rotary = rotary_of(config)(x, torch.arange(7)[None])
+    causal = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    wanted = theirs(x, rotary, causal)[0]
+    close(layer(x, mask=hw.Causal()), wanted)
+    assert hw.detect_layout(theirs.state_dict()) == source
+
+
+def test_metas_rotation_turns_neighbours() -> None:
+    halves = hw.MultiHeadAttention(24, 4, num_kv_heads=2, bias=False, rope=hw.RoPE(6))
+    pairs = hw.MultiHeadAttention(
+        24, 4, num_kv_heads=2, bias=False, rope=hw.RoPE(6, interleaved=True)
+    )
+    meta = hw.convert(halves.state_dict(), source="headwise", target="llama_meta", num_heads=4)
+    # Read with the rotation left out of account, they are the weights of the other convention.
+    same_order = {f"{name[1]}_proj.weight": tensor for name, tensor in meta.items()}
+    pairs.load_state_dict(hw.convert(same_order, source="llama", target="headwise", num_heads=4))
+    x = torch.randn(X)
+    close(pairs(x, mask=hw.Causal()), halves(x, mask=hw.Causal()))
+
+
+def test_a_whole_llama_under_metas_names() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=20,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=30,
+    )
+    state = LlamaForCausalLM(config).state_dict()
+    made = hw.convert(state, source="llama", target="llama_meta", num_heads=4)
+    layer = {"attention_norm", "ffn_norm", *(f"attention.w{part}" for part in "qkvo")}
+    layer |= {f"feed_forward.w{part}" for part in "123"}
+    wanted = {f"layers.{n}.{name}.weight" for n in range(2) for name in layer}
+    assert made.keys() == wanted | {"tok_embeddings.weight", "norm.weight", "output.weight"}
+    back = hw.convert(made, source="llama_meta", target="llama", num_heads=4)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_neox_packs_head_by_head() -> None:
+    from transformers import GPTNeoXConfig
+    from transformers.models.gpt_neox import modeling_gpt_neox as neox
+
+    config = GPTNeoXConfig(
+        hidden_size=24,
+        num_attention_heads=4,
+        rotary_pct=1.0,
+        _attn_implementation="eager",
+    )
+    theirs = randomised(neox.GPTNeoXAttention(config, 0))
+    layer = ours(theirs, "neox", embed_dim=24, num_heads=4, rope=hw.RoPE(6))
+    x = torch.randn(X)
+    rotary = neox.GPTNeoXRotaryEmbedding(config)(x, torch.arange(7)[None])
+    causal = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    wanted = theirs(x, causal, position_embeddings=rotary)[0]
+    close(layer(x, mask=hw.Causal()), wanted)
+
+
+def test_groups_are_packed_query_heads_first() -> None:
+    # InternLM 2: "b q (h gs d)" with gs = queries per group + 2, keys second to last, values last.
+    weight = torch.arange(2 * (3 + 2) * 2.0)[:, None].expand(-1, 12).clone()  # row numbers
+    state = {"wqkv.weight": weight, "wo.weight": torch.randn(12, 12)}
+    made = hw.convert(state, source="internlm2", target="llama", num_heads=6)
+    assert made["q_proj.weight"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15]
+    assert made["k_proj.weight"][:, 0].tolist() == [6, 7, 16, 17]
+    assert made["v_proj.weight"][:, 0].tolist() == [8, 9, 18, 19]
+
+
+def test_lists_arrays_and_scalars_that_hold_data() -> None:
+    class Value:
+        def __init__(self, data: float) -> None:
+            self.data = data
+
+    weights = {f"attn_w{part}": torch.randn(8, 8, dtype=torch.float64) for part in "qkvo"}
+    lists = {name: tensor.tolist() for name, tensor in weights.items()}
+    values = {
+        f"layer0.{name}": [[Value(x) for x in row] for row in rows] for name, rows in lists.items()
+    }
+    values["layer0.mlp_fc1"] = values["wte"] = [[Value(1.0)]]
+    arrays = {name: np.array(rows) for name, rows in lists.items()}
+    for state, prefix in ((lists, ""), (values, "layer0."), (arrays, ""), (weights, "")):
+        made = hw.convert(state, source="microgpt", target="torch", num_heads=2, bias=False)
+        assert torch.equal(made[f"{prefix}in_proj_weight"][8:16], weights["attn_wk"])
+        back = hw.convert(made, source="torch", target="microgpt", num_heads=2)
+        assert back[f"{prefix}attn_wo"] == lists["attn_wo"]
+        assert hw.detect_layout(state) == "microgpt"
+
+
+def test_nothing_is_shared_with_the_source_and_dtypes_stay() -> None:
+    theirs = nn.MultiheadAttention(8, 2, dtype=torch.bfloat16)
+    made = hw.convert(theirs.state_dict(), source="torch", target="split", num_heads=2)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+    assert len(storages) == len(made)
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+    kept = theirs.in_proj_weight.clone()
+    made["W_query.weight"].zero_()
+    assert torch.equal(theirs.in_proj_weight, kept)
+
+
+def test_what_says_nothing_is_added_and_left_out() -> None:
+    heads = {
+        f"heads.{h}.W_{part}.weight": torch.randn(3, 12)
+        for h in range(4)
+        for part in ("query", "key", "value")
+    }
+    made = hw.convert(heads, source="per_head", target="gpt2")
+    assert torch.equal(made["c_proj.weight"], torch.eye(12))
+    assert not made["c_attn.bias"].any()
+    back = hw.convert(made, source="gpt2", target="per_head", num_heads=4, bias=False)
+    assert back.keys() == heads.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in heads.items())
+    with_zeros = hw.convert(heads, source="per_head", target="nanogpt", bias=True)
+    assert not with_zeros["c_attn.bias"].any()
+
+
+SPLIT = {
+    **{f"W_{part}.weight": torch.randn(12, 12) for part in ("query", "key", "value")},
+    "out_proj.weight": torch.randn(12, 12),
+    "out_proj.bias": torch.randn(12),
+}
+GROUPED = {
+    "q_proj.weight": torch.randn(12, 12),
+    "k_proj.weight": torch.randn(6, 12),
+    "v_proj.weight": torch.randn(6, 12),
+    "o_proj.weight": torch.randn(12, 12),
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "keywords", "message"),
+    [
+        (
+            SPLIT,
+            {"source": "splitt", "target": "torch"},
+            "no layout 'splitt'; known are microgpt, per_head",
+        ),
+        (SPLIT, {"source": "split", "target": "tensorflow"}, "no layout 'tensorflow'; known are"),
+        (SPLIT, {"source": "split", "target": "torch"}, "give num_heads"),
+        (
+            SPLIT,
+            {"source": "split", "target": "torch", "num_heads": 5},
+            r"W_query.weight \[12, 12\] does not fit num_heads=5",
+        ),
+        (
+            SPLIT,
+            {"source": "split", "target": "torch", "num_heads": 0},
+            "num_heads must be at least 1",
+        ),
+        (
+            SPLIT,
+            {"source": "torch", "target": "split", "num_heads": 3},
+            "no layer of layout 'torch'.*looks like 'split'",
+        ),
+        (
+            SPLIT,
+            {"source": "split", "target": "llama_meta", "num_heads": 3},
+            "cannot hold the bias of the output .out_proj.bias",
+        ),
+        (
+            SPLIT,
+            {"source": "split", "target": "per_head", "num_heads": 3},
+            "cannot hold an output projection .out_proj.weight",
+        ),
+        (
+            {name: x for name, x in SPLIT.items() if "key" not in name},
+            {"source": "split", "target": "torch", "num_heads": 3},
+            "layout 'split' misses W_key.weight",
+        ),
+        (
+            SPLIT | {"gate.weight": torch.ones(3)},
+            {"source": "split", "target": "torch", "num_heads": 3},
+            "has no place for gate.weight",
+        ),
+        (
+            {f"h.0.attn.{name}": x for name, x in SPLIT.items()}
+            | {"h.0.attn.lora.A": torch.ones(3)},
+            {"source": "split", "target": "torch", "num_heads": 3},
+            "has no place for h.0.attn.lora.A",
+        ),
+        (
+            SPLIT | {"W_key.weight": torch.randn(12, 11)},
+            {"source": "split", "target": "headwise", "num_heads": 3},
+            "keys from an input of width 11 and values from one of 12",
+        ),
+        (
+            SPLIT | {"out_proj.bias": torch.randn(11)},
+            {"source": "split", "target": "headwise", "num_heads": 3},
+            r"out_proj.bias \[11\] and out_proj.weight \[12, 12\] do not fit",
+        ),
+        (
+            SPLIT | {"W_query.weight": torch.randn(12)},
+            {"source": "split", "target": "headwise", "num_heads": 3},
+            r"W_query.weight has shape \[12\].*2 axes there, \(n d\) i",
+        ),
+        (
+            GROUPED,
+            {"source": "llama", "target": "torch", "num_heads": 4},
+            "cannot hold grouped heads .num_kv_heads=2 for num_heads=4",
+        ),
+        (
+            GROUPED,
+            {"source": "llama", "target": "headwise", "num_heads": 4, "num_kv_heads": 4},
+            "make 2 key/value heads of width 3, and num_kv_heads=4",
+        ),
+        (
+            GROUPED,
+            {"source": "llama", "target": "headwise", "num_heads": 3},
+            r"k_proj.weight \[6, 12\] does not fit head_dim=4",
+        ),
+        (
+            GROUPED,
+            {"source": "llama", "target": "llama_meta", "num_heads": 4},
+            "heads of width 3 cannot be rotated in pairs",
+        ),
+        (
+            {"a": torch.ones(2)},
+            {"target": "torch"},
+            "none of the known layouts has the names a; known are microgpt",
+        ),
+        (
+            {"attn_wq": [["x"]]},
+            {"source": "microgpt", "target": "torch"},
+            "attn_wq is no matrix of numbers",
+        ),
+        ({"attn_wq": "x"}, {"source": "microgpt", "target": "torch"}, "attn_wq is a str"),
+        (
+            {f"heads.{h}.W_{part}": torch.randn(4, 4) for h in (0, 2) for part in "qkv"},
+            {"source": "notebook", "target": "torch"},
+            "numbers its heads from 0; here .* 0, 2",
+        ),
+        (
+            {f"heads.{h}.W_{part}": torch.randn(4, 4 + h) for h in (0, 1) for part in "qkv"},
+            {"source": "notebook", "target": "torch"},
+            "do not fit",
+        ),
+    ],
+)
+def test_refusals(state: dict[str, Any], keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        hw.convert(state, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bias_of_some_sections_does_not_say_whose_it_is() -> None:
+    layer = hw.MultiHeadAttention(12, 3, bias=(True, False, True))
+    with pytest.raises(ValueError, match="does not say whose it is"):
+        hw.convert(layer.state_dict(), source="headwise", target="torch", num_heads=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_rows_are_whole(layout: Layout) -> None:
+    for form in layout.forms:
+        held = [part for parts, _ in form.tensors.values() for part in parts.split(".")[:1]]
+        weights = "".join(
+            p
+            for p, (parts, _) in zip(held, form.tensors.values(), strict=True)
+            if parts.endswith("weight") and "norm" not in p
+        )
+        assert sorted(weights.replace("out", "")) == ["k", "q", "v"]
+        for group in form.optional:
+            assert set(group) <= form.tensors.keys()
+    assert layout.what
+    assert layout.rope in (None, "half", "interleaved")
