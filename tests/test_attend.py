@@ -273,9 +273,7 @@ def test_auto_takes_the_first_that_accepts_and_explain_says_why() -> None:
     assert "no dropout" in str(said)
     assert [c.name for c in said.choices] == BACKENDS
     wide = torch.zeros(1, 1, 10_000, 1)
-    said = hw.explain(wide, wide, wide, mask=hw.Window(10))
-    assert said.chosen == "blocked"
-    assert "MiB" in str(said)
+    assert hw.explain(wide, wide, wide, mask=hw.Window(10)).chosen == "sdpa"
     assert hw.explain(wide, wide, wide, mask=hw.Causal()).chosen == "sdpa"
 
 

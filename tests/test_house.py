@@ -12,7 +12,14 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
     *("_axes", "_index", "_files", "masks", "definition"),
-    *("backends.base", "backends.eager", "backends.blocked", "backends.sdpa", "backends"),
+    *(
+        "backends.base",
+        "backends.eager",
+        "backends.blocked",
+        "backends.tiles",
+        "backends.sdpa",
+        "backends",
+    ),
     *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer"),
     *("layouts", "packing", "convert", "watch", "__init__"),
     *("systems.scalar", "systems.per_head", "systems.split", "systems.functional"),

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import headwise as hw
 from headwise._axes import Extent
 from headwise._index import grid
-from headwise.backends.sdpa import lower
 from headwise.masks import alibi_slopes, as_mask
 from support import MASKS_WITH_POSITIONS, B, H, S, T
 
@@ -84,21 +81,6 @@ def test_pairs_blocks_and_intervals_say_what_the_matrix_says(name: str, t: int, 
         keys = torch.arange(s)
         inside = (keys >= interval[0]) & (keys < interval[1])
         assert torch.equal(inside.expand(B, H, t, s), dense)
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
-def test_what_needs_no_bias_gets_none(t: int, s: int, size: int) -> None:
-    like = torch.zeros(())
-    extent = Extent(1, 1, 1, t, s)
-    assert lower(hw.Causal(), extent, like).causal == (t == s and t > 1)
-    window = lower(hw.Window(size), extent, like)
-    if t == s and size >= s:
-        assert window.bias is None
-    elif window.bias is not None:
-        dense = hw.Window(size).dense(queries=t, keys=s)
-        assert window.dead is not None
-        alive = ~window.dead.expand(1, 1, t)
-        assert torch.equal((window.bias == 0)[alive], dense[alive])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -75,6 +75,9 @@ class Backend(Protocol):
         """The reasons for which this backend cannot serve the call; empty if it can."""
         ...
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Output `[B, H, T, Dv]` and log-sum-exp `[B, H, T]` (float32 at least)."""
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Output `[B, H, T, Dv]` and log-sum-exp `[B, H, T]` (float32 at least).
+
+        The LSE is differentiable where `lse_gradient` asks for it, and may be otherwise.
+        """
         ...

@@ -79,7 +79,7 @@ class Blocked:
     def refuse(self, call: Call) -> list[str]:
         return []
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for block in blocks(call.mask, call.extent, call.q.device):
             if call.needs_grad:

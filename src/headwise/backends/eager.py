@@ -17,7 +17,7 @@ class Eager:
     def refuse(self, call: Call) -> list[str]:
         return []
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         full = rows(
             call.q,
             call.k,

@@ -2,25 +2,24 @@
 
 `F.scaled_dot_product_attention` hides the LSE; the operators behind it give it. On the CPU that is
 one flash kernel, on CUDA there are three (flash, cuDNN, memory-efficient). Their quirks are dealt
-with here, each once: a mask is either their causal flag or a float bias, a row that may attend to
-nothing or holds NaN comes back as zeros, and the values must be as wide as the keys.
+with here, each once: masks become tiles (`tiles.py`), a row that may attend to nothing or holds NaN
+comes back as zeros, the values must be as wide as the keys, and the LSE has no gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._axes import Extent
-from .._index import grid
-from ..masks import Causal, Everything, Mask
 from .base import Call
+from .tiles import Tile, bias_size, flag, tiles
 
 BIAS_LIMIT = 256 * 2**20
-"""Bytes that a mask may take as a float bias; above it the blocked backend serves in O(T)."""
+"""Bytes of bias that the kernels get in one call where it cannot be cut into tiles."""
 
 ops = torch.ops.aten
 
@@ -39,19 +38,26 @@ class Sdpa:
             reasons.append("the CPU kernel has no dropout")
         return reasons
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        lowered = lower(call.mask, call.extent, call.q)
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         if call.scale <= 0:
             # The kernels scale what they have masked already, and −inf times such a scale is no
             # longer −inf: the sign goes into the queries instead.
             sign = -1.0 if call.scale < 0 else 0.0
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
+        wide = call.v.shape[-1]
         q, k, v = (_dense_last(x) for x in _equal_widths(call.q, call.k, call.v))
-        kernel = _cpu if call.q.device.type == "cpu" else _cuda
-        out, lse = kernel(q, k, v, lowered, call)
-        if out.shape[-1] != call.v.shape[-1]:
-            out = out[..., : call.v.shape[-1]]
-        return _settle(out, lse, lowered.dead, call)
+        call = call.with_(q=q, k=k, v=v)
+        on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
+        whole = _whole(call)
+        if whole is not None and not (lse_gradient and needs_grad and on_cpu):
+            out, lse = _tile(call, whole)
+        elif on_cpu and needs_grad:
+            out, lse = _Tiled.apply(q, k, v, call)
+        else:
+            out, lse = _tiled(call)
+        if lse_gradient and needs_grad and not on_cpu:
+            lse = _with_gradient(call, lse)
+        return (out if out.shape[-1] == wide else out[..., :wide]), lse
 
 
 def _refuse_anywhere(call: Call) -> list[str]:
@@ -67,88 +73,158 @@ def _refuse_anywhere(call: Call) -> list[str]:
         reasons.append("the kernels do not take empty tensors")
     if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
         reasons.append("the kernels give no gradient for a bias")
-    size = bias_bytes(call.mask, extent, call.q.device)
-    if size > BIAS_LIMIT:
-        reasons.append(
-            f"the mask would need a bias of {size / 2**20:.0f} MiB "
-            f"(at most {BIAS_LIMIT / 2**20:.0f} MiB)"
-        )
+    # In one piece where nothing but the kernel's own gradient is at hand.
+    if torch.compiler.is_compiling() or (call.q.device.type != "cpu" and call.needs_grad):
+        size = _bias_bytes(call)
+        if size > BIAS_LIMIT:
+            reasons.append(
+                f"the mask would need a bias of {size / 2**20:.0f} MiB "
+                f"(at most {BIAS_LIMIT / 2**20:.0f} MiB)"
+            )
     return reasons
 
 
-# ── masks as the kernels take them ──────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A mask as a kernel takes it: nothing, the causal flag, or a bias; and rows without keys."""
-
-    causal: bool = False
-    bias: Tensor | None = None
-    dead: Tensor | None = None
-
-
-def lower(mask: Mask, extent: Extent, like: Tensor) -> Lowered:
-    """Turn a mask into what the fused kernels understand."""
-    known = _flag(mask, extent, like.device)
-    if known is not None:
-        return known
-    i, j = grid(extent, like.device)
-    allowed, bias = mask.allowed(i, j, extent), mask.bias(i, j, extent)
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if like.device.type != "cpu":
-        dtype = like.dtype
-    if allowed is None:
-        assert bias is not None  # _flag has seen to masks that do nothing
-        return Lowered(bias=_four(bias.to(dtype)))
-    allowed = _four(allowed)
-    # A dead row would be 0/0 in some kernels: let it see everything, and blank it afterwards.
-    dead = ~allowed.any(-1, keepdim=True)
-    ground = torch.zeros((), dtype=dtype, device=like.device) if bias is None else bias.to(dtype)
-    ground = torch.where(allowed, ground, -torch.inf)
-    return Lowered(bias=_four(ground.masked_fill(dead, 0.0)), dead=dead[..., 0])
-
-
-def _flag(mask: Mask, extent: Extent, device: torch.device) -> Lowered | None:
-    """The mask without a bias, where the kernel's own flag says the same."""
-    square = extent.queries == extent.keys
-    if isinstance(mask, Everything) or (isinstance(mask, Causal) and extent.queries == 1):
-        return Lowered() if extent.keys else None
-    if isinstance(mask, Causal):
-        return Lowered(causal=True) if square else None
-    if mask.biased or not square:
-        return None
-    # Anything else may still come to the same, such as a window wider than the sequence.
-    i = grid(extent, device)[0]
-    interval = mask.interval(i, extent)
-    if interval is None or torch.compiler.is_compiling():
-        return None
-    low, high = interval
-    if not bool((low == 0).all()):
-        return None
-    if bool((high == extent.keys).all()):
-        return Lowered()
-    return Lowered(causal=True) if bool((high == i + 1).all()) else None
-
-
-def bias_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
-    """The size of the mask as a float32 bias; 0 if it needs none."""
-    small = extent.batch * extent.heads * extent.queries * extent.keys * 4 <= BIAS_LIMIT
-    if small or isinstance(mask, Everything):
+def _bias_bytes(call: Call) -> int:
+    extent, device = call.extent, call.q.device
+    if extent.batch * extent.heads * extent.queries * extent.keys * 4 <= BIAS_LIMIT:
         return 0
-    if isinstance(mask, Causal) and (extent.queries in (1, extent.keys)):
-        return 0
-    # One row and one column tell which axes the mask has.
-    i, j = grid(extent, device, slice(0, 1), slice(0, 1))
-    axes = [1, 1]
-    for part in (mask.allowed(i, j, extent), mask.bias(i, j, extent)):
-        if part is not None:
-            axes = [max(a, b) for a, b in zip(axes, _four(part).shape[:2], strict=True)]
-    return axes[0] * axes[1] * extent.queries * extent.keys * 4
+    return (
+        0
+        if flag(call.mask, extent, device) is not None
+        else 4 * bias_size(call.mask, extent, device)
+    )
 
 
-def _four(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.dim())]
+# ── tiles ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _whole(call: Call) -> Tile | None:
+    """The one tile that is the whole call, if there is such a one."""
+    only = None
+    for tile in tiles(call.mask, call.extent, call.q):
+        if only is not None or not tile.covers(call.extent):
+            return None
+        only = tile
+    return only
+
+
+def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
+    """One tile's output and LSE: dead rows 0 and −inf, and queries with NaN their NaN back."""
+    q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
+    bias, dead = tile.bias, tile.dead
+    if bias is not None and dead is not None:
+        # A dead row would be 0/0 in some kernels: let it see everything, and blank it afterwards.
+        bias = bias.masked_fill(dead[..., None], 0.0)
+    kernel = _cpu if q.device.type == "cpu" else _cuda
+    out, lse = kernel(q, k, v, bias, tile.causal, call)
+    if dead is not None:
+        out = torch.where(dead[..., None], 0.0, out)
+        lse = torch.where(dead, -torch.inf, lse)
+    # The CPU kernel returns zeros and an LSE of exactly 0 for a query that holds NaN.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        suspect = lse == 0
+        if bool(suspect.any()):
+            poisoned = suspect & q.detach().isnan().any(-1)
+            if bool(poisoned.any()):
+                out = torch.where(poisoned[..., None], torch.nan, out)
+                lse = torch.where(poisoned, torch.nan, lse)
+    return out, lse
+
+
+def _tiled(call: Call) -> tuple[Tensor, Tensor]:
+    """All tiles, merged; rows in none of them get output 0 and LSE −inf."""
+    e = call.extent
+    # In the memory order that the kernels give, so that merging heads is a view.
+    out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
+    lse = torch.full_like(out[..., 0], -torch.inf, dtype=_wide(call.q.dtype))
+    for _, group in groupby(tiles(call.mask, e, call.q), key=lambda tile: tile.rows.start):
+        rows, merged = slice(0), None
+        for tile in group:
+            rows, found = tile.rows, _tile(call, tile)
+            merged = found if merged is None else _merge(merged, found)
+        assert merged is not None
+        out[:, :, rows], lse[:, :, rows] = merged
+    return out, lse
+
+
+def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from that over each."""
+    lse = torch.logaddexp(one[1], two[1])
+    base = torch.where(lse == -torch.inf, 0.0, lse)
+    first, second = (
+        out.to(lse.dtype) * torch.exp(part - base)[..., None] for out, part in (one, two)
+    )
+    return first + second, lse
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Tiled(torch.autograd.Function):
+    """Tiles on the CPU with their backward pass, in which the LSE has a gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        call = call.with_(q=q, k=k, v=v)
+        whole = _whole(call)
+        out, lse = _tiled(call) if whole is None else _tile(call, whole)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask, ctx.extent, ctx.scale = call.mask, call.extent, call.scale
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """`dS = P ∘ (dP − D + g_lse)` (design: a zero column of V, with 1 in the output and −g_lse
+        in its gradient, makes the kernel's own D into `D − g_lse`)."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the fused kernels have no second derivative; for double backward "
+                "(create_graph=True) call attention with backend='eager'"
+            )
+        q, k, v, out, lse = ctx.saved_tensors
+        g_out, g_lse = grads
+        width, dtype = q.shape[-1], _wide(q.dtype)
+        g_out = torch.zeros_like(out) if g_out is None else g_out.to(out.dtype)
+        if g_lse is not None:
+            q, k, v, out, g_out = (F.pad(x, (0, 8)) for x in (q, k, v, out, g_out))
+            out[..., width] = 1.0
+            g_out[..., width] = torch.where(lse == -torch.inf, 0.0, -g_lse).to(out.dtype)
+        # Rows that may attend to nothing: every bias is −inf there, and exp(−inf − 0) is 0.
+        lse = torch.where(lse == -torch.inf, 0.0, lse)
+        g_q, g_k, g_v = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        for tile in tiles(ctx.mask, ctx.extent, q):
+            rows, keys = (
+                (slice(None), slice(None), tile.rows),
+                (slice(None), slice(None), tile.keys),
+            )
+            found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+                g_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows],
+                0.0, tile.causal, attn_mask=tile.bias, scale=ctx.scale,
+            )  # fmt: skip
+            if tile.covers(ctx.extent):
+                g_q, g_k, g_v = found
+                break
+            g_q[rows] += found[0]
+            g_k[keys] += found[1]
+            g_v[keys] += found[2]
+        return (*(x[..., :width].to(q.dtype) for x in (g_q, g_k, g_v)), None)
+
+
+def _with_gradient(call: Call, lse: Tensor) -> Tensor:
+    """The same LSE with a gradient, from nothing but the gradient of attention's values.
+
+    `∂lse_i/∂q_i = scale · (P K)_i` and `∂lse_i/∂k_j = scale · p_ij q_i`: attention on constant
+    scores with the keys as values is linear in them, and its gradient is just this.
+    """
+    q, k = call.q, call.k
+    seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0))
+    wide = _wide(q.dtype)
+    change = (q.to(wide) * seen.detach().to(wide)).sum(-1)
+    change = change + (q.detach().to(wide) * seen.to(wide)).sum(-1)
+    change = call.scale * (change - change.detach())
+    return lse.detach() + change.masked_fill(lse == -torch.inf, 0.0)
 
 
 # ── shapes as the kernels take them ─────────────────────────────────────────────────────────────
@@ -168,48 +244,36 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _settle(out: Tensor, lse: Tensor, dead: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-    """Give dead rows output 0 and LSE −inf, and queries with NaN their NaN back."""
-    if dead is not None:
-        out = torch.where(dead[..., None], 0.0, out)
-        lse = torch.where(dead, -torch.inf, lse)
-    # The CPU kernel returns zeros and an LSE of exactly 0 for a query that holds NaN.
-    if call.q.device.type == "cpu" and not torch.compiler.is_compiling():
-        suspect = lse == 0
-        if bool(suspect.any()):
-            poisoned = suspect & call.q.detach().isnan().any(-1)
-            if bool(poisoned.any()):
-                out = torch.where(poisoned[..., None], torch.nan, out)
-                lse = torch.where(poisoned, torch.nan, lse)
-    return out, lse
-
-
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Lowered, call: Call) -> tuple[Tensor, Tensor]:
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
+) -> tuple[Tensor, Tensor]:
     out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, mask.causal, attn_mask=mask.bias, scale=call.scale
+        q, k, v, 0.0, causal, attn_mask=bias, scale=call.scale
     )
     return out, lse
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, mask: Lowered, call: Call) -> tuple[Tensor, Tensor]:
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
+) -> tuple[Tensor, Tensor]:
     half = q.dtype in (torch.float16, torch.bfloat16)
     dim = q.shape[-1]
-    if half and mask.bias is None and dim % 8 == 0 and dim <= 256:
+    if half and bias is None and dim % 8 == 0 and dim <= 256:
         if _cudnn_serves(q):
             found = ops._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, call.dropout, mask.causal, False, scale=call.scale
+                q, k, v, None, True, call.dropout, causal, False, scale=call.scale
             )
         else:
             found = ops._scaled_dot_product_flash_attention(
-                q, k, v, call.dropout, mask.causal, False, scale=call.scale
+                q, k, v, call.dropout, causal, False, scale=call.scale
             )
     else:
-        found = _cuda_efficient(q, k, v, mask, call)
+        found = _cuda_efficient(q, k, v, bias, causal, call)
     out, lse = found[0], found[1]
-    return out, lse.reshape(*lse.shape[:2], -1)[..., : call.extent.queries]
+    return out, lse.reshape(*lse.shape[:2], -1)[..., : q.shape[2]]
 
 
 def _cudnn_serves(q: Tensor) -> bool:
@@ -222,13 +286,13 @@ def _cudnn_serves(q: Tensor) -> bool:
 
 
 def _cuda_efficient(
-    q: Tensor, k: Tensor, v: Tensor, mask: Lowered, call: Call
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
 ) -> tuple[Tensor, Tensor]:
     e = call.extent
-    bias = mask.bias
     if bias is not None:
         # The kernel wants rows that start at multiples of 16 bytes.
-        bias = F.pad(bias.expand(-1, -1, e.queries, e.keys), (0, -e.keys % 8))[..., : e.keys]
+        bias = F.pad(bias.expand(-1, -1, q.shape[2], k.shape[2]), (0, -k.shape[2] % 8))
+        bias = bias[..., : k.shape[2]]
         bias = bias.expand(e.batch, e.heads, -1, -1)
     if e.group > 1:
         # The kernel knows no groups: each key/value head becomes a batch row whose heads all read
@@ -238,7 +302,7 @@ def _cuda_efficient(
         if bias is not None:
             bias = bias.unflatten(1, (e.kv_heads, e.group)).flatten(0, 1)
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, call.dropout, mask.causal, scale=call.scale
+        q, k, v, bias, True, call.dropout, causal, scale=call.scale
     )
     if e.group > 1:
         out, lse = (x.unflatten(0, (e.batch, e.kv_heads)).flatten(1, 2) for x in (out, lse))

@@ -1,0 +1,180 @@
+"""A call cut into tiles, each as a fused kernel takes it: no mask, the causal flag, or a bias.
+
+Fused kernels know no masks but "causal, square" and a float bias of T×S numbers. Cut into tiles,
+any mask comes to bounded memory: keys that nobody in a tile may see are left out, keys that all may
+see need no bias, and what is left is a bias of a few MiB at a time. Tiles of the same rows are
+merged by their log-sum-exps (Dao et al. 2022, §3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._axes import Extent
+from .._index import grid
+from ..masks import Causal, Everything, Mask
+
+BIAS_AT_A_TIME = 1 << 22
+"""How many numbers a tile's bias may hold (16 MiB in float32)."""
+
+ROWS_AT_A_TIME = 512
+"""Queries to a tile with a bias, so that a causal mask's upper half is mostly left out."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries and keys: `causal` (square, upper-left), a bias, or neither.
+
+    The bias is −inf where a query may not attend; `dead` are rows `[B or 1, H or 1, t]` in which it
+    is −inf throughout, `None` if there are none.
+    """
+
+    rows: slice
+    keys: slice
+    causal: bool = False
+    bias: Tensor | None = None
+    dead: Tensor | None = None
+
+    def covers(self, extent: Extent) -> bool:
+        """Whether this is the whole call."""
+        return (self.rows, self.keys) == (slice(0, extent.queries), slice(0, extent.keys))
+
+
+def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
+    """The tiles of a call, those of the same rows one after another; `like` is q.
+
+    Rows in no tile may attend to nothing. There is a single tile wherever a kernel's own flag, or
+    a bias of moderate size, says everything.
+    """
+    device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
+    causal = flag(mask, extent, device)
+    if causal is not None:
+        yield Tile(every, all_keys, causal)
+    elif isinstance(mask, Causal):  # aligned to the end: what lies before its square is open
+        offset = extent.offset
+        if offset > 0:
+            yield Tile(every, slice(0, offset))
+        yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), extent.keys), True)
+    elif bias_size(mask, extent, device) <= BIAS_AT_A_TIME // 4 or torch.compiler.is_compiling():
+        yield with_bias(mask, extent, like, every, all_keys)
+    else:
+        bounds = _Bounds.of(mask, extent, device)
+        for start in range(0, extent.queries, ROWS_AT_A_TIME):
+            stop = min(start + ROWS_AT_A_TIME, extent.queries)
+            yield from _cut(mask, extent, like, bounds, slice(start, stop))
+
+
+def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: _Bounds, rows: slice) -> Iterator[Tile]:
+    """The tiles of some rows; rows whose bias would be too large are halved first."""
+    edges = bounds.edges(rows)
+    width = bias_size(mask, extent, like.device) // (extent.queries * extent.keys)
+    needed = max((stop - start for start, stop, open_ in edges if not open_), default=0)
+    size = rows.stop - rows.start
+    if size > 1 and size * needed * width > BIAS_AT_A_TIME:
+        middle = rows.start + size // 2
+        yield from _cut(mask, extent, like, bounds, slice(rows.start, middle))
+        yield from _cut(mask, extent, like, bounds, slice(middle, rows.stop))
+        return
+    step = max(1, BIAS_AT_A_TIME // (size * width))
+    for start, stop, open_ in edges:
+        if open_:
+            yield Tile(rows, slice(start, stop))
+            continue
+        for first in range(start, stop, step):
+            keys = slice(first, min(first + step, stop))
+            yield with_bias(mask, extent, like, rows, keys)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Each query's first and last key over batch and heads; whether all between are allowed."""
+
+    first: list[int]
+    open_first: list[int]
+    open_last: list[int]
+    last: list[int]
+
+    @classmethod
+    def of(cls, mask: Mask, extent: Extent, device: torch.device) -> _Bounds:
+        nothing = [0] * extent.queries
+        everything = [extent.keys] * extent.queries
+        i = grid(extent, device)[0]
+        found = mask.interval(i, extent)
+        if found is None:
+            return cls(nothing, nothing, nothing, everything)
+        every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
+        low, high, _ = torch.broadcast_tensors(*found, every_row)
+        empty = high <= low
+        first = low.masked_fill(empty, extent.keys).amin((0, 1, 3)).tolist()
+        last = high.masked_fill(empty, 0).amax((0, 1, 3)).tolist()
+        if mask.biased:
+            return cls(first, nothing, nothing, last)
+        return cls(first, low.amax((0, 1, 3)).tolist(), high.amin((0, 1, 3)).tolist(), last)
+
+    def edges(self, rows: slice) -> list[tuple[int, int, bool]]:
+        """Ranges of keys `(start, stop, open)` for these rows; open ones need no bias."""
+        first, last = min(self.first[rows]), max(self.last[rows])
+        low, high = max(self.open_first[rows]), min(self.open_last[rows])
+        if last <= first:
+            return []
+        if high - low < 128:  # not worth a tile of its own
+            return [(first, last, False)]
+        edges = [(first, low, False), (low, high, True), (high, last, False)]
+        return [edge for edge in edges if edge[1] > edge[0]]
+
+
+def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
+    """Where a kernel can do without a bias: whether its causal flag is on; else `None`."""
+    square = extent.queries == extent.keys
+    if isinstance(mask, Everything) or (isinstance(mask, Causal) and extent.queries == 1):
+        return False if extent.keys else None
+    if isinstance(mask, Causal):
+        return True if square else None
+    if mask.biased or not square:
+        return None
+    # Anything else may still come to the same, such as a window wider than the sequence.
+    i = grid(extent, device)[0]
+    interval = mask.interval(i, extent)
+    if interval is None or torch.compiler.is_compiling():
+        return None
+    low, high = interval
+    if not bool((low == 0).all()):
+        return None
+    if bool((high == extent.keys).all()):
+        return False
+    return True if bool((high == i + 1).all()) else None
+
+
+def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice) -> Tile:
+    """The tile of these rows and keys, with its mask as a bias."""
+    i, j = grid(extent, like.device, rows, keys)
+    allowed, bias = mask.allowed(i, j, extent), mask.bias(i, j, extent)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if like.device.type != "cpu":
+        dtype = like.dtype
+    if allowed is None:
+        assert bias is not None  # flag() has seen to masks that do nothing
+        return Tile(rows, keys, bias=_four(bias.to(dtype)))
+    allowed = _four(allowed)
+    dead = ~allowed.any(-1)
+    ground = torch.zeros((), dtype=dtype, device=like.device) if bias is None else bias.to(dtype)
+    return Tile(rows, keys, bias=_four(torch.where(allowed, ground, -torch.inf)), dead=dead)
+
+
+def bias_size(mask: Mask, extent: Extent, device: torch.device) -> int:
+    """How many numbers the whole mask has as a bias."""
+    # One row and one column tell which axes the mask has.
+    i, j = grid(extent, device, slice(0, 1), slice(0, 1))
+    axes = [1, 1]
+    for part in (mask.allowed(i, j, extent), mask.bias(i, j, extent)):
+        if part is not None:
+            axes = [max(a, b) for a, b in zip(axes, _four(part).shape[:2], strict=True)]
+    return axes[0] * axes[1] * extent.queries * extent.keys
+
+
+def _four(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.dim())]
