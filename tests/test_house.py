@@ -20,13 +20,29 @@ ORDER = [
         "backends.sdpa",
         "backends",
     ),
-    *("evidence", "attend", "statistics", "patterns", "rope", "cache", "layer"),
+    *(
+        "sampling",
+        "sweep",
+        "evidence",
+        "attend",
+        "statistics",
+        "patterns",
+        "rope",
+        "cache",
+        "layer",
+    ),
     *("layouts", "packing", "convert", "watch", "__init__"),
-    *("systems.scalar", "systems.per_head", "systems.split", "systems.functional"),
-    *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing", "ladder"),
+    *(
+        "systems.scalar",
+        "systems._checks",
+        "systems.per_head",
+        "systems.split",
+        "systems.functional",
+    ),
+    *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
     *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
     *("weight_files",),
-    *("figures", "look", "page", "console", "cli"),
+    *("rungs", "ladder", "figures", "look", "page", "page.ladder", "console", "cli"),
 ]
 
 OPTIONAL = [

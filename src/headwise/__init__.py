@@ -3,11 +3,24 @@
 from .attend import Explanation, Seen, attend, explain, observe
 from .cache import KVCache
 from .convert import convert, detect_layout
+from .evidence import Reading, Statistic
 from .layer import MultiHeadAttention
 from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix, Window
 from .patterns import First, Induction, Previous, SameToken, Self
 from .rope import RoPE
-from .statistics import LSE, Distance, Entropy, Map, Mass, MaxLogit
+from .statistics import (
+    LSE,
+    Distance,
+    Entropy,
+    Map,
+    Mass,
+    MaxLogit,
+    OffsetHistogram,
+    OutputNorm,
+    Received,
+    Similarity,
+    TopKeys,
+)
 from .watch import watch
 
 __version__ = "0.1.0"
@@ -30,13 +43,20 @@ __all__ = [
     "Mass",
     "MaxLogit",
     "MultiHeadAttention",
+    "OffsetHistogram",
+    "OutputNorm",
     "Padding",
     "Prefix",
     "Previous",
+    "Reading",
+    "Received",
     "RoPE",
     "SameToken",
     "Seen",
     "Self",
+    "Similarity",
+    "Statistic",
+    "TopKeys",
     "Window",
     "attend",
     "convert",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .backends import Call, Choice, choose, consider
 from .evidence import Evidence, Reading, Statistic, summarise
 from .masks import Mask
+from .sampling import Sample, draw, standard_error
 
 
 def attend(
@@ -66,14 +69,27 @@ def observe(
     softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    output: bool = True,
+    gradients: bool = True,
+    projection: Float[Tensor, "O HDv"] | None = None,
 ) -> Seen:
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
     The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
-    dropout, are computed in float32 at least, and carry no gradient.
+    dropout and are computed in float32 at least.
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
+        queries: look at so many queries, drawn one from each of as many equal stretches, or at
+            those of a list; default: at all. The output is whole all the same.
+        seed: of the draw.
+        output: False leaves the attention output out, for calls of which only the statistics are
+            wanted; of sampled queries that costs a fraction of a call.
+        gradients: LSE, entropy, distance and masses can be differentiated in q and k where these
+            require it, and so stand in a loss; False detaches them.
+        projection: weight of the output projection `[O, H · Dv]`, for `OutputNorm`.
 
     Returns:
         A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
@@ -95,32 +111,100 @@ def observe(
     call = Call.of(
         q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, function="observe"
     )
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     chosen = choose(call, backend)
-    out, lse = chosen.run(call)
+    gradients = gradients and call.needs_grad
+    out, lse = chosen.run(call, gradients) if output else (None, None)
     readings: dict[str, Reading] = {}
-    with torch.no_grad():
-        evidence = Evidence(call, chosen, lse)
+    with nullcontext() if gradients else torch.no_grad():
+        evidence = Evidence(
+            call,
+            chosen,
+            lse,
+            out,
+            rows=None if sample is None else sample.rows,
+            gradients=gradients,
+            projection=projection,
+        )
+        for statistic in statistics:
+            if (prepare := getattr(statistic, "prepare", None)) is not None:
+                prepare(evidence)
         for statistic in statistics:
             for name, reading in statistic.read(evidence).items():
                 if name in readings:
                     raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                if sample is not None and sample.drawn:
+                    reading = _with_error(reading, sample)
                 readings[name] = reading
-        rows = evidence.alive
-    return Seen(out=out, lse=lse, rows=rows, readings=readings)
+        lse = evidence.lse if lse is None else lse
+    return Seen(lse=lse, evidence=evidence, readings=readings, output=out)
+
+
+def _with_error(reading: Reading, sample: Sample) -> Reading:
+    """A reading of drawn queries, with the standard error of its means."""
+    if reading.rows is None or reading.values.dim() != 3:
+        return reading
+    rows = reading.rows.expand(reading.values.shape)
+    return replace(reading, error=standard_error(reading.values.detach(), rows, sample.of))
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
 
-    `seen[name]` is `[B, H, T]` per query or `[B, H, …]` per head; `seen.rows` `[B, H, T]`
-    (broadcastable) says which queries may attend to anything.
+    `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
+    queries, n of them stand in place of T. `lse` is that of all queries where there is an output.
     """
 
-    out: Float[Tensor, "B H T Dv"]
     lse: Float[Tensor, "B H T"]
-    rows: Tensor
+    evidence: Evidence = field(repr=False)
     readings: dict[str, Reading] = field(repr=False)
+    output: Float[Tensor, "B H T Dv"] | None = None
+
+    @property
+    def out(self) -> Float[Tensor, "B H T Dv"]:
+        """The attention output.
+
+        Raises:
+            ValueError: it was observed with `output=False`.
+        """
+        if self.output is None:
+            raise ValueError("seen.out: observed with output=False, so there is no output")
+        return self.output
+
+    @property
+    def rows(self) -> Tensor:
+        """Which of the queries looked at may attend to anything; broadcasts to `[B, H, n]`."""
+        return self.evidence.alive
+
+    @property
+    def queries(self) -> Int[Tensor, " n"]:
+        """The numbers of the queries looked at, in order."""
+        return self.evidence.queries
+
+    def weights(
+        self,
+        heads: Sequence[int] | slice | None = None,
+        queries: Sequence[int] | slice | None = None,
+        keys: Sequence[int] | slice | None = None,
+    ) -> Float[Tensor, "B h t s"]:
+        """Exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
+
+        Args:
+            heads, queries, keys: numbers or slices; default all. Of sampled queries, their places
+                in `seen.queries`.
+
+        Raises:
+            ValueError: a number that there is not.
+
+        >>> import headwise as hw
+        >>> q = k = v = torch.randn(1, 2, 300, 8)
+        >>> seen = hw.observe(q, k, v, mask=hw.Causal())
+        >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
+        tensor(1.)
+        """
+        with torch.no_grad():
+            return self.evidence.weights(heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.reading(name).values
@@ -132,7 +216,7 @@ class Seen:
             KeyError: a name that was not asked for; the message lists those that were.
         """
         if name == "lse" and name not in self.readings:
-            return Reading(self.lse.detach(), self.rows)
+            return Reading(self.evidence.lse, self.rows)
         if name not in self.readings:
             known = ", ".join(["lse", *self.readings])
             raise KeyError(f"{name!r} was not observed; there are: {known}")
@@ -146,11 +230,12 @@ class Seen:
     def table(self) -> list[dict[str, float | int]]:
         """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
 
-        A mass whose pattern has no target on some rows is averaged over the others, and
-        `<name>_coverage` is their share.
+        Where queries were drawn, `<name>_se` is the standard error of that mean. A mass whose
+        pattern has no target on some rows is averaged over the others, and `<name>_coverage` is
+        their share.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
-        rows = table_rows(readings, self.out.shape[1])
+        rows = table_rows(readings, self.evidence.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
 
 
@@ -163,6 +248,9 @@ def table_rows(readings: dict[str, list[Reading]], heads: int) -> list[dict[str,
             continue
         for row, mean in zip(rows, figure.mean.tolist(), strict=True):
             row[name] = mean
+        if figure.error is not None:
+            for row, error in zip(rows, figure.error.tolist(), strict=True):
+                row[f"{name}_se"] = error
         if figure.coverage is not None:
             for row, share in zip(rows, figure.coverage.tolist(), strict=True):
                 row[f"{name}_coverage"] = share

@@ -8,20 +8,24 @@ linear in the scores (softcap, bias), the answer comes from blocks of rows inste
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ._axes import Extent, statistics_dtype
 from ._index import grid
 from .backends import Backend, Call, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
+from .masks import Mask
+from .sampling import Rows
+from .sweep import Accumulator, Block, sweep
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
@@ -63,13 +67,15 @@ class Reading:
     `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
     `[B, H, T]`) holds the queries that have what is measured; `None` means that the figure is not
     per query. `among` holds the queries that could have had it, where that is news: the share of
-    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum.
+    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum. `error`
+    is the standard error of each head's mean `[H]`, where queries were drawn by chance.
     """
 
     values: Tensor
     rows: Tensor | None = None
     among: Tensor | None = None
     largest: bool = False
+    error: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Figure:
 
     mean: Tensor
     coverage: Tensor | None = None
+    error: Tensor | None = None
 
 
 def summarise(readings: list[Reading]) -> Figure | None:
@@ -94,7 +101,13 @@ def summarise(readings: list[Reading]) -> Figure | None:
     coverage = None
     if first.among is not None:
         coverage = count / _sum_of_heads([_held(r.among, r) for r in readings]).clamp(min=1)
-    return Figure(total / count.clamp(min=1), coverage)
+    errors = [r.error for r in readings if r.error is not None]
+    error = None
+    if len(errors) == len(readings):
+        shares = [_held(r.rows, r).sum((0, 2)) / count.clamp(min=1) for r in readings]
+        parts = [share * part for share, part in zip(shares, errors, strict=True)]
+        error = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return Figure(total / count.clamp(min=1), coverage, error)
 
 
 def _sum_of_heads(tensors: list[Tensor]) -> Tensor:
@@ -124,23 +137,93 @@ class Statistic(Protocol):
 
 
 class Evidence:
-    """What is known of one call. Costs are on top of the forward that gave `lse`."""
+    """What is known of one call, or of some of its queries. Costs are on top of the forward.
 
-    def __init__(self, call: Call, backend: Backend, lse: Float[Tensor, "B H T"]) -> None:
+    Every answer is for the queries `rows` (all, if that is `None`); `n` stands for their number.
+    With `gradients`, `lse`, `entropy`, `mean_of` and `mass` can be differentiated in q and k.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        backend: Backend,
+        lse: Float[Tensor, "B H T"] | None,
+        out: Float[Tensor, "B H T Dv"] | None = None,
+        *,
+        rows: Int[Tensor, " n"] | None = None,
+        gradients: bool = False,
+        projection: Float[Tensor, "O HDv"] | None = None,
+    ) -> None:
+        self.whole, self.rows, self.gradients = call.extent, rows, gradients
+        self.projection = projection
+        if rows is not None:
+            mask = Rows(call.mask, rows, call.extent)
+            extent = replace(call.extent, queries=len(rows))
+            call = call.with_(q=call.q[:, :, rows], mask=mask, extent=extent)
+            lse = None if lse is None else lse[:, :, rows]
+            out = None if out is None else out[:, :, rows]
         dtype = statistics_dtype(call.q.dtype)
-        q, k, v = (x.detach().to(dtype) for x in (call.q, call.k, call.v))
-        self.call = call.with_(q=q, k=k, v=v, dropout=0.0)
+        q, k = call.q.to(dtype), call.k.to(dtype)
+        lse = None if lse is None else lse.to(dtype)
+        if not gradients:
+            q, k, lse = q.detach(), k.detach(), None if lse is None else lse.detach()
+        # No statistic reads the values; keys stand in for them where a kernel wants some.
+        self.call = call.with_(q=q, k=k, v=k, dropout=0.0)
         # The statistics' own calls are in float32; not every backend serves that.
         self.backend = choose(self.call) if backend.refuse(self.call) else backend
-        self.lse = lse.detach().to(dtype)
+        self._given = lse
+        self._out = out
         self.extent = call.extent
+        self._waiting: dict[str, Accumulator] = {}
+        self._done: dict[str, Accumulator] = {}
+        self._wished: set[str] = set()
 
     @property
     def device(self) -> torch.device:
         return self.call.q.device
 
+    @property
+    def linear(self) -> bool:
+        """Whether scores are linear in the keys: no softcap and no bias."""
+        return self.call.softcap is None and not self.call.mask.biased
+
     @cached_property
-    def counts(self) -> Int[Tensor, "#B #H T"]:
+    def queries(self) -> Int[Tensor, " n"]:
+        """The numbers of the queries that are looked at."""
+        if self.rows is not None:
+            return self.rows
+        return torch.arange(self.extent.queries, device=self.device)
+
+    @property
+    def positions(self) -> Int[Tensor, " n"]:
+        """Where those queries stand among the keys."""
+        return self.queries + self.whole.offset
+
+    @property
+    def out(self) -> Float[Tensor, "B H n Dv"]:
+        """The heads' outputs.
+
+        Raises:
+            ValueError: the call was observed without its output.
+        """
+        if self._out is None:
+            raise ValueError("this statistic needs the call's output; observe it with output=True")
+        return self._out if self.gradients else self._out.detach()
+
+    @cached_property
+    def lse(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of every query's scores; −inf where it may attend to nothing."""
+        if self._given is not None:
+            return self._given
+        if not self.linear:
+            return self._run(self.call)[1]
+        call, (_, lse) = self.call, self._keys_seen
+        return lse + call.scale * torch.einsum(
+            "bhtd,bhd->bht", call.q, self._mean_key.repeat_interleave(self.extent.group, 1)
+        )
+
+    @cached_property
+    def counts(self) -> Int[Tensor, "#B #H n"]:
         """How many keys each query may attend to, `n_i`."""
         extent = self.extent
         i, j = grid(extent, self.device)
@@ -161,35 +244,185 @@ class Evidence:
         return torch.cat(parts, dim=2) if parts else torch.zeros(1, 1, 0, device=self.device).long()
 
     @cached_property
-    def alive(self) -> Bool[Tensor, "#B #H T"]:
+    def alive(self) -> Bool[Tensor, "#B #H n"]:
         """Queries that may attend to something."""
         return self.counts > 0
 
+    # ── one pass for several figures ────────────────────────────────────────────────────────────
+
+    def gather(self, name: str, accumulator: Accumulator) -> None:
+        """Let an accumulator see every block of P in the next pass; `gathered` gives it back."""
+        if name not in self._done:
+            self._waiting.setdefault(name, accumulator)
+
+    def gathered(self, name: str) -> Any:
+        """The accumulator of that name, after the pass that it waited for."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            with torch.no_grad():
+                sweep(self._constant, self.lse.detach(), list(waiting.values()))
+            self._done |= waiting
+        return self._done[name]
+
+    def wish(self, figure: str) -> None:
+        """Announce that `entropy` or `position` will be read.
+
+        Either alone is cheapest as one more call; both, or either beside a pass that is made
+        anyhow, are cheapest in that pass.
+        """
+        self._wished.add(figure)
+
+    def _settle(self) -> None:
+        """Decide who answers the wishes."""
+        wished, self._wished = self._wished, set()
+        if self.gradients or not (self._waiting or len(wished) > 1):
+            return
+        shape = (self.extent.batch * self.extent.heads, self.extent.queries)
+        for figure in wished:
+            sums = _entropy_of if figure == "entropy" else _Ahead(self.positions)
+            self.gather(figure, RowSums(sums, self.lse.new_zeros(shape)))
+
+    def per_query(self, name: str, figure: Callable[[Block], Tensor]) -> Float[Tensor, "B H n"]:
+        """A sum over keys of anything made of P: `figure(block)` `[heads, t]`, summed over blocks.
+
+        `block.p` and `block.log_p` are `[heads, t, s]` at the queries `block.rows` and the keys
+        `block.keys`. Without gradient.
+        """
+        extent = self.extent
+        shape = (extent.batch * extent.heads, extent.queries)
+        self.gather(name, RowSums(figure, self.lse.detach().new_zeros(shape)))
+        return self.gathered(name).total.unflatten(0, (extent.batch, extent.heads))
+
     @cached_property
-    def entropy(self) -> Float[Tensor, "B H T"]:
+    def _constant(self) -> Call:
+        return self.call.with_(**{name: getattr(self.call, name).detach() for name in "qkv"})
+
+    # ── identities ──────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, call: Call) -> tuple[Tensor, Tensor]:
+        return self.backend.run(call, self.gradients)
+
+    @cached_property
+    def _mean_key(self) -> Tensor:
+        return self.call.k.mean(2)
+
+    @cached_property
+    def _keys_seen(self) -> tuple[Tensor, Tensor]:
+        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean."""
+        keys = self.call.k - self._mean_key[:, :, None]
+        return self._run(self.call.with_(k=keys, v=keys))
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "B H n"]:
         """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
 
         One attention call with the keys as values. All keys are moved by their mean first: that
         changes no probability, and keeps both sides of the difference small. With softcap or a bias
-        the scores are not linear in the keys, and blocks of rows are summed.
+        the scores are not linear in the keys, and blocks of scores are summed.
         """
+        self._settle()
         call = self.call
-        if call.softcap is not None or call.mask.biased:
-            return self._by_rows(lambda full: torch.special.entr(full.weights).sum(-1))
-        keys = call.k - call.k.mean(2, keepdim=True)
-        keys_seen, lse = self.backend.run(call.with_(k=keys, v=keys))
-        mean = torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
-        return torch.where(self.alive, (lse - mean).clamp(min=0.0), 0.0)
+        if "entropy" in self._waiting or "entropy" in self._done or self._must_sweep:
+            entropy = self.per_query("entropy", _entropy_of)
+        elif not self.linear:
+            entropy = self._by_rows(_entropy_of_rows)
+        else:
+            keys_seen, lse = self._keys_seen
+            entropy = lse - torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
+        return torch.where(self.alive, entropy.clamp(min=0.0), 0.0)
 
-    def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H T C"]:
+    @cached_property
+    def position(self) -> Float[Tensor, "B H n"]:
+        """`E[j − position of i]`: how far ahead each query looks on average; 0 in dead rows.
+
+        Attention with the key's position as the value. Positions are digits to the base 4096: no
+        column holds a number over 2^24 for any length below 2^36, so each is exact in float32.
+        """
+        self._settle()
+        if "position" in self._waiting or "position" in self._done:
+            ahead = self.per_query("position", _Ahead(self.positions))
+            return torch.where(self.alive, ahead, 0.0)
+        j = torch.arange(self.extent.keys, device=self.device)
+        columns = torch.stack([j % 4096, j // 4096], dim=-1)[None, None]
+        low, high = self.mean_of(columns.to(self.call.q.dtype)).unbind(-1)
+        return torch.where(self.alive, low - (self.positions - 4096 * high), 0.0)
+
+    @cached_property
+    def spread(self) -> Float[Tensor, "B H n"]:
+        """Standard deviation of the position of the key, in tokens; 0 in dead rows. No gradient."""
+        self.gather_spread()
+        spread = self.gathered("spread").deviation.to(self.lse.dtype)
+        return spread.unflatten(0, (self.extent.batch, self.extent.heads))
+
+    def gather_spread(self) -> None:
+        """Announce that `spread` will be read."""
+        shape = (self.extent.batch * self.extent.heads, self.extent.queries)
+        self.gather("spread", Spread(self.lse.detach().new_zeros(shape)))
+
+    def weights(
+        self,
+        heads: Sequence[int] | slice | None = None,
+        queries: Sequence[int] | slice | None = None,
+        keys: Sequence[int] | slice | None = None,
+    ) -> Float[Tensor, "B h t s"]:
+        """Exactly these entries of P; of sampled queries, `queries` counts among them.
+
+        `exp(s_ij − lse_i)`: O(D) an entry.
+        """
+        e, device, call = self.extent, self.device, self._constant
+        h, i, j = (
+            torch.arange(size, device=device)[_index(wanted, size, name)]
+            for wanted, size, name in (
+                (heads, e.heads, "heads"),
+                (queries, e.queries, "queries"),
+                (keys, e.keys, "keys"),
+            )
+        )
+        q = call.q[:, h][:, :, i]
+        k = call.k[:, h // e.group][:, :, j]
+        scores = q @ k.mT * call.scale
+        place = (i[None, None, :, None], j[None, None, None, :])
+        if self.call.mask.tensors() or self.call.mask.biased:
+            # A mask may differ by head; it is asked for all of them.
+            full = scores.new_zeros(e.batch, e.heads, *scores.shape[2:])
+            full[:, h] = scores
+            scores, _ = finish_scores(full, call.mask, e, *place, softcap=call.softcap)
+            scores = scores[:, h]
+        else:
+            scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
+        return self._probability(scores, self.lse.detach()[:, h][:, :, i, None])
+
+    @property
+    def _must_sweep(self) -> bool:
+        return not self.linear and not self.gradients
+
+    def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H n C"]:
         """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
         call, extent = self.call, self.extent
         wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
         parts = [
-            self.backend.run(call.with_(v=part.contiguous()))[0]
+            self._run(call.with_(v=part.contiguous()))[0]
             for part in wide.split(max(1, call.q.shape[-1]), dim=-1)
         ]
         return torch.cat(parts, dim=-1)
+
+    def mass_of(self, mask: Mask) -> tuple[Float[Tensor, "B H n"], Int[Tensor, "#B #H n"]]:
+        """`Σ_j p_ij` over the keys that a mask allows as well, and how many those are.
+
+        `exp(lse restricted − lse)`: one call, of which only the log-sum-exp is read.
+        """
+        mask.check(self.whole)
+        if mask.biased:
+            raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
+        chosen = mask if self.rows is None else Rows(mask, self.rows, self.whole)
+        call = self.call.with_(mask=self.call.mask & chosen)
+        backend = choose(call) if self.backend.refuse(call) else self.backend
+        _, restricted = backend.run(call, self.gradients)
+        inside = Evidence(call, backend, restricted)
+        some = torch.isfinite(restricted) & torch.isfinite(self.lse)
+        base = torch.where(some, self.lse, 0.0)
+        share = torch.exp(torch.where(some, restricted, 0.0) - base)
+        return torch.where(some, share, 0.0), inside.counts
 
     @cached_property
     def max_logit(self) -> Float[Tensor, "B H"]:
@@ -198,17 +431,18 @@ class Evidence:
         `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: the rows with the largest LSE come first, and then
         only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
         """
-        call, extent = self.call, self.extent
+        call, extent = self._constant, self.extent
+        known = self.lse.detach()
         if not extent.queries or not extent.keys:
             return self.lse.new_full((extent.batch, extent.heads), -torch.inf)
         row = max(1, extent.batch * extent.heads * extent.keys)
         count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
-        i = self.lse.topk(count, dim=-1).indices
+        i = known.topk(count, dim=-1).indices
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
         best = self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
         # Rounding of the LSE itself must not shut out the winner.
-        bound = torch.where(self.lse.isneginf(), self.lse, self.lse + 1e-5 * (1 + self.lse.abs()))
+        bound = torch.where(known.isneginf(), known, known + 1e-5 * (1 + known.abs()))
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
             if bool((bound[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
                 continue
@@ -222,6 +456,15 @@ class Evidence:
         scores = _grouped_scores(q, k, self.extent) * self.call.scale
         mask, softcap = self.call.mask, self.call.softcap
         return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)
+
+    def runs(self, pattern: Pattern) -> Runs:
+        """A pattern's keys for the queries that are looked at."""
+        runs = pattern.runs(self.whole, self.device)
+        if self.rows is None:
+            return runs
+        start, stop = runs.start[:, self.rows], runs.stop[:, self.rows]
+        omit = None if runs.omit is None else runs.omit[:, self.rows]
+        return Runs(runs.order, start, stop, omit)
 
     def mass(self, runs: Runs) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to.
@@ -294,8 +537,8 @@ class Evidence:
         call, extent = self.call, self.extent
         place = torch.arange(extent.keys, device=self.device).expand_as(runs.order)
         rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
-        masses, counts = [], []
-        for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
+
+        def of(block: Any) -> tuple[Tensor, Tensor]:
             i, j = grid(extent, self.device, block.rows, block.keys)
             start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
             ranks = rank[..., block.keys]
@@ -305,9 +548,31 @@ class Evidence:
             q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
             logits, allowed = self._logits(q, k, i, j)
             p = self._probability(logits, self.lse[:, :, block.rows, None])
-            masses.append(torch.where(chosen[:, None], p, 0.0).sum(-1))
-            counts.append((chosen[:, None] & allowed).sum(-1))
-        return torch.cat(masses, dim=2), torch.cat(counts, dim=2)
+            mass = torch.where(chosen[:, None], p, 0.0).sum(-1)
+            return mass, (chosen[:, None] & allowed).sum(-1)
+
+        return self._in_blocks(of, SCORES_IN_CACHE, (call.q.dtype, torch.long))
+
+    def _in_blocks(
+        self, of: Callable[[Any], tuple[Tensor, ...]], scores: int, dtypes: Sequence[torch.dtype]
+    ) -> tuple[Any, ...]:
+        """Figures `[B, H, t]` of blocks of rows, joined.
+
+        For a gradient a block is computed again in the backward pass, so that no T×T matrix is
+        kept. Without, results go where room was made beforehand: small ones left between the
+        passing large ones would keep the heap from closing up.
+        """
+        e, cut = self.extent, blocks(self.call.mask, self.extent, self.device, scores)
+        if self.gradients:
+            parts: list[Any] = [checkpoint(of, block, use_reentrant=False) for block in cut]
+            if parts:
+                return tuple(torch.cat(figure, dim=2) for figure in zip(*parts, strict=True))
+        shape = (e.batch, e.heads, e.queries)
+        whole = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for dtype in dtypes)
+        for block in cut:
+            for figure, part in zip(whole, of(block), strict=True):
+                figure[:, :, block.rows] = part
+        return whole
 
     def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""
@@ -330,11 +595,86 @@ class Evidence:
         )
 
     def _by_rows(self, figure: Callable[[Definition], Tensor]) -> Tensor:
-        parts = [
-            figure(block_definition(self.call, block))
-            for block in blocks(self.call.mask, self.extent, self.device)
-        ]
-        return torch.cat(parts, dim=2) if parts else torch.zeros_like(self.lse)
+        """A figure of the definition, block by block."""
+        only = self._in_blocks(
+            lambda block: (figure(block_definition(self.call, block)),),
+            SCORES_AT_A_TIME,
+            (self.call.q.dtype,),
+        )
+        return only[0]
+
+
+class RowSums:
+    """Sums over keys: `figure(block)` `[heads, t]`, added up in `total` `[B · H, n]`."""
+
+    def __init__(self, figure: Callable[[Block], Tensor], total: Tensor) -> None:
+        self.figure, self.total = figure, total
+
+    def add(self, block: Block) -> None:
+        self.total[block.heads, block.rows] += self.figure(block)
+
+
+class Spread:
+    """Running weight, mean and squared deviations of key positions (Chan et al. 1979)."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        wide = torch.float64
+        self.weight, self.mean, self.squares = (torch.zeros_like(zeros, dtype=wide) for _ in "wms")
+
+    def add(self, block: Block) -> None:
+        p = block.p
+        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
+        weight = p.sum(-1)
+        mean = (p @ step) / weight.clamp(min=torch.finfo(p.dtype).tiny)
+        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
+        place = block.heads, block.rows
+        weight, mean = weight.double(), mean.double() + block.keys.start
+        total = self.weight[place] + weight
+        share = weight / total.clamp(min=torch.finfo(torch.float64).tiny)
+        apart = mean - self.mean[place]
+        self.squares[place] += squares + apart.square() * self.weight[place] * share
+        self.mean[place] += apart * share
+        self.weight[place] = total
+
+    @property
+    def deviation(self) -> Tensor:
+        """`[B · H, n]`, in float64."""
+        tiny = torch.finfo(torch.float64).tiny
+        return (self.squares / self.weight.clamp(min=tiny)).clamp(min=0).sqrt()
+
+
+def _entropy_of(block: Block) -> Tensor:
+    return -torch.linalg.vecdot(block.p, block.log_p)
+
+
+class _Ahead:
+    """`Σ p (j − position of i)` of a block, counted from its first key, so that it stays exact."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def __call__(self, block: Block) -> Tensor:
+        p = block.p
+        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
+        sums = p @ torch.stack([step, torch.ones_like(step)], dim=1)
+        start = (block.keys.start - self.positions[block.rows]).to(p.dtype)
+        return sums[..., 0] + start * sums[..., 1]
+
+
+def _entropy_of_rows(full: Definition) -> Tensor:
+    """`−Σ p log p` with a gradient that is finite also where p is 0."""
+    log_p = (full.logits - full.lse[..., None]).masked_fill(~full.allowed, 0.0)
+    return -(full.weights * log_p).sum(-1)
+
+
+def _index(wanted: Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
+    if wanted is None or isinstance(wanted, slice):
+        return slice(None) if wanted is None else wanted
+    numbers = [int(number) for number in wanted]
+    for number in numbers:
+        if not -size <= number < size:
+            raise ValueError(f"weights({name}={number}): there are {size} {name}")
+    return numbers
 
 
 def _size(part: slice) -> int:

@@ -71,6 +71,10 @@ class GPT2Attention(MultiHeadAttention):
         q, k, v = self.c_attn(x).split(self.embed_dim, dim=-1)
         return self._heads(q), self._heads(k), self._heads(v)
 
+    @property
+    def projection(self) -> Tensor:
+        return self.c_proj.weight.t()
+
     def _merge(self, out: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
 

@@ -107,7 +107,7 @@ class MultiHeadAttention(nn.Module):
 
     def _build(self, **factory: Any) -> None:
         """Makes the projections; a subclass that keeps its weights elsewhere overrides this,
-        `reset_parameters`, `_project` and `_merge`."""
+        `reset_parameters`, `projection`, `_project` and `_merge`."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = list(self.bias)
         if self.kv_dim == self.embed_dim:
@@ -266,6 +266,11 @@ class MultiHeadAttention(nn.Module):
         if self.observer is not None:
             return self.observer(self, q, k, v, keywords)
         return attend(q, k, v, **keywords)
+
+    @property
+    def projection(self) -> Tensor:
+        """Weight of the output projection, `[out_dim, num_heads · head_dim]`."""
+        return self.out.weight
 
     def _merge(self, out: Tensor) -> Tensor:
         """`[B, H, T, D]` to `[B, T, out_dim]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,7 +91,12 @@ class WatchedModule:
 
 
 @contextmanager
-def watch(model: nn.Module, *statistics: Statistic) -> Iterator[Watched]:
+def watch(
+    model: nn.Module,
+    *statistics: Statistic,
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+) -> Iterator[Watched]:
     """See every head of a model while it runs; its outputs stay bit for bit the same.
 
     Watches the model's `MultiHeadAttention` layers. Only the statistics are kept; on exit, also
@@ -100,6 +105,8 @@ def watch(model: nn.Module, *statistics: Statistic) -> Iterator[Watched]:
     Args:
         model: any module that holds `MultiHeadAttention` layers (or is one).
         statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`.
+        queries: look at so many queries of every call only, or at these, as in `observe()`.
+        seed: of the draw.
 
     Raises:
         ValueError: no attention layer in the model; a model that is being watched already.
@@ -126,7 +133,7 @@ def watch(model: nn.Module, *statistics: Statistic) -> Iterator[Watched]:
             raise ValueError(f"watch({type(model).__name__}): {name!r} is being watched already.")
     watched = Watched(list(layers))
     for name, layer in layers.items():
-        layer.observer = _observer(watched[name], statistics)
+        layer.observer = _observer(watched[name], statistics, queries, seed)
     try:
         yield watched
     finally:
@@ -134,11 +141,23 @@ def watch(model: nn.Module, *statistics: Statistic) -> Iterator[Watched]:
             layer.observer = None
 
 
-def _observer(module: WatchedModule, statistics: tuple[Statistic, ...]) -> Any:
+def _observer(
+    module: WatchedModule,
+    statistics: tuple[Statistic, ...],
+    queries: int | Sequence[int] | Tensor | None,
+    seed: int,
+) -> Any:
     def run(
-        _layer: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]
+        layer: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]
     ) -> Tensor:
-        seen = observe(q, k, v, *statistics, **keywords)
+        seen = observe(
+            *(q, k, v, *statistics),
+            queries=queries,
+            seed=seed,
+            gradients=False,
+            projection=layer.projection,
+            **keywords,
+        )
         module.add(seen)
         return seen.out
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._axes import Extent
+from .._axes import Extent, statistics_dtype
 from .._index import grid
 from ..definition import Definition, rows
 from ..masks import Mask
@@ -80,17 +80,23 @@ class Blocked:
         return []
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
-        for block in blocks(call.mask, call.extent, call.q.device):
-            if call.needs_grad:
-                out, lse = checkpoint(_run_block, call, block, use_reentrant=False)
-            else:
-                out, lse = _run_block(call, block)
-            outs.append(out)
-            lses.append(lse)
-        if not outs:
-            return _run_block(call, Block(slice(0, 0), slice(0, call.extent.keys)))
+        cut = blocks(call.mask, call.extent, call.q.device)
+        if not call.needs_grad or not call.extent.queries:
+            return _without_gradient(call, cut)
+        parts = [checkpoint(_run_block, call, block, use_reentrant=False) for block in cut]
+        outs, lses = zip(*parts, strict=True)  # type: ignore[misc]
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _without_gradient(call: Call, cut: Iterator[Block]) -> tuple[Tensor, Tensor]:
+    """Blocks into room that is made beforehand: small results left between the passing large ones
+    would keep the heap from closing up."""
+    e = call.extent
+    out = call.v.new_empty(e.batch, e.heads, e.queries, call.v.shape[-1])
+    lse = torch.empty(out.shape[:3], dtype=statistics_dtype(call.q.dtype), device=out.device)
+    for block in cut:
+        out[:, :, block.rows], lse[:, :, block.rows] = _run_block(call, block)
+    return out, lse
 
 
 def _run_block(call: Call, block: Block) -> tuple[Tensor, Tensor]:

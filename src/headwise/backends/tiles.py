@@ -62,13 +62,13 @@ def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
     elif bias_size(mask, extent, device) <= BIAS_AT_A_TIME // 4 or torch.compiler.is_compiling():
         yield with_bias(mask, extent, like, every, all_keys)
     else:
-        bounds = _Bounds.of(mask, extent, device)
+        bounds = Bounds.of(mask, extent, device)
         for start in range(0, extent.queries, ROWS_AT_A_TIME):
             stop = min(start + ROWS_AT_A_TIME, extent.queries)
             yield from _cut(mask, extent, like, bounds, slice(start, stop))
 
 
-def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: _Bounds, rows: slice) -> Iterator[Tile]:
+def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: Bounds, rows: slice) -> Iterator[Tile]:
     """The tiles of some rows; rows whose bias would be too large are halved first."""
     edges = bounds.edges(rows)
     width = bias_size(mask, extent, like.device) // (extent.queries * extent.keys)
@@ -90,7 +90,7 @@ def _cut(mask: Mask, extent: Extent, like: Tensor, bounds: _Bounds, rows: slice)
 
 
 @dataclass(frozen=True)
-class _Bounds:
+class Bounds:
     """Each query's first and last key over batch and heads; whether all between are allowed."""
 
     first: list[int]
@@ -99,7 +99,7 @@ class _Bounds:
     last: list[int]
 
     @classmethod
-    def of(cls, mask: Mask, extent: Extent, device: torch.device) -> _Bounds:
+    def of(cls, mask: Mask, extent: Extent, device: torch.device) -> Bounds:
         nothing = [0] * extent.queries
         everything = [extent.keys] * extent.queries
         i = grid(extent, device)[0]
@@ -157,8 +157,7 @@ def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice
     if like.device.type != "cpu":
         dtype = like.dtype
     if allowed is None:
-        assert bias is not None  # flag() has seen to masks that do nothing
-        return Tile(rows, keys, bias=_four(bias.to(dtype)))
+        return Tile(rows, keys, bias=None if bias is None else _four(bias.to(dtype)))
     allowed = _four(allowed)
     dead = ~allowed.any(-1)
     ground = torch.zeros((), dtype=dtype, device=like.device) if bias is None else bias.to(dtype)

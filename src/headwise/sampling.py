@@ -1,0 +1,110 @@
+"""A few queries in place of all: which ones, their masks, and how far off their mean may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._axes import Extent
+from .masks import Interval, Mask
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Queries to look at, `rows` `[n]` in ascending order, of `of` in all.
+
+    `drawn` says that they were drawn by chance, one from each of n equal stretches: then their mean
+    has a standard error.
+    """
+
+    rows: Tensor
+    of: int
+    drawn: bool
+
+
+def draw(
+    queries: int | Sequence[int] | Tensor, of: int, seed: int, device: torch.device
+) -> Sample | None:
+    """The sample that a caller asked for: a number of queries, or the queries themselves.
+
+    A number is drawn stratified: one query from each of so many equal stretches. `None` where the
+    number is at least that of all queries.
+
+    Raises:
+        ValueError: no query, one named twice, or one that there is not.
+
+    >>> draw(4, 100, 0, torch.device("cpu")).rows // 25
+    tensor([0, 1, 2, 3])
+    """
+    if isinstance(queries, bool | float):
+        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
+    if isinstance(queries, int):
+        if queries < 1:
+            raise ValueError(f"queries={queries}: at least one query must be looked at.")
+        if queries >= of:
+            return None
+        generator = torch.Generator().manual_seed(seed)
+        edges = torch.arange(queries + 1, dtype=torch.float64) * of / queries
+        low, high = edges[:-1].ceil().long(), edges[1:].ceil().long()
+        inside = torch.rand(queries, generator=generator, dtype=torch.float64)
+        rows = low + (inside * (high - low)).floor().long()
+        return Sample(rows.to(device), of, True)
+    rows = torch.as_tensor(queries).flatten()
+    if rows.is_floating_point() or rows.dtype == torch.bool or not rows.numel():
+        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
+    rows = torch.where(rows < 0, rows + of, rows).long()
+    ordered = rows.sort().values
+    if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
+        raise ValueError(f"queries={queries!r}: there are {of} queries, from 0 to {of - 1}.")
+    if bool((ordered[1:] == ordered[:-1]).any()):
+        raise ValueError(f"queries={queries!r}: a query is named twice.")
+    if len(ordered) == of:
+        return None
+    return Sample(ordered.to(device), of, False)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Mask):
+    """A mask of a larger call, as some of its queries see it."""
+
+    mask: Mask
+    rows: Tensor
+    whole: Extent
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return self.mask.allowed(self.rows[i], j, self.whole)
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return self.mask.bias(self.rows[i], j, self.whole)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        return self.mask.interval(self.rows[i], self.whole)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.mask.tensors()
+
+    @property
+    def biased(self) -> bool:
+        return self.mask.biased
+
+
+def standard_error(values: Tensor, rows: Tensor, of: int) -> Tensor:
+    """Of each head's mean over a stratified sample: `[H]`, from values and rows `[B, H, n]`.
+
+    Neighbouring stretches stand in for repeated draws from one: half the squared differences of
+    their residuals estimate the variance within (Cochran 1977, §5A.12), less the share of
+    queries that was looked at. Rows that do not count weigh nothing (ratio estimate).
+    """
+    n = values.shape[2]
+    if n < 2:
+        return values.new_full((values.shape[1],), math.nan)
+    count = rows.to(values.dtype).sum(0)
+    total = torch.where(rows, values, 0.0).sum(0)
+    all_counts = count.sum(1, keepdim=True).clamp(min=1)
+    residual = total - total.sum(1, keepdim=True) / all_counts * count
+    within = residual.diff(dim=1).square().sum(1) * n / (2 * (n - 1))
+    return (max(0.0, 1 - n / of) * within).sqrt() / all_counts[:, 0]
