@@ -12,6 +12,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from timing import Spread, fastest, interleaved, ratio, record, show
+from headwise.timing import Spread, fastest, interleaved, ratio, record, show
 
+RESULTS = Path(__file__).parent / "results"
 E, H = 768, 12
 SHAPES = [(4, 128), (2, 512), (1, 2048)]
 OURS = "headwise"
@@ -309,7 +311,7 @@ def main() -> None:
         show_decode(found)
         rows += found
     name = "layer" if options.part == "both" else f"layer-{options.part}"
-    print("recorded in", record(name, vars(options), rows))
+    print("recorded in", record(name, vars(options), rows, RESULTS))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-import timing
+from headwise import timing
 
+RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, LENGTH = 12, 64, 2048
 SET = "lse, entropy, first, previous, self"
 
@@ -171,7 +172,7 @@ def main() -> None:
         [[*line, *[""] * (5 - len(line))] for line in memory],
     )
     if not chosen.no_record:
-        print(f"kept in {timing.record('observe', {'rounds': chosen.rounds}, rows)}")
+        print(f"kept in {timing.record('observe', {'rounds': chosen.rounds}, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -413,3 +413,68 @@ def convert(
             f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB in {', '.join(done.files)}"
         )
     return 0
+
+
+@app.command()
+def ladder(
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sizes",
+            metavar="BxTxExH",
+            help="Batch x length x width x heads; several parted by commas, or given again.",
+            show_default="1x16x16x4,4x256x256x8",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the rungs, and run FlexAttention too.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Rounds of timing; every rung has a turn.")] = 11,
+    out: Annotated[
+        Path | None, typer.Option(help="A page to write, with the plot.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+) -> int:
+    """Run every rung of the ladder on the same weights: equal first, then measured.
+
+    Each figure stands beside its ratio to the rung before. A rung that is not equal to the
+    definition is named, nothing is timed, and the exit code is 1.
+
+    Example: `headwise ladder --sizes 1x16x16x4,2x128x64x4 --out ladder.html`
+    """
+    from .ladder import SIZES, Disagreement, climb, parse_sizes, shown
+    from .page import check_out
+    from .page.ladder import write_ladder
+
+    chosen = parse_sizes(sizes) if sizes else SIZES
+    if out is not None:
+        check_out(out)  # before the slow part
+    errors = Console(stderr=True)
+    columns = (TextColumn("climbing"), BarColumn(), TimeRemainingColumn())
+    try:
+        with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+            task = bar.add_task("climbing", total=1.0)
+            found = climb(
+                chosen,
+                device=device,
+                compile=compile,
+                rounds=rounds,
+                report=lambda share: bar.update(task, completed=share),
+            )
+    except Disagreement as error:
+        print(f"headwise: {error}", file=sys.stderr)
+        return 1
+    if out is not None:
+        write_ladder(found, out)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        for part in shown(found):
+            console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    if out is not None:
+        print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
+    return 0

@@ -2,14 +2,19 @@
 
 Contenders take turns within a round and rounds are many, so that whatever else the machine does
 hits all of them alike; a ratio is taken round by round, and its median and quartiles reported.
+What does not vary is counted beside it: multiply-adds, and bytes at the peak of a call.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import platform
 import random
 import statistics
+import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,7 +26,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
 Work = Callable[[], Any]
 
 
@@ -34,7 +38,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: list[float]) -> "Spread":
+    def of(cls, values: list[float]) -> Spread:
         """The spread of at least one value.
 
         >>> Spread.of([3.0, 1.0, 2.0])
@@ -47,25 +51,30 @@ class Spread:
 
 
 def interleaved(
-    contenders: Mapping[str, Work], rounds: int = 21, least: float = 0.03
+    contenders: Mapping[str, Work],
+    rounds: int = 21,
+    least: float = 0.03,
+    report: Callable[[float], None] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contender, one figure a round.
 
-    Each takes its turn in every round, in an order drawn anew. A turn repeats the call until
-    the quickest contender's turn lasts about `least` seconds; all repeat it equally often. One
-    round comes first that does not count.
+    Each takes its turn in every round, in an order drawn anew. A turn repeats the call until it
+    lasts about `least` seconds; with `least` 0 it is one call. One round comes first that does not
+    count. `report` is called with the share of the rounds that is done, after each of them.
     """
     once = {name: _turn(work, 1) for name, work in contenders.items()}  # compiles, allocates
     once = {name: _turn(work, 1) for name, work in contenders.items()}
-    repeats = max(1, round(least / min(once.values())))
+    repeats = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
     order, taken = list(contenders), {name: [] for name in contenders}
     shuffle = random.Random(0).shuffle
     for number in range(rounds + 1):
         shuffle(order)
         for name in order:
-            seconds = _turn(contenders[name], repeats)
+            seconds = _turn(contenders[name], repeats[name])
             if number:
                 taken[name].append(seconds)
+        if report is not None:
+            report((number + 1) / (rounds + 1))
     return taken
 
 
@@ -95,17 +104,89 @@ def fastest(taken: Mapping[str, list[float]], without: str) -> str:
     return min(others, key=lambda name: statistics.median(taken[name]))
 
 
-def limits() -> dict[str, float]:
+def limits(device: str = "cpu") -> dict[str, float]:
     """What this machine can do right now: float32 matmul and memory copy, best of several."""
-    a, b = torch.randn(2, 2048, 2048)
+    a, b = torch.randn(2, 2048, 2048, device=device)
     product = min(_turn(lambda: a @ b, 1) for _ in range(5))
-    source = torch.ones(64 * 2**20)  # 256 MiB, larger than caches
+    source = torch.ones(64 * 2**20, device=device)  # 256 MiB, larger than caches
     target = torch.empty_like(source)
     copy = min(_turn(lambda: target.copy_(source), 1) for _ in range(5))
     return {
         "matmul_gflops": 2 * 2048**3 / product / 1e9,
         "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,  # read and written
     }
+
+
+def multiply_adds(work: Work) -> int:
+    """Multiply-adds of the matrix products of a call, as PyTorch's operators name them.
+
+    Fused attention counts as if no key were hidden, whatever its kernel skips. Compiled code is
+    not seen.
+
+    >>> multiply_adds(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
+    30
+    """
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+    def fused_on_cpu(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    # The counter knows the fused kernels of GPUs, and not that of CPUs.
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={on_cpu: fused_on_cpu}) as counter:
+        work()
+    return counter.get_total_flops() // 2
+
+
+def peak_bytes(work: Work, device: str = "cpu") -> int:
+    """How far a call raises PyTorch's allocated memory at most, above what was there before.
+
+    On a CPU the profiler's record of every allocation is summed in its order: so it is exact, and
+    sees what kernels take for themselves, but not what libraries take from the system on their
+    own. On CUDA the allocator's own mark is read.
+
+    >>> def work():
+    ...     a = torch.ones(1000)
+    ...     del a
+    ...     return torch.ones(500).numel()
+    >>> peak_bytes(work)
+    4000
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # Otherwise every start and stop of the profiler is a line on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
+    live = peak = 0
+    for _, change in sorted(changes, key=lambda timed: timed[0]):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def python_peak_bytes(work: Work) -> int:
+    """How far a call raises the memory of Python's own objects at most."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
 
 
 def machine() -> dict[str, Any]:
@@ -134,8 +215,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def record(name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """Writes one run to `results/<name>-<date>.json`, prints it as one line, returns the path."""
+def record(
+    name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]], folder: Path
+) -> Path:
+    """Writes one run to `<folder>/<name>-<date>.json`, prints it as one line, returns the path."""
     now = datetime.now(UTC)
     run = {
         "benchmark": name,
@@ -145,8 +228,8 @@ def record(name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]]) -
         "settings": dict(settings),
         "rows": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{now:%Y%m%dT%H%M%SZ}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-{now:%Y%m%dT%H%M%SZ}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(run, indent=1, default=_plain) + "\n")
     os.replace(part, path)
