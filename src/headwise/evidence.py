@@ -177,6 +177,7 @@ class Evidence:
         self._waiting: dict[str, Accumulator] = {}
         self._done: dict[str, Accumulator] = {}
         self._wished: set[str] = set()
+        self._both = False
 
     @property
     def device(self) -> torch.device:
@@ -267,15 +268,16 @@ class Evidence:
     def wish(self, figure: str) -> None:
         """Announce that `entropy` or `position` will be read.
 
-        Either alone is cheapest as one more call; both, or either beside a pass that is made
-        anyhow, are cheapest in that pass.
+        Each is one more call; both together are one, a little wider. Beside a pass over the scores
+        that is made anyhow, both come from that.
         """
         self._wished.add(figure)
 
     def _settle(self) -> None:
         """Decide who answers the wishes."""
         wished, self._wished = self._wished, set()
-        if self.gradients or not (self._waiting or len(wished) > 1):
+        if self.gradients or not self._waiting:
+            self._both = self._both or wished == {"entropy", "position"}
             return
         shape = (self.extent.batch * self.extent.heads, self.extent.queries)
         for figure in wished:
@@ -308,9 +310,24 @@ class Evidence:
 
     @cached_property
     def _keys_seen(self) -> tuple[Tensor, Tensor]:
-        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean."""
+        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
+
+        Where the positions are wanted too, they are more columns: 8, as kernels like it.
+        """
         keys = self.call.k - self._mean_key[:, :, None]
-        return self._run(self.call.with_(k=keys, v=keys))
+        values = keys
+        if self._both:
+            e = self.extent
+            columns = self._position_columns.expand(e.batch, e.kv_heads, -1, -1)
+            values = torch.cat([keys, torch.nn.functional.pad(columns, (0, 6))], dim=-1)
+        return self._run(self.call.with_(k=keys, v=values))
+
+    @property
+    def _position_columns(self) -> Tensor:
+        """Positions as digits to the base 4096, `[1, 1, S, 2]`: no column holds a number over 2^24
+        for any length below 2^36, so each is exact in float32."""
+        j = torch.arange(self.extent.keys, device=self.device)
+        return torch.stack([j % 4096, j // 4096], dim=-1)[None, None].to(self.call.q.dtype)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "B H n"]:
@@ -327,24 +344,27 @@ class Evidence:
         elif not self.linear:
             entropy = self._by_rows(_entropy_of_rows)
         else:
-            keys_seen, lse = self._keys_seen
-            entropy = lse - torch.einsum("bhtd,bhtd->bht", call.q, keys_seen) * call.scale
+            seen, lse = self._keys_seen
+            mean = torch.einsum("bhtd,bhtd->bht", call.q, seen[..., : call.q.shape[-1]])
+            entropy = lse - mean * call.scale
         return torch.where(self.alive, entropy.clamp(min=0.0), 0.0)
 
     @cached_property
     def position(self) -> Float[Tensor, "B H n"]:
         """`E[j − position of i]`: how far ahead each query looks on average; 0 in dead rows.
 
-        Attention with the key's position as the value. Positions are digits to the base 4096: no
-        column holds a number over 2^24 for any length below 2^36, so each is exact in float32.
+        Attention with the key's position as the value.
         """
         self._settle()
         if "position" in self._waiting or "position" in self._done:
             ahead = self.per_query("position", _Ahead(self.positions))
             return torch.where(self.alive, ahead, 0.0)
-        j = torch.arange(self.extent.keys, device=self.device)
-        columns = torch.stack([j % 4096, j // 4096], dim=-1)[None, None]
-        low, high = self.mean_of(columns.to(self.call.q.dtype)).unbind(-1)
+        if self._both and self.linear:
+            width = self.call.q.shape[-1]
+            columns = self._keys_seen[0][..., width : width + 2]
+        else:
+            columns = self.mean_of(self._position_columns)
+        low, high = columns.unbind(-1)
         return torch.where(self.alive, low - (self.positions - 4096 * high), 0.0)
 
     @cached_property
@@ -443,6 +463,16 @@ class Evidence:
         best = self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
         # Rounding of the LSE itself must not shut out the winner.
         bound = torch.where(known.isneginf(), known, known + 1e-5 * (1 + known.abs()))
+        if (left := int((bound > best[..., None]).sum(-1).max())) == 0:
+            return best
+        if left * 4 <= extent.queries:  # those rows alone, each head's own
+            rows = bound.topk(left, dim=-1).indices
+            for i in rows.split(max(1, SCORES_AT_A_TIME // row), dim=-1):
+                q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
+                best = torch.maximum(
+                    best, self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
+                )
+            return best
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
             if bool((bound[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
                 continue

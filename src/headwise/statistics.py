@@ -372,33 +372,38 @@ class Similarity:
         rows = torch.arange(extent.queries) if sample is None else sample.rows
         total = evidence.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
         count = torch.zeros_like(total)
-        for row in rows.tolist():
-            p = evidence.weights(queries=[row])[:, :, 0]
-            valid = (p.sum(-1) > 0).to(p.dtype)
-            both = valid[:, :, None] * valid[:, None]
-            total += _js_distance(p) * both
-            count += both
+        size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
+        for some in rows.split(size):
+            distances, both = _js_distances(evidence.weights(queries=some.tolist()))
+            total += (distances * both).sum(1)
+            count += both.sum(1)
         return {"similarity": Reading(total / count.clamp(min=1))}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
         p = full.weights if sample is None else full.weights[:, :, sample.rows]
-        distances = torch.stack([_js_distance(row) for row in p.unbind(2)])
-        valid = (p.sum(-1) > 0).permute(2, 0, 1).to(p.dtype)
-        both = valid[..., None] * valid[..., None, :]
-        return {"similarity": (distances * both).sum(0) / both.sum(0).clamp(min=1)}
+        distances, both = _js_distances(p)
+        return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
 
 
-def _js_distance(p: Tensor) -> Tensor:
-    """Between all pairs of heads: `[B, H, H]` from `[B, H, S]`."""
+def _js_distances(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Between all pairs of heads, and 1 where both see something: both `[B, n, H, H]`.
+
+    `p` is `[B, H, n, S]`.
+    """
+    heads = p.shape[1]
+    p = p.transpose(1, 2)  # [B, n, H, S]
     entropy = torch.special.entr(p).sum(-1)
-    between = torch.stack(
-        [torch.special.entr((p + head[:, None]) / 2).sum(-1) for head in p.unbind(1)], dim=1
-    )
-    apart = between - (entropy[:, :, None] + entropy[:, None]) / 2
-    apart = apart / math.log(2)
-    # Rounding must not make a head differ from itself.
-    return apart.clamp(min=0).sqrt() * (1 - torch.eye(p.shape[1], dtype=p.dtype, device=p.device))
+    valid = (p.sum(-1) > 0).to(p.dtype)
+    distances = p.new_zeros(*p.shape[:2], heads, heads)
+    for head in range(heads - 1):
+        between = torch.special.entr((p[:, :, head, None] + p[:, :, head + 1 :]) / 2).sum(-1)
+        apart = between - (entropy[:, :, head, None] + entropy[:, :, head + 1 :]) / 2
+        # Rounding may make the least of them negative.
+        apart = (apart / math.log(2)).clamp(min=0).sqrt()
+        distances[:, :, head, head + 1 :] = apart
+        distances[:, :, head + 1 :, head] = apart
+    return distances, valid[..., None] * valid[..., None, :]
 
 
 @dataclass(frozen=True, eq=False)
