@@ -27,6 +27,7 @@ import headwise as hw
 from headwise import timing
 from headwise.definition import attention
 
+RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 12, 64
 Q_K_V = tuple[Tensor, Tensor, Tensor]
 
@@ -240,7 +241,7 @@ def main() -> None:
         rows = [row for length in chosen.lengths for row in measure(length, chosen.rounds)]
     if not chosen.no_record:
         name = "every_statistic_long" if chosen.long else "every_statistic"
-        print(f"kept in {timing.record(name, {'rounds': chosen.rounds}, rows)}")
+        print(f"kept in {timing.record(name, {'rounds': chosen.rounds}, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -61,13 +61,15 @@ def plain(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).float() for name, value in state.items()}
 
 
-@given(layers(), st.sampled_from(sorted(LAYOUTS)))
+@given(layers(), st.integers(0, 99))
 def test_there_and_back_is_exact_or_refused(
-    layer: tuple[Sizes, dict[str, Tensor]], source: str
+    layer: tuple[Sizes, dict[str, Tensor]], which: int
 ) -> None:
     sizes, parts = layer
+    fitting = [name for name in sorted(LAYOUTS) if form_for(LAYOUTS[name], parts, sizes)]
+    assume(fitting)
+    source = fitting[which % len(fitting)]
     form = form_for(LAYOUTS[source], parts, sizes)
-    assume(form is not None)
     assert form is not None
     state = dict(written(parts, sizes, form))
     keywords: dict[str, Any] = {"num_heads": sizes.num_heads}

@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 
 from .layouts import LAYOUTS, Form, Layout, Sizes
-from .packing import Parts, axes_of, parts_of, reorder, shape_of, sizes_of, unpack, with_bias, write
+from .packing import (
+    Parts,
+    axes_of,
+    parts_of,
+    regroup,
+    reorder,
+    shape_of,
+    sizes_of,
+    unpack,
+    with_bias,
+    write,
+)
 
 __all__ = ["Layer", "convert", "convert_layer", "detect_layout", "find_layers", "renamed"]
 
@@ -337,6 +348,7 @@ def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -
     said = f"{wanted} at {layer.prefix!r}" if layer.prefix else str(wanted)
     parts, sizes = _read(layer, load, wanted, said)
     reorder(parts, wanted.old.rope, wanted.new.rope, said)
+    regroup(parts, sizes, wanted.old.turns, wanted.new.turns)
     if wanted.bias is not None:
         parts = with_bias(parts, sizes, wanted.bias)
     prefix, _ = renamed(layer.prefix, wanted.old, wanted.new)

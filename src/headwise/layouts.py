@@ -139,6 +139,8 @@ class Layout:
         forms: the first that fits is written; any of them is read.
         rope: the order in which a head's rotated features lie: `half` (first halves of all pairs,
             then second halves), `interleaved` (pair by pair), or None where nothing rotates them.
+        turns: whether query heads take their key/value heads in turn (head h reads `h % G`), as if
+            keys and values were repeated as a whole; else neighbours share one (`h // (H // G)`).
         masks: names of masks and other buffers that are no weights; they are left out.
         beside: starts of names that live among the layer's own and belong to something else.
         home: the usual last part of the layer's name in a model.
@@ -152,6 +154,7 @@ class Layout:
     what: str
     forms: tuple[Form, ...]
     rope: str | None = None
+    turns: bool = False
     masks: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     home: str | None = None
@@ -535,6 +538,7 @@ _ROWS = (
                 rules=(one_context,),
             ),
         ),
+        turns=True,
     ),
 )
 

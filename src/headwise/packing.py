@@ -272,6 +272,21 @@ def reorder(parts: Parts, old: str | None, new: str | None, asked: str) -> None:
             )
 
 
+def regroup(parts: Parts, sizes: Sizes, old: bool, new: bool) -> None:
+    """Puts the query heads into the order in which the target's heads share keys and values.
+
+    `old` and `new` are the layouts' `turns`.
+    """
+    groups, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
+    if old == new or 1 in (groups, shared):
+        return
+    before = (shared, groups) if old else (groups, shared)
+    for name, axis in (("q.weight", 0), ("q.bias", 0), ("out.weight", 1)):
+        if name in parts:
+            split = parts[name].unflatten(axis, before)
+            parts[name] = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
+
+
 @cache
 def axes_of(pattern: str) -> list[tuple[str, ...]]:
     """The letters of each axis: `i (p n d)` is `[("i",), ("p", "n", "d")]`."""

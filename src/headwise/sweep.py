@@ -6,6 +6,7 @@ rescaled. Whatever is a sum over keys or over queries can be taken from the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -32,7 +33,7 @@ class Block:
     """Probabilities of some queries, keys and heads.
 
     `heads` is a range of `B · H` flattened; `p` and `log_p` are `[heads, t, s]`. Where a pair may
-    not attend, `p` is 0 and `log_p` a large negative number.
+    not attend, `p` is 0 and `log_p` a large negative number. The next block overwrites both.
     """
 
     heads: slice
@@ -74,6 +75,7 @@ def blocks(call: Call, lse: Tensor) -> Iterator[Block]:
     )
     k = call.k.flatten(0, 1)
     bounds = Bounds.of(call.mask, e, call.q.device)
+    room = _Room(q)
     for start in range(0, e.queries, ROWS):
         rows = slice(start, min(start + ROWS, e.queries))
         size = rows.stop - rows.start
@@ -85,13 +87,27 @@ def blocks(call: Call, lse: Tensor) -> Iterator[Block]:
                 for pair in range(0, len(k), step):
                     pairs = slice(pair, min(pair + step, len(k)))
                     heads = slice(pairs.start * e.group, pairs.stop * e.group)
-                    part = q[pairs, :, rows]
-                    scores = part.flatten(1, 2) @ k[pairs, keys].mT
-                    scores = scores.unflatten(1, (e.group, size)).flatten(0, 1)
+                    part, others = q[pairs, :, rows].flatten(1, 2), k[pairs, keys].mT
+                    log_p, p = room.of(len(part), part.shape[1], others.shape[2])
+                    torch.bmm(part, others, out=log_p)
+                    log_p, p = (x.unflatten(1, (e.group, size)).flatten(0, 1) for x in (log_p, p))
                     if masked is not None:
-                        scores = masked.finish(scores, heads, linear)
-                    log_p = scores.sub_(base[heads, rows, None])
-                    yield Block(heads, rows, keys, log_p.exp(), log_p)
+                        masked.finish_(log_p, heads, linear)
+                    log_p.sub_(base[heads, rows, None])
+                    yield Block(heads, rows, keys, torch.exp(log_p, out=p), log_p)
+
+
+class _Room:
+    """Two tensors that every block is written into: fresh ones would cost more than the sums."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.log_p, self.p = like.new_empty(0), like.new_empty(0)
+
+    def of(self, *shape: int) -> tuple[Tensor, Tensor]:
+        size = math.prod(shape)
+        if size > len(self.p):
+            self.log_p, self.p = (x.new_empty(size) for x in (self.log_p, self.p))
+        return self.log_p[:size].view(shape), self.p[:size].view(shape)
 
 
 class _Masked:
@@ -118,16 +134,16 @@ class _Masked:
             return table[0]
         return table.expand(self.e.batch, self.e.heads, -1, -1).flatten(0, 1)
 
-    def finish(self, scores: Tensor, heads: slice, linear: bool) -> Tensor:
+    def finish_(self, scores: Tensor, heads: slice, linear: bool) -> None:
+        """Scale (unless that is done), softcap, bias and mask, in place."""
         if not linear:
-            scores = scores * self.call.scale
+            scores.mul_(self.call.scale)
             if self.call.softcap is not None:
-                scores = self.call.softcap * torch.tanh(scores / self.call.softcap)
+                scores.div_(self.call.softcap).tanh_().mul_(self.call.softcap)
             if self.bias is not None:
-                scores = scores + _of(self.bias, heads).to(scores.dtype)
-        if self.allowed is None:
-            return scores
-        return scores.masked_fill_(_of(self.allowed, heads), LITTLE)
+                scores.add_(_of(self.bias, heads).to(scores.dtype))
+        if self.allowed is not None:
+            scores.masked_fill_(_of(self.allowed, heads), LITTLE)
 
 
 def _of(table: Tensor, heads: slice) -> Tensor:
