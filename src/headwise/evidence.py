@@ -453,7 +453,7 @@ class Evidence:
         """
         call, extent = self._constant, self.extent
         known = self.lse.detach()
-        if not extent.queries or not extent.keys:
+        if not (extent.batch and extent.queries and extent.keys):
             return self.lse.new_full((extent.batch, extent.heads), -torch.inf)
         row = max(1, extent.batch * extent.heads * extent.keys)
         count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
