@@ -144,6 +144,12 @@ def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "the source itself" in refused(capsys, one, one, "--to", "headwise", *heads)
     assert "not empty" in refused(capsys, one, tmp_path / "full", "--to", "headwise", *heads)
     assert "is a file" in refused(capsys, one, tmp_path / "text.txt", "--to", "headwise", *heads)
+    assert "create it first" in refused(
+        capsys, one, tmp_path / "no" / "x", "--to", "headwise", *heads
+    )
+    assert "only safetensors" in refused(
+        capsys, one, tmp_path / "x.bin", "--to", "headwise", *heads
+    )
     assert "holds no model.safetensors" in refused(capsys, tmp_path / "full", two, "--to", "gpt2")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -199,7 +199,9 @@ def test_gpt2_cross_attention_and_the_masks_of_old_checkpoints() -> None:
     assert torch.equal(
         made["h.0.crossattention.qkv.weight"][:24], state["h.0.crossattention.q_attn.weight"].T
     )
-    assert made["h.1.mlp.c_proj.weight"] is not None
+    back = hw.convert(made, source="headwise", target="gpt2", num_heads=4)
+    model.load_state_dict(back)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
 def test_a_whole_gpt2_for_nanogpt() -> None:
@@ -449,6 +451,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("state", "keywords", "message"),
     [
@@ -467,7 +470,7 @@ GROUPED = {
         (
             SPLIT,
             {"source": "split", "target": "torch", "num_heads": 0},
-            "num_heads must be at least 1",
+            "num_heads must be a whole number of at least 1",
         ),
         (
             SPLIT,
@@ -562,6 +565,37 @@ def test_refusals(state: dict[str, Any], keywords: dict[str, Any], message: str)
     with pytest.raises(ValueError, match=message) as caught:
         hw.convert(state, **keywords)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_state_is_refused_in_words() -> None:
+    layer = nn.MultiheadAttention(12, 3)
+    sparse = {name: x.to_sparse() if x.dim() == 2 else x for name, x in layer.state_dict().items()}
+    for state, says in [
+        (layer, r"give its .state_dict\(\)"),
+        ({}, "the state is empty"),
+        ({3: torch.ones(2)}, "3 is no name"),
+        (
+            layer.state_dict() | {"foo": torch.ones(2)},
+            "nearest: layout 'torch' has no place for foo",
+        ),
+        (nn.MultiheadAttention(12, 3, add_bias_kv=True).state_dict(), "place for bias_k, bias_v"),
+        (sparse, "only dense tensors"),
+    ]:
+        for call in (hw.detect_layout, lambda state: hw.convert(state, target="gpt2", num_heads=3)):
+            with pytest.raises(ValueError, match=says) as caught:
+                call(state)  # type: ignore[arg-type]
+            assert "\n" not in str(caught.value)
+    for count in (3.0, "3", True):
+        with pytest.raises(ValueError, match="num_heads must be a whole number"):
+            hw.convert(layer.state_dict(), source="torch", target="gpt2", num_heads=count)  # type: ignore[arg-type]
+
+
+def test_meta_tensors_convert_without_their_numbers() -> None:
+    state = nn.MultiheadAttention(12, 3, device="meta").state_dict()
+    made = hw.convert(state, source="torch", target="gpt2", num_heads=3, bias=False)
+    assert made["c_attn.weight"].is_meta
+    assert made["c_attn.weight"].shape == (12, 36)
 
 
 def test_a_bias_of_some_sections_does_not_say_whose_it_is() -> None:

@@ -273,3 +273,24 @@ def test_the_full_set_needs_no_matrix() -> None:
     )
     assert not done.returncode, done.stderr
     assert int(done.stdout) < 150 * 2**20  # one matrix of two heads would be 512 MiB
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocked", "eager"])
+def test_autocast_takes_no_digits_from_statistics(backend: str) -> None:
+    q, k, v = qkv(t=S)
+    statistics = [hw.Entropy(), hw.Distance(), hw.Mass(hw.Previous()), hw.MaxLogit()]
+    for more in ([], [hw.TopKeys(2)]):
+        plain = hw.observe(q, k, v, *statistics, *more, mask=hw.Causal(), backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            seen = hw.observe(q, k, v, *statistics, *more, mask=hw.Causal(), backend=backend)
+            assert torch.equal(seen.out, hw.attend(q, k, v, mask=hw.Causal(), backend=backend))
+            assert torch.equal(seen.weights(), plain.weights())
+        for name in plain.names:
+            assert torch.equal(seen[name], plain[name]), name
+        assert torch.equal(seen.out, plain.out)
+
+
+def test_one_number_is_a_list_of_one() -> None:
+    q, k, v = qkv()
+    seen = hw.observe(q, k, v)
+    assert torch.equal(seen.weights(heads=2, keys=3), seen.weights(heads=[2], keys=[3]))

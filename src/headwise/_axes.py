@@ -6,6 +6,7 @@ Tensors are `[B, H, T, D]` and `[B, G, S, D]`; query head `h` reads key/value he
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,17 @@ def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Exte
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Statistics are computed in float32 at least, and in float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_given(device: torch.device) -> AbstractContextManager[object]:
+    """Computing in the dtypes that are given, also where autocast would lower those of products.
+
+    Autocast has chosen q's dtype already; the statistics promise float32 at least.
+    """
+    kind = device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def grouped(x: Tensor, extent: Extent) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ._axes import as_given
 from .backends import Call, Choice, choose, consider
 from .evidence import Evidence, Reading, Statistic, summarise
 from .masks import Mask
@@ -56,7 +57,8 @@ def attend(
     Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023.
     """
     call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout)
-    return choose(call, backend).run(call)[0]
+    with as_given(q.device):
+        return choose(call, backend).run(call)[0]
 
 
 def observe(
@@ -83,7 +85,8 @@ def observe(
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
         queries: look at so many queries, drawn one from each of as many equal stretches, or at
-            those of a list; default: at all. The output is whole all the same.
+            those of a list, in ascending order (`seen.queries`); default: at all. The output is
+            whole all the same.
         seed: of the draw.
         output: False leaves the attention output out, for calls of which only the statistics are
             wanted; of sampled queries that costs a fraction of a call.
@@ -114,9 +117,10 @@ def observe(
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     chosen = choose(call, backend)
     gradients = gradients and call.needs_grad
-    out, lse = chosen.run(call, gradients) if output else (None, None)
     readings: dict[str, Reading] = {}
-    with nullcontext() if gradients else torch.no_grad():
+    with as_given(q.device):
+        out, lse = chosen.run(call, gradients) if output else (None, None)
+    with as_given(q.device), nullcontext() if gradients else torch.no_grad():
         evidence = Evidence(
             call,
             chosen,
@@ -184,9 +188,9 @@ class Seen:
 
     def weights(
         self,
-        heads: Sequence[int] | slice | None = None,
-        queries: Sequence[int] | slice | None = None,
-        keys: Sequence[int] | slice | None = None,
+        heads: int | Sequence[int] | slice | None = None,
+        queries: int | Sequence[int] | slice | None = None,
+        keys: int | Sequence[int] | slice | None = None,
     ) -> Float[Tensor, "B h t s"]:
         """Exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
 
@@ -203,7 +207,7 @@ class Seen:
         >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
         tensor(1.)
         """
-        with torch.no_grad():
+        with torch.no_grad(), as_given(self.lse.device):
             return self.evidence.weights(heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:

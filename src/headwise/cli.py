@@ -408,9 +408,10 @@ def convert(
     if as_json:
         print(json.dumps(asdict(done)))
     else:
+        layers = "1 attention layer" if done.layers == 1 else f"{done.layers} attention layers"
         print(
-            f"{done.layers} attention layers from {done.source} to {done.target}: "
-            f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB in {', '.join(done.files)}"
+            f"{layers} from {done.source} to {done.target}: "
+            f"{done.tensors} tensors, {done.bytes / 1e6:,.3g} MB in {', '.join(done.files)}"
         )
     return 0
 

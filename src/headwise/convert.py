@@ -83,6 +83,7 @@ def convert(
     >>> torch.allclose(layer(x), theirs(x, x, x, need_weights=False)[0], atol=1e-6)
     True
     """
+    _check_state(state, "convert")
     if source is None:
         source = detect_layout(state)
     wanted = Wanted(source, target, num_heads, num_kv_heads, bias)
@@ -122,6 +123,7 @@ def detect_layout(state: Mapping[str, Any]) -> str:
     >>> hw.detect_layout(torch.nn.MultiheadAttention(12, 3).state_dict())
     'torch'
     """
+    _check_state(state, "detect_layout")
     shapes = {
         name: tuple(_tensor(name, value, "detect_layout(…)").shape) for name, value in state.items()
     }
@@ -131,10 +133,12 @@ def detect_layout(state: Mapping[str, Any]) -> str:
 def detect_shapes(shapes: Mapping[str, Shape]) -> str:
     """As `detect_layout`, from names and shapes alone."""
     best: tuple[int, str] | None = None
+    nearly: list[str] = []
     for layout in LAYOUTS.values():
         try:
             layers = find_layers(layout, shapes, "")
-        except ValueError:
+        except ValueError as error:
+            nearly.append(str(error).removeprefix(": "))
             continue
         at_home = any(
             layout.home is not None and layer.prefix.rstrip("./").endswith(layout.home)
@@ -143,6 +147,11 @@ def detect_shapes(shapes: Mapping[str, Shape]) -> str:
         score = 2 * sum(len(layer.names) for layer in layers) + at_home
         if best is None or score > best[0]:
             best = score, layout.name
+    # A layout that only has no place for something is nearer than one that misses something.
+    for sign in ("no place for", "do not fit together", "misses"):
+        for fault in nearly if best is None else ():
+            if sign in fault:
+                raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
     if best is None:
         raise ValueError(
             f"detect_layout(…): none of the known layouts has the names {_some(shapes)}; "
@@ -170,8 +179,9 @@ class Wanted:
             if name not in LAYOUTS:
                 raise ValueError(f"{self}: no layout {name!r}; known are {', '.join(LAYOUTS)}")
         for name in ("num_heads", "num_kv_heads"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise ValueError(f"{self}: {name} must be at least 1")
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{self}: {name} must be a whole number of at least 1")
 
     @property
     def old(self) -> Layout:
@@ -352,7 +362,7 @@ def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -
     if wanted.bias is not None:
         parts = with_bias(parts, sizes, wanted.bias)
     prefix, _ = renamed(layer.prefix, wanted.old, wanted.new)
-    written = write(parts, sizes, wanted.new, _origins(layer), said)
+    written = write(parts, sizes, wanted.new, _origins(layer), prefix, said)
     return {prefix + name: tensor for name, tensor in written}
 
 
@@ -411,9 +421,23 @@ def renamed(name: str, old: Layout, new: Layout) -> tuple[str, bool]:
     return name, False
 
 
+def _check_state(state: object, function: str) -> None:
+    kind = type(state).__name__
+    if not isinstance(state, Mapping):
+        hint = "; give its .state_dict()" if hasattr(state, "state_dict") else ""
+        raise ValueError(f"{function}({kind}): a mapping from names to tensors was expected{hint}")
+    if not state:
+        raise ValueError(f"{function}(…): the state is empty")
+    for name in state:
+        if not isinstance(name, str):
+            raise ValueError(f"{function}(…): {name!r} is no name of a tensor; names are text")
+
+
 def _tensor(name: str, value: Any, asked: str) -> Tensor:
     """A tensor from what a state may hold; a copy unless it is one already."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise ValueError(f"{asked}: {name} is {value.layout}; only dense tensors are converted")
         return value
     if isinstance(value, list | tuple):
         try:

@@ -208,7 +208,10 @@ class Evidence:
             ValueError: the call was observed without its output.
         """
         if self._out is None:
-            raise ValueError("this statistic needs the call's output; observe it with output=True")
+            raise ValueError(
+                "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
+                "output=False; observe with output=True"
+            )
         return self._out if self.gradients else self._out.detach()
 
     @cached_property
@@ -381,9 +384,9 @@ class Evidence:
 
     def weights(
         self,
-        heads: Sequence[int] | slice | None = None,
-        queries: Sequence[int] | slice | None = None,
-        keys: Sequence[int] | slice | None = None,
+        heads: int | Sequence[int] | slice | None = None,
+        queries: int | Sequence[int] | slice | None = None,
+        keys: int | Sequence[int] | slice | None = None,
     ) -> Float[Tensor, "B h t s"]:
         """Exactly these entries of P; of sampled queries, `queries` counts among them.
 
@@ -697,7 +700,9 @@ def _entropy_of_rows(full: Definition) -> Tensor:
     return -(full.weights * log_p).sum(-1)
 
 
-def _index(wanted: Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
+def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
+    if isinstance(wanted, int):
+        wanted = [wanted]
     if wanted is None or isinstance(wanted, slice):
         return slice(None) if wanted is None else wanted
     numbers = [int(number) for number in wanted]

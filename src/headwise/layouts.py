@@ -123,12 +123,14 @@ class Form:
     """The tensors of one attention layer: `name: (parts, pattern)`.
 
     `optional` are groups of names that are there all together or not at all. `rules` say which
-    sizes the implementation can have.
+    sizes the implementation can have. A form with a `home` is written where the layer's name in the
+    model ends in that, and only there.
     """
 
     tensors: Tensors
     rules: tuple[Rule, ...] = PLAIN
     optional: tuple[tuple[str, ...], ...] = ()
+    home: str | None = None
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ _ROWS = (
                     "c_proj.bias": ("out.bias", "o"),
                 }
             ),
-            Form(  # cross-attention
+            Form(
                 {
                     "q_attn.weight": ("q.weight", "i (n d)"),
                     "q_attn.bias": ("q.bias", "(n d)"),
@@ -361,7 +363,8 @@ _ROWS = (
                     "c_attn.bias": ("kv.bias", "(p n d)"),
                     "c_proj.weight": ("out.weight", "(n d) o"),
                     "c_proj.bias": ("out.bias", "o"),
-                }
+                },
+                home="crossattention",
             ),
         ),
         masks=("bias", "masked_bias"),

@@ -129,7 +129,7 @@ def unpack(parts: str, pattern: str, tensor: Tensor, sizes: Sizes) -> Parts:
 
 
 def write(
-    parts: Parts, sizes: Sizes, target: Layout, origins: Mapping[str, str], said: str
+    parts: Parts, sizes: Sizes, target: Layout, origins: Mapping[str, str], prefix: str, said: str
 ) -> Iterable[tuple[str, Tensor]]:
     """The parts in the first of the target's forms that can hold them.
 
@@ -137,11 +137,18 @@ def write(
         ValueError: none of them can; the message names what they cannot hold.
     """
     refused: list[str] = []
-    for form in target.forms:
+    for form in forms_at(target, prefix):
         refused = refusals(parts, sizes, form, origins)
         if not refused:
             return written(parts, sizes, form)
     raise ValueError(f"{said}: layout {target.name!r} cannot hold {'; nor '.join(refused)}")
+
+
+def forms_at(layout: Layout, prefix: str) -> list[Form]:
+    """The forms that a layer of that prefix may be written in, the likeliest first."""
+    name = prefix.rstrip("./")
+    at_home = [form for form in layout.forms if form.home and name.endswith(form.home)]
+    return at_home + [form for form in layout.forms if form.home is None]
 
 
 def refusals(
@@ -162,11 +169,13 @@ def _says_nothing(part: str, tensor: Tensor) -> bool:
         return _empty_bias(part, tensor)
     if part != "out.weight" or tensor.shape[0] != tensor.shape[1] * tensor.shape[2]:
         return False
+    if tensor.is_meta:
+        return False
     return torch.equal(tensor.flatten(1), torch.eye(len(tensor)).to(tensor))
 
 
 def _empty_bias(part: str, tensor: Tensor) -> bool:
-    return part.endswith(".bias") and not tensor.any()
+    return part.endswith(".bias") and not tensor.is_meta and not tensor.any()
 
 
 def _long(part: str) -> str:

@@ -54,14 +54,15 @@ def draw(
         rows = low + (inside * (high - low)).floor().long()
         return Sample(rows.to(device), of, True)
     rows = torch.as_tensor(queries).flatten()
+    said = f"queries={rows.tolist() if len(rows) <= 8 else f'{list(rows.shape)} {rows.dtype}'}"
     if rows.is_floating_point() or rows.dtype == torch.bool or not rows.numel():
-        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
+        raise ValueError(f"{said}: give a whole number of queries, or a list of them.")
     rows = torch.where(rows < 0, rows + of, rows).long()
     ordered = rows.sort().values
     if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
-        raise ValueError(f"queries={queries!r}: there are {of} queries, from 0 to {of - 1}.")
+        raise ValueError(f"{said}: there are {of} queries, from 0 to {of - 1}.")
     if bool((ordered[1:] == ordered[:-1]).any()):
-        raise ValueError(f"queries={queries!r}: a query is named twice.")
+        raise ValueError(f"{said}: a query is named twice.")
     if len(ordered) == of:
         return None
     return Sample(ordered.to(device), of, False)

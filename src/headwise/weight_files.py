@@ -42,6 +42,8 @@ _DTYPES = {
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 
+_OTHER_FORMATS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".msgpack"}
+
 Report = Callable[[float], object]
 
 
@@ -146,7 +148,7 @@ def convert_file(
             places = {made.name: name for name, part in parts.items() for made in part}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             writers[INDEX] = lambda path: path.write_text(json.dumps(index, indent=2) + "\n")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         write_whole(folder, writers)
     return Converted(
         source, target, len(layers), len(plan), total, tuple(str(folder / name) for name in writers)
@@ -234,6 +236,10 @@ def _check_plan(plan: list[_Made], asked: str) -> None:
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     if source.resolve() == target.resolve():
         raise ValueError(f"{target}: is the source itself; name another target")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: there is no folder {target.parent}; create it first")
+    if target.suffix in _OTHER_FORMATS:
+        raise ValueError(f"{target}: only safetensors are written; end the name in .safetensors")
     if target.suffix == ".safetensors":
         if target.is_dir():
             raise ValueError(f"{target}: is a folder")

@@ -43,9 +43,12 @@ def check_input(layer: nn.Module, x: Tensor, width: int, context: int | None = N
 
 
 def mask_may_be_absent(layer: nn.Module) -> None:
-    """Lets the layer load, strictly too, a state without the buffer `mask`, which is no weight."""
+    """Lets the layer load, strictly too, a state without the buffer `mask`, or with that of another
+    context: it is no weight."""
     layer.register_load_state_dict_pre_hook(_keep_mask)
 
 
 def _keep_mask(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    state.setdefault(f"{prefix}mask", layer.get_buffer("mask"))
+    own, name = layer.get_buffer("mask"), f"{prefix}mask"
+    if name not in state or state[name].shape != own.shape:
+        state[name] = own

@@ -137,6 +137,11 @@ class MultiHead(nn.Module):
 
 
 def _quote(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None) -> str:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"the mask is a {type(mask).__name__} and must be a bool tensor, True where a query "
+            "may attend; of a mask of headwise, mask.dense(queries=T, keys=S)[0, 0] is one"
+        )
     given = "" if mask is None else f", mask {list(mask.shape)}"
     return f"Q {list(Q.shape)}, K {list(K.shape)}, V {list(V.shape)}{given}"
 
