@@ -20,18 +20,9 @@ ORDER = [
         "backends.sdpa",
         "backends",
     ),
-    *(
-        "sampling",
-        "sweep",
-        "evidence",
-        "attend",
-        "statistics",
-        "patterns",
-        "rope",
-        "cache",
-        "layer",
-    ),
-    *("layouts", "packing", "convert", "watch", "__init__"),
+    *("readings", "sampling", "sweep", "evidence", "attend", "statistics", "patterns"),
+    *("rope", "cache", "layer", "layouts", "packing", "convert", "watch"),
+    *("__init__",),
     *(
         "systems.scalar",
         "systems._checks",
@@ -41,8 +32,17 @@ ORDER = [
     ),
     *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
     *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
-    *("weight_files",),
-    *("rungs", "ladder", "figures", "look", "page", "page.ladder", "console", "cli"),
+    *(
+        "weight_files",
+        "rungs",
+        "ladder",
+        "figures",
+        "look",
+        "page",
+        "page.ladder",
+        "console",
+        "cli",
+    ),
 ]
 
 OPTIONAL = [

@@ -3,10 +3,11 @@
 from .attend import Explanation, Seen, attend, explain, observe
 from .cache import KVCache
 from .convert import convert, detect_layout
-from .evidence import Reading, Statistic
+from .evidence import Statistic
 from .layer import MultiHeadAttention
 from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix, Window
 from .patterns import First, Induction, Previous, SameToken, Self
+from .readings import Reading
 from .rope import RoPE
 from .statistics import (
     LSE,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ._axes import as_given
 from .backends import Call, Choice, choose, consider
-from .evidence import Evidence, Reading, Statistic, summarise
+from .evidence import Evidence, Statistic
 from .masks import Mask
+from .readings import Reading, summarise
 from .sampling import Sample, draw, standard_error
 
 

@@ -24,8 +24,9 @@ from .backends import Backend, Call, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
 from .masks import Mask
+from .readings import Reading
 from .sampling import Rows
-from .sweep import Accumulator, Block, sweep
+from .sweep import Accumulator, Ahead, Block, RowSums, Spread, entropy_of, sweep
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
@@ -58,66 +59,6 @@ class Pattern(Protocol):
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         """The pattern as a boolean matrix `[B or 1, T, S]`, for the definition."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """One figure of every head: its tensor, and the rows that count in a mean.
-
-    `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
-    `[B, H, T]`) holds the queries that have what is measured; `None` means that the figure is not
-    per query. `among` holds the queries that could have had it, where that is news: the share of
-    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum. `error`
-    is the standard error of each head's mean `[H]`, where queries were drawn by chance.
-    """
-
-    values: Tensor
-    rows: Tensor | None = None
-    among: Tensor | None = None
-    largest: bool = False
-    error: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A statistic in one number per head `[H]`, over batch, valid queries and calls."""
-
-    mean: Tensor
-    coverage: Tensor | None = None
-    error: Tensor | None = None
-
-
-def summarise(readings: list[Reading]) -> Figure | None:
-    """The figure of each head over the readings of one or more calls; `None` for maps."""
-    first = readings[0]
-    if first.largest:
-        return Figure(torch.stack([r.values.amax(0) for r in readings]).amax(0))
-    if first.values.dim() != (2 if first.rows is None else 3):
-        return None
-    if first.rows is None:
-        return Figure(torch.cat([r.values for r in readings]).mean(0))
-    total = _sum_of_heads([torch.where(_held(r.rows, r), r.values, 0.0) for r in readings])
-    count = _sum_of_heads([_held(r.rows, r) for r in readings])
-    coverage = None
-    if first.among is not None:
-        coverage = count / _sum_of_heads([_held(r.among, r) for r in readings]).clamp(min=1)
-    errors = [r.error for r in readings if r.error is not None]
-    error = None
-    if len(errors) == len(readings):
-        shares = [_held(r.rows, r).sum((0, 2)) / count.clamp(min=1) for r in readings]
-        parts = [share * part for share, part in zip(shares, errors, strict=True)]
-        error = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    return Figure(total / count.clamp(min=1), coverage, error)
-
-
-def _sum_of_heads(tensors: list[Tensor]) -> Tensor:
-    """The sum over batch, queries and calls of tensors `[B, H, T]`: `[H]`."""
-    return torch.stack([tensor.sum((0, 2)) for tensor in tensors]).sum(0)
-
-
-def _held(rows: Tensor | None, reading: Reading) -> Tensor:
-    assert rows is not None  # readings of one statistic are all per query, or none is
-    return rows.expand(reading.values.shape)
 
 
 @runtime_checkable
@@ -284,7 +225,7 @@ class Evidence:
             return
         shape = (self.extent.batch * self.extent.heads, self.extent.queries)
         for figure in wished:
-            sums = _entropy_of if figure == "entropy" else _Ahead(self.positions)
+            sums = entropy_of if figure == "entropy" else Ahead(self.positions)
             self.gather(figure, RowSums(sums, self.lse.new_zeros(shape)))
 
     def per_query(self, name: str, figure: Callable[[Block], Tensor]) -> Float[Tensor, "B H n"]:
@@ -343,7 +284,7 @@ class Evidence:
         self._settle()
         call = self.call
         if "entropy" in self._waiting or "entropy" in self._done or self._must_sweep:
-            entropy = self.per_query("entropy", _entropy_of)
+            entropy = self.per_query("entropy", entropy_of)
         elif not self.linear:
             entropy = self._by_rows(_entropy_of_rows)
         else:
@@ -360,7 +301,7 @@ class Evidence:
         """
         self._settle()
         if "position" in self._waiting or "position" in self._done:
-            ahead = self.per_query("position", _Ahead(self.positions))
+            ahead = self.per_query("position", Ahead(self.positions))
             return torch.where(self.alive, ahead, 0.0)
         if self._both and self.linear:
             width = self.call.q.shape[-1]
@@ -635,63 +576,6 @@ class Evidence:
             (self.call.q.dtype,),
         )
         return only[0]
-
-
-class RowSums:
-    """Sums over keys: `figure(block)` `[heads, t]`, added up in `total` `[B · H, n]`."""
-
-    def __init__(self, figure: Callable[[Block], Tensor], total: Tensor) -> None:
-        self.figure, self.total = figure, total
-
-    def add(self, block: Block) -> None:
-        self.total[block.heads, block.rows] += self.figure(block)
-
-
-class Spread:
-    """Running weight, mean and squared deviations of key positions (Chan et al. 1979)."""
-
-    def __init__(self, zeros: Tensor) -> None:
-        wide = torch.float64
-        self.weight, self.mean, self.squares = (torch.zeros_like(zeros, dtype=wide) for _ in "wms")
-
-    def add(self, block: Block) -> None:
-        p = block.p
-        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
-        weight = p.sum(-1)
-        mean = (p @ step) / weight.clamp(min=torch.finfo(p.dtype).tiny)
-        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
-        place = block.heads, block.rows
-        weight, mean = weight.double(), mean.double() + block.keys.start
-        total = self.weight[place] + weight
-        share = weight / total.clamp(min=torch.finfo(torch.float64).tiny)
-        apart = mean - self.mean[place]
-        self.squares[place] += squares + apart.square() * self.weight[place] * share
-        self.mean[place] += apart * share
-        self.weight[place] = total
-
-    @property
-    def deviation(self) -> Tensor:
-        """`[B · H, n]`, in float64."""
-        tiny = torch.finfo(torch.float64).tiny
-        return (self.squares / self.weight.clamp(min=tiny)).clamp(min=0).sqrt()
-
-
-def _entropy_of(block: Block) -> Tensor:
-    return -torch.linalg.vecdot(block.p, block.log_p)
-
-
-class _Ahead:
-    """`Σ p (j − position of i)` of a block, counted from its first key, so that it stays exact."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
-
-    def __call__(self, block: Block) -> Tensor:
-        p = block.p
-        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
-        sums = p @ torch.stack([step, torch.ones_like(step)], dim=1)
-        start = (block.keys.start - self.positions[block.rows]).to(p.dtype)
-        return sums[..., 0] + start * sums[..., 1]
 
 
 def _entropy_of_rows(full: Definition) -> Tensor:

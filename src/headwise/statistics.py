@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
-from .evidence import Evidence, Pattern, Reading
+from .evidence import Evidence, Pattern
 from .masks import Mask
+from .readings import Reading
 from .sampling import draw
 from .sweep import Block
 

@@ -7,7 +7,7 @@ rescaled. Whatever is a sum over keys or over queries can be taken from the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -115,17 +115,10 @@ class _Masked:
 
     def __init__(self, call: Call, rows: slice, keys: slice) -> None:
         self.call, self.e = call, call.extent
-        self.i, self.j = grid(self.e, call.q.device, rows, keys)
-        self.allowed: Tensor | None = None
-        if call.softcap is None and not call.mask.biased:
-            allowed = call.mask.allowed(self.i, self.j, self.e)
-            if allowed is not None:
-                self.allowed = self._flat(~allowed)
-        else:
-            self.bias = call.mask.bias(self.i, self.j, self.e)
-            allowed = call.mask.allowed(self.i, self.j, self.e)
-            self.allowed = None if allowed is None else self._flat(~allowed)
-            self.bias = None if self.bias is None else self._flat(self.bias)
+        i, j = grid(self.e, call.q.device, rows, keys)
+        bias, allowed = call.mask.bias(i, j, self.e), call.mask.allowed(i, j, self.e)
+        self.bias = None if bias is None else self._flat(bias)
+        self.hidden = None if allowed is None else self._flat(~allowed)
 
     def _flat(self, table: Tensor) -> Tensor:
         """`[1, t, s]` where all heads are alike, else `[B · H, t, s]`."""
@@ -142,9 +135,69 @@ class _Masked:
                 scores.div_(self.call.softcap).tanh_().mul_(self.call.softcap)
             if self.bias is not None:
                 scores.add_(_of(self.bias, heads).to(scores.dtype))
-        if self.allowed is not None:
-            scores.masked_fill_(_of(self.allowed, heads), LITTLE)
+        if self.hidden is not None:
+            scores.masked_fill_(_of(self.hidden, heads), LITTLE)
 
 
 def _of(table: Tensor, heads: slice) -> Tensor:
     return table if len(table) == 1 else table[heads]
+
+
+# ── accumulators ────────────────────────────────────────────────────────────────────────────────
+
+
+class RowSums:
+    """Sums over keys: `figure(block)` `[heads, t]`, added up in `total` `[B · H, n]`."""
+
+    def __init__(self, figure: Callable[[Block], Tensor], total: Tensor) -> None:
+        self.figure, self.total = figure, total
+
+    def add(self, block: Block) -> None:
+        self.total[block.heads, block.rows] += self.figure(block)
+
+
+class Spread:
+    """Running weight, mean and squared deviations of key positions (Chan et al. 1979)."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        wide = torch.float64
+        self.weight, self.mean, self.squares = (torch.zeros_like(zeros, dtype=wide) for _ in "wms")
+
+    def add(self, block: Block) -> None:
+        p = block.p
+        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
+        weight = p.sum(-1)
+        mean = (p @ step) / weight.clamp(min=torch.finfo(p.dtype).tiny)
+        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
+        place = block.heads, block.rows
+        weight, mean = weight.double(), mean.double() + block.keys.start
+        total = self.weight[place] + weight
+        share = weight / total.clamp(min=torch.finfo(torch.float64).tiny)
+        apart = mean - self.mean[place]
+        self.squares[place] += squares + apart.square() * self.weight[place] * share
+        self.mean[place] += apart * share
+        self.weight[place] = total
+
+    @property
+    def deviation(self) -> Tensor:
+        """`[B · H, n]`, in float64."""
+        tiny = torch.finfo(torch.float64).tiny
+        return (self.squares / self.weight.clamp(min=tiny)).clamp(min=0).sqrt()
+
+
+def entropy_of(block: Block) -> Tensor:
+    return -torch.linalg.vecdot(block.p, block.log_p)
+
+
+class Ahead:
+    """`Σ p (j − position of i)` of a block, counted from its first key, so that it stays exact."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def __call__(self, block: Block) -> Tensor:
+        p = block.p
+        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
+        sums = p @ torch.stack([step, torch.ones_like(step)], dim=1)
+        start = (block.keys.start - self.positions[block.rows]).to(p.dtype)
+        return sums[..., 0] + start * sums[..., 1]

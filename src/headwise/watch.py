@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .attend import Seen, observe, table_rows
-from .evidence import Reading, Statistic
+from .evidence import Statistic
 from .layer import MultiHeadAttention
+from .readings import Reading
 
 
 class Watched:
