@@ -294,3 +294,15 @@ def test_one_number_is_a_list_of_one() -> None:
     q, k, v = qkv()
     seen = hw.observe(q, k, v)
     assert torch.equal(seen.weights(heads=2, keys=3), seen.weights(heads=[2], keys=[3]))
+
+
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_order_of_statistics_is_free(order: tuple[int, ...], queries: int | None) -> None:
+    q, k, v = (x.double() for x in qkv())
+    chosen = [hw.LSE(), hw.Entropy(), hw.Distance()]
+    want = hw.observe(q, k, v, hw.TopKeys(1), *chosen, mask=hw.Causal(), queries=queries)
+    statistics = [chosen[number] for number in order]
+    seen = hw.observe(q, k, v, *statistics, mask=hw.Causal(), queries=queries, output=False)
+    for name in ("lse", "entropy", "distance"):
+        torch.testing.assert_close(seen[name], want[name], rtol=1e-10, atol=1e-10)

@@ -213,20 +213,22 @@ class Evidence:
         """Announce that `entropy` or `position` will be read.
 
         Each is one more call; both together are one, a little wider. Beside a pass over the scores
-        that is made anyhow, both come from that.
+        that is made anyhow, both come from that; of few queries too, for whom a call would pad and
+        copy all keys.
         """
         self._wished.add(figure)
 
     def _settle(self) -> None:
         """Decide who answers the wishes."""
         wished, self._wished = self._wished, set()
-        if self.gradients or not self._waiting:
+        few = self._given is not None and self.extent.queries * 8 <= self.extent.keys
+        if self.gradients or not (self._waiting or few):
             self._both = self._both or wished == {"entropy", "position"}
             return
         shape = (self.extent.batch * self.extent.heads, self.extent.queries)
         for figure in wished:
             sums = entropy_of if figure == "entropy" else Ahead(self.positions)
-            self.gather(figure, RowSums(sums, self.lse.new_zeros(shape)))
+            self.gather(figure, RowSums(sums, self.call.q.detach().new_zeros(shape)))
 
     def per_query(self, name: str, figure: Callable[[Block], Tensor]) -> Float[Tensor, "B H n"]:
         """A sum over keys of anything made of P: `figure(block)` `[heads, t]`, summed over blocks.
@@ -258,6 +260,7 @@ class Evidence:
 
         Where the positions are wanted too, they are more columns: 8, as kernels like it.
         """
+        self._settle()
         keys = self.call.k - self._mean_key[:, :, None]
         values = keys
         if self._both:
@@ -303,8 +306,8 @@ class Evidence:
         if "position" in self._waiting or "position" in self._done:
             ahead = self.per_query("position", Ahead(self.positions))
             return torch.where(self.alive, ahead, 0.0)
-        if self._both and self.linear:
-            width = self.call.q.shape[-1]
+        width = self.call.q.shape[-1]
+        if self._both and self.linear and self._keys_seen[0].shape[-1] > width:
             columns = self._keys_seen[0][..., width : width + 2]
         else:
             columns = self.mean_of(self._position_columns)
