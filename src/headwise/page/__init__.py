@@ -44,7 +44,14 @@ def write_page(look: Look, path: str | os.PathLike[str]) -> Path:
     package is missing. Nothing half-written is left behind.
     """
     path = check_out(path)
-    text = render_page(look)
+    return write_html(path, render_page(look))
+
+
+def write_html(path: Path, text: str) -> Path:
+    """Write a page's text, whole or not at all.
+
+    Raises `PageError` when the folder cannot be written.
+    """
     try:
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
     except OSError as error:

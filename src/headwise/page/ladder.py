@@ -12,9 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwise._files import write_whole
 from headwise.ladder import Ladder, notes
-from headwise.page import PageError, _file, _json, _packed, _plotly, _version, check_out
+from headwise.page import _file, _json, _packed, _plotly, _version, check_out, write_html
 
 __all__ = ["render_ladder", "write_ladder"]
 
@@ -26,12 +25,7 @@ def write_ladder(ladder: Ladder, path: str | os.PathLike[str]) -> Path:
     package is missing. Nothing half-written is left behind.
     """
     path = check_out(path)
-    text = render_ladder(ladder)
-    try:
-        write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
-    except OSError as error:
-        raise PageError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
+    return write_html(path, render_ladder(ladder))
 
 
 def render_ladder(ladder: Ladder) -> str:
