@@ -9,7 +9,7 @@ projection that is the identity. Anything else that a target cannot hold is refu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,7 +32,15 @@ from .packing import (
     write,
 )
 
-__all__ = ["Layer", "convert", "convert_layer", "detect_layout", "find_layers", "renamed"]
+__all__ = [
+    "Layer",
+    "convert",
+    "convert_layer",
+    "converted",
+    "detect_layout",
+    "find_layers",
+    "renamed",
+]
 
 Shape = tuple[int, ...]
 
@@ -87,27 +95,40 @@ def convert(
     if source is None:
         source = detect_layout(state)
     wanted = Wanted(source, target, num_heads, num_kv_heads, bias)
-    asked, old, new = str(wanted), wanted.old, wanted.new
+    asked = str(wanted)
     tensors = {name: _tensor(name, value, asked) for name, value in state.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layers = find_layers(wanted.old, shapes, asked)
+    out: dict[str, Tensor] = {}
+    for _, name, tensor in converted(shapes, tensors.__getitem__, layers, wanted):
+        if name in out:
+            raise ValueError(f"{asked}: the state holds {name!r} already")
+        out[name] = tensor
+    if wanted.new.lists:
+        return {name: tensor.tolist() for name, tensor in out.items()}
+    return dict(out)
+
+
+def converted(
+    names: Iterable[str], load: Callable[[str], Tensor], layers: Iterable[Layer], wanted: Wanted
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Every tensor of the converted state, one layer at a time: (name it came from, name, tensor).
+
+    `names` are those of the whole state, in order; `load` gives the tensor of one. A layer's
+    tensors come where its first name stood.
+    """
     begins, inside = {}, set()
-    for layer in find_layers(old, shapes, asked):
+    for layer in layers:
         begins[layer.first] = layer
         inside |= layer.names
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in begins:
-            layer = begins[name]
-            made = convert_layer(layer, tensors.__getitem__, wanted)
-        elif name in inside:
-            continue
-        else:
-            to, turned = renamed(name, old, new)
-            made = {to: tensor.T.contiguous() if turned else tensor}
-        for clash in made.keys() & out.keys():
-            raise ValueError(f"{asked}: the state holds {clash!r} already")
-        out |= made
-    return {name: tensor.tolist() for name, tensor in out.items()} if new.lists else dict(out)
+    for source in names:
+        if source in begins:
+            for name, tensor in convert_layer(begins[source], load, wanted).items():
+                yield source, name, tensor
+        elif source not in inside:
+            name, turned = renamed(source, wanted.old, wanted.new)
+            tensor = load(source)
+            yield source, name, tensor.T.contiguous() if turned else tensor
 
 
 def detect_layout(state: Mapping[str, Any]) -> str:

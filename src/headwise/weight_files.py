@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._files import write_whole
-from .convert import Wanted, convert_layer, detect_shapes, find_layers, renamed
+from .convert import Wanted, converted, detect_shapes, find_layers
 from .gpt_folder import CONFIG, INDEX, WEIGHTS, weight_files
 
 __all__ = ["Converted", "convert_file"]
@@ -121,18 +121,19 @@ def convert_file(
         heads, kv_heads = _head_counts(source_path)
         wanted = Wanted(source, target, num_heads or heads, num_kv_heads or kv_heads, bias)
         layers = find_layers(wanted.old, tensors.shapes, str(wanted))
-        stream = partial(_stream, tensors, wanted)
+        stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
+        done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
         plan = []
-        for share, name, tensor in stream():
+        for origin, name, tensor in stream():
             plan.append(_Made(name, tuple(tensor.shape), tensor.dtype))
-            report(share / 2)
+            report(done[origin] / 2)
         _check_plan(plan, str(wanted))
         flow = stream()
 
         def following(made: list[_Made]) -> Iterator[Tensor]:
-            for one, (share, name, tensor) in zip(made, flow, strict=False):
+            for one, (origin, name, tensor) in zip(made, flow, strict=False):
                 assert name == one.name
-                report(0.5 + share / 2)
+                report(0.5 + done[origin] / 2)
                 yield tensor
 
         if target_path.suffix == ".safetensors":
@@ -204,23 +205,6 @@ def _head_counts(path: Path) -> tuple[int | None, int | None]:
         found = (said[name] for name in names if isinstance(said.get(name), int))
         counts.append(next(found, None))
     return counts[0], counts[1]
-
-
-def _stream(tensors: _Stored, wanted: Wanted) -> Iterator[tuple[float, str, Tensor]]:
-    """Every converted tensor, with the share of the work that is done."""
-    layers = find_layers(wanted.old, tensors.shapes, str(wanted))
-    begins = {layer.first: layer for layer in layers}
-    inside = frozenset().union(*(layer.names for layer in layers))
-    for number, name in enumerate(tensors.shapes, 1):
-        share = number / len(tensors.shapes)
-        if name in begins:
-            made = convert_layer(begins[name], tensors.read, wanted)
-            for other, tensor in made.items():
-                yield share, other, tensor
-        elif name not in inside:
-            to, turned = renamed(name, wanted.old, wanted.new)
-            tensor = tensors.read(name)
-            yield share, to, tensor.T.contiguous() if turned else tensor
 
 
 def _check_plan(plan: list[_Made], asked: str) -> None:
