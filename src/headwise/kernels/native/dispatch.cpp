@@ -1,0 +1,122 @@
+// The plain C interface: which instruction set serves a call, and on which threads.
+#include "team.hpp"
+#include "unit.hpp"
+
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#define HW_UNIT(isa) const Unit *HW_UNIT_TABLE(isa)();
+#include "units.inc"
+#undef HW_UNIT
+
+namespace {
+
+typedef void (*GompParallel)(void (*)(void *), void *, unsigned, unsigned);
+GompParallel gomp_parallel = nullptr;
+
+const Unit *unit_at(int number) {
+  typedef const Unit *(*Table)();
+  static const Table tables[] = {
+#define HW_UNIT(isa) HW_UNIT_TABLE(isa),
+#include "units.inc"
+#undef HW_UNIT
+  };
+  const int count = (int)(sizeof tables / sizeof tables[0]);
+  return number >= 0 && number < count ? tables[number]() : nullptr;
+}
+
+bool runs_here(const char *name) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!std::strcmp(name, "avx2")) return avx2;
+  if (!std::strcmp(name, "avx512")) return avx512;
+  if (!std::strcmp(name, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  (void)name;
+  return true;
+}
+
+const Unit *chosen(int isa) {
+  if (isa >= 0) {
+    const Unit *unit = unit_at(isa);
+    return unit && runs_here(unit->name) ? unit : nullptr;
+  }
+  static const Unit *best = [] {
+    for (int i = 0; const Unit *unit = unit_at(i); i++)
+      if (runs_here(unit->name)) return unit;
+    return (const Unit *)nullptr;
+  }();
+  return best;
+}
+
+bool makes_sense(const hw_call *c) {
+  return c && c->batch > 0 && c->heads > 0 && c->kv_heads > 0 && c->heads % c->kv_heads == 0 && c->queries > 0 &&
+         c->keys > 0 && c->keys < INT32_MAX && c->dim > 0 && c->threads > 0 && c->q && c->k &&
+         (!c->window || c->causal) && c->dtype >= HW_FLOAT32 && c->dtype <= HW_FLOAT16;
+}
+
+} // namespace
+
+void headwise::on_team(int threads, void (*body)(void *), void *data) {
+  if (gomp_parallel) return gomp_parallel(body, data, (unsigned)threads, 0);
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(body, data);
+  body(data);
+  for (std::thread &other : others) other.join();
+}
+
+extern "C" {
+
+#define HW_PUBLIC __attribute__((visibility("default")))
+
+HW_PUBLIC int hw_forward(const hw_call *call, int isa) {
+  const Unit *unit = chosen(isa);
+  if (!unit) return HW_NO_SUCH_ISA;
+  if (!makes_sense(call) || (call->v && (!call->out || call->value_dim < 1))) return HW_BAD_CALL;
+  return unit->forward(*call);
+}
+
+HW_PUBLIC int hw_backward(const hw_call *call, int isa) {
+  const Unit *unit = chosen(isa);
+  if (!unit) return HW_NO_SUCH_ISA;
+  if (!makes_sense(call) || !call->lse) return HW_BAD_CALL;
+  if (!call->v && (call->grad_out || call->grad_v)) return HW_BAD_CALL;
+  if (call->grad_out && !call->out) return HW_BAD_CALL;
+  if ((call->grad_entropy && !call->entropy) || (call->grad_ahead && !call->ahead) ||
+      (call->grad_first && !call->first) || (call->grad_previous && !call->previous) ||
+      (call->grad_self && !call->self) || (call->grad_sinks && !call->sinks))
+    return HW_BAD_CALL;
+  return unit->backward(*call);
+}
+
+HW_PUBLIC int hw_sums(const hw_call *call, int isa) {
+  const Unit *unit = chosen(isa);
+  if (!unit) return HW_NO_SUCH_ISA;
+  if (!makes_sense(call) || !call->lse) return HW_BAD_CALL;
+  if (call->map && (!call->query_block || !call->key_block || call->blocks < 1)) return HW_BAD_CALL;
+  return unit->sums(*call);
+}
+
+HW_PUBLIC int hw_isa_count(void) {
+  int count = 0;
+  while (unit_at(count)) count++;
+  return count;
+}
+
+HW_PUBLIC const char *hw_isa_name(int isa) {
+  const Unit *unit = unit_at(isa);
+  return unit ? unit->name : "";
+}
+
+HW_PUBLIC int hw_isa_here(int isa) {
+  const Unit *unit = unit_at(isa);
+  return unit && runs_here(unit->name);
+}
+
+HW_PUBLIC int hw_interface(void) { return HW_INTERFACE; }
+HW_PUBLIC int64_t hw_call_size(void) { return sizeof(hw_call); }
+HW_PUBLIC void hw_use_team(void *team) { gomp_parallel = (GompParallel)team; }
+}

@@ -1,0 +1,488 @@
+// One pass over the scores for the output and every statistic of a row: each score is made once, in
+// blocks of queries (lanes) by keys (rows), with a running maximum (Milakov and Gimelshein 2018; Dao
+// et al. 2022, algorithm 1). Beside Σ p it sums p·(s − max) and p·(j − j0): entropy and E[j].
+#pragma once
+
+#include "gemm.hpp"
+#include "lanes.hpp"
+
+namespace HW_ISA {
+
+
+// Sums of one block of queries over the keys so far, all relative to the running maximum `top`, which
+// is in binary digits: scores times log2(e). Σp, Σp(s − top) in digits too, Σp(j − position).
+struct Running {
+  alignas(64) float top[BQ], sum[BQ], scores[BQ], ahead[BQ];
+  alignas(64) float factor[BQ];                              // what the maximum's last change did
+  alignas(64) float first[BQ], previous[BQ], self[BQ];       // scores at these keys
+
+  void clear() {
+    for (int i = 0; i < BQ; i++) {
+      top[i] = first[i] = previous[i] = self[i] = -INF;
+      sum[i] = scores[i] = ahead[i] = 0.f;
+    }
+  }
+};
+
+// What scores, as they come out of products and finish_scores, are multiplied by to be digits.
+static HW_INLINE float digits_of(const Call &c) { return (plain_scores(c) ? c.scale : 1.f) * LOG2_E; }
+
+static HW_INLINE vf base_of(vf top) { return select(top == splat(-INF), vf{}, top); }
+
+// Puts N vectors of lanes of a block's scores through the softmax: scores[key][lane] become weights
+// 2^(s·factor − top), and go to `weights` as the product wants them. True if some lane's top changed.
+template <class In, int N, bool ALL>
+static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j0, int n, float factor,
+                             bool open, const int8_t *start, const int8_t *stop, float *scores,
+                             typename In::element *weights) {
+  auto idle = [&](int k, int v) { return !open && (v0 + v < start[k] || v0 + v >= stop[k]); };
+  vf best[N];
+  for (int v = 0; v < N; v++) best[v] = splat(-INF);
+  for (int k = 0; k < n; k++) {
+    float *row = scores + (int64_t)k * BQ + v0 * W;
+    for (int v = 0; v < N; v++) {
+      if (idle(k, v)) continue;
+      if (!open)
+        store(row + v * W, select(lanes.sees(v0 + v, j0 + k), load<vf>(row + v * W), splat(-INF)));
+      best[v] = larger(load<vf>(row + v * W), best[v]);
+    }
+  }
+  vf base[N], sum[N], es[N], ej[N];
+  bool changed = false;
+  for (int v = 0; v < N; v++) {
+    const int at = (v0 + v) * W;
+    vf old = load<vf>(run.top + at), top = larger(old, best[v] * factor);
+    base[v] = base_of(top);
+    vf moved = select(old == splat(-INF), vf{}, old - base[v]);
+    vf shrink = select(old == splat(-INF), vf{}, weight(moved));
+    store(run.top + at, top);
+    store(run.factor + at, shrink);
+    vi same = shrink == splat(1.f);
+    for (int i = 0; i < W; i++) changed |= !same[i];
+    vf total = load<vf>(run.sum + at);
+    if (ALL) {
+      store(run.scores + at, shrink * fma(moved, total, load<vf>(run.scores + at)));
+      store(run.ahead + at, shrink * load<vf>(run.ahead + at));
+    }
+    store(run.sum + at, shrink * total);
+    sum[v] = es[v] = ej[v] = vf{};
+  }
+  const vf by = splat(factor);
+  vf step{};
+  for (int k = 0; k < n; k += In::Product::step) {
+    vf p[In::Product::step][N];
+    for (int i = 0; i < In::Product::step; i++) {
+      const float *row = scores + (int64_t)(k + i) * BQ + v0 * W;
+      for (int v = 0; v < N; v++) {
+        if (k + i >= n || idle(k + i, v)) {
+          p[i][v] = vf{};
+          continue;
+        }
+        vf t = fma(load<vf>(row + v * W), by, -base[v]);
+        p[i][v] = weight(t);
+        sum[v] += p[i][v];
+        if (ALL) {
+          es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
+          ej[v] = fma(p[i][v], step, ej[v]);
+        }
+      }
+      step += 1.f;
+    }
+    for (int v = 0; v < N; v++) In::keep(p[0][v], p[In::Product::step - 1][v], weights, k, v0 + v);
+  }
+  for (int v = 0; v < N; v++) {
+    const int at = (v0 + v) * W;
+    store(run.sum + at, load<vf>(run.sum + at) + sum[v]);
+    if (ALL) {
+      store(run.scores + at, load<vf>(run.scores + at) + es[v]);
+      vf start_at = __builtin_convertvector(splat(j0) - load<vi>(lanes.position + at), vf);
+      store(run.ahead + at, load<vf>(run.ahead + at) + fma(start_at, sum[v], ej[v]));
+    }
+  }
+  return changed;
+}
+
+// The scores of each lane at key 0, before its position and at it, as far as they are in this block.
+static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, int32_t j0, int n,
+                               const float *scores) {
+  if (c.first && j0 == 0)
+    for (int i = 0; i < lanes.vectors * W; i++)
+      if (lanes.low[i] == 0 && lanes.high[i] > 0) run.first[i] = scores[i];
+  if (!c.previous && !c.self) return;
+  for (int i = 0; i < lanes.vectors * W; i++) {
+    int32_t j = lanes.position[i];
+    if (j >= j0 && j < j0 + n && lanes.low[i] <= j && j < lanes.high[i])
+      run.self[i] = scores[(int64_t)(j - j0) * BQ + i];
+    j--;
+    if (j >= j0 && j < j0 + n && lanes.low[i] <= j && j < lanes.high[i])
+      run.previous[i] = scores[(int64_t)(j - j0) * BQ + i];
+  }
+}
+
+// What the sums over all keys come to, with the sinks; `share` is what each output row is multiplied by.
+// The lanes' rows of the results lie side by side from row0 on.
+template <bool ALL>
+static inline void finish_rows(const Call &c, const Running &run, int64_t row0, int n, float *share) {
+  const vf digits = splat(digits_of(c));
+  alignas(64) float sinks[BQ] = {};
+  for (int i = 0; c.sinks && i < n; i++) sinks[i] = c.sinks[(row0 + i) / c.queries % c.heads] * LOG2_E;
+  for (int v = 0; v * W < n; v++) {
+    const int at = v * W;
+    vf sum = load<vf>(run.sum + at), es = load<vf>(run.scores + at), old = load<vf>(run.top + at);
+    vf top = base_of(old), shrink = splat(1.f);
+    vi dead = sum == vf{};
+    if (c.sinks) {
+      const vf sink = load<vf>(sinks + at);
+      vf moved = top;
+      top = larger(sink, top);
+      moved -= top;
+      shrink = weight(moved);
+      vf own = weight(sink - top);
+      es = fma(own, larger(splat(LEAST), sink - top), shrink * fma(moved, sum, es));
+      sum = fma(sum, shrink, own);
+    }
+    vf logs = log_positive(select(dead, splat(1.f), sum)), inverse = 1.f / select(dead, splat(1.f), sum);
+    logs = select(sum == sum, logs, sum);
+    vf lse = fma(top, splat(LN_2), logs), scale = select(dead, vf{}, shrink * inverse);
+    store(share + at, scale);
+    const int count = (int)least(W, n - at);
+    auto put = [&](float *to, vf x) {
+      x = select(dead, vf{}, x);
+      if (to) __builtin_memcpy(to + row0 + at, &x, count * sizeof(float));
+    };
+    if (ALL) {
+      vf entropy = fma(es * inverse, splat(-LN_2), logs);
+      put(c.entropy, select(entropy < vf{}, vf{}, entropy));
+      put(c.ahead, load<vf>(run.ahead + at) * scale);
+    }
+    auto of_key = [&](const float *score) { return scale * weight(fma(load<vf>(score + at), digits, -base_of(old))); };
+    if (c.first) put(c.first, of_key(run.first));
+    if (c.previous) put(c.previous, of_key(run.previous));
+    if (c.self) put(c.self, of_key(run.self));
+    lse = select(dead, splat(-INF), lse);
+    vf highest = select(old == splat(-INF), old, old * LN_2);
+    dead = vi{};
+    put(c.lse, lse);
+    put(c.max, highest);
+  }
+}
+
+// ── what is multiplied ──────────────────────────────────────────────────────────────────────────
+
+template <class E> struct Matrix {
+  const E *data;
+  int64_t stride;
+};
+
+// Everything in float32; halves are widened as they are read.
+struct InFloat {
+  static constexpr int BK = 48; // keys to a block
+  typedef Float Product;
+  typedef float element;
+
+  static int64_t depth(const Call &c) { return c.dim; } // elements of a score's sum
+  static int64_t row_room(const Call &c) { return most(BQ, BK) * padded(c.dim); }
+  static int64_t value_room(const Call &c) { return BK * padded(c.value_dim); }
+  static int64_t weight_room() { return 0; }
+
+  // Queries or keys laid on their side, and as rows.
+  static void lay_rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, float *room, float *to) {
+    Rows rows = rows_at(c, tensor, at, stride, n, c.dim, padded(c.dim), room);
+    lay(rows.data, rows.stride, n, padded(c.dim), to);
+  }
+  static void change_sign(const Call &c, float *laid) {
+    for (int64_t i = 0; i < c.dim * BQ; i++) laid[i] *= c.sign;
+  }
+  static Matrix<float> rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, float *room) {
+    Rows found = rows_at(c, tensor, at, stride, n, c.dim, c.dim, room);
+    return {found.data, found.stride};
+  }
+  static Matrix<float> values(const Call &c, int64_t at, int n, float *room) {
+    Rows rows = rows_at(c, c.v, at, c.v_stride[2], n, c.value_dim, padded(c.value_dim), room);
+    return {rows.data, rows.stride};
+  }
+  static float *weights(float *scores, float *) { return scores; } // in place
+  static HW_INLINE void keep(vf p, vf, float *weights, int k, int v) {
+    store(weights + (int64_t)k * BQ + v * W, p);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
+struct InPairs {
+  static constexpr int BK = 96; // keys to a block
+  typedef Pair Product;
+  typedef uint32_t element;
+
+  static int64_t depth(const Call &c) { return (c.dim + 1) / 2; }
+  static int64_t row_room(const Call &c) { return most(BQ, BK) * padded(depth(c)); }
+  static int64_t value_room(const Call &c) { return (BK + 1) / 2 * padded(c.value_dim); }
+  static int64_t weight_room() { return (BK + 1) / 2 * BQ; }
+
+  // Rows of pairs, in place where they lie so; `wide` pairs to a row, zeros at the end.
+  static Matrix<uint32_t> pairs(const Call &c, const void *tensor, int64_t at, int64_t stride, int n,
+                                int64_t wide, uint32_t *room) {
+    const uint16_t *from = (const uint16_t *)tensor + at;
+    if (c.dim == 2 * wide && stride % 2 == 0 && (uintptr_t)from % 4 == 0)
+      return {(const uint32_t *)from, stride / 2};
+    for (int i = 0; i < n; i++) {
+      uint16_t *row = (uint16_t *)(room + i * wide);
+      __builtin_memcpy(row, from + i * stride, c.dim * sizeof(uint16_t));
+      __builtin_memset(row + c.dim, 0, (2 * wide - c.dim) * sizeof(uint16_t));
+    }
+    return {room, wide};
+  }
+  static void lay_rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, uint32_t *room,
+                       uint32_t *to) {
+    const int64_t wide = padded(depth(c));
+    Matrix<uint32_t> found = pairs(c, tensor, at, stride, n, wide, room);
+    lay((const float *)found.data, found.stride, n, wide, (float *)to); // moves bits only
+  }
+  static void change_sign(const Call &c, uint32_t *laid) {
+    for (int64_t i = 0; i < depth(c) * BQ; i++) laid[i] = c.sign == 0.f ? 0 : laid[i] ^ 0x80008000;
+  }
+  static Matrix<uint32_t> rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, uint32_t *room) {
+    return pairs(c, tensor, at, stride, n, depth(c), room);
+  }
+  // to[key / 2][d]: the values of an even key and of the next.
+  static Matrix<uint32_t> values(const Call &c, int64_t at, int n, uint32_t *room) {
+    const int64_t wide = padded(c.value_dim), stride = c.v_stride[2];
+    const uint16_t *from = (const uint16_t *)c.v + at;
+    for (int k = 0; k < n; k += 2) {
+      const uint16_t *even = from + k * stride, *odd = even + stride;
+      uint32_t *to = room + k / 2 * wide;
+      int64_t d = 0;
+      for (; d + W <= c.value_dim; d += W) {
+        vu low = __builtin_convertvector(load<vh>(even + d), vu);
+        vu high = k + 1 < n ? __builtin_convertvector(load<vh>(odd + d), vu) : vu{};
+        store(to + d, low | (high << 16));
+      }
+      for (; d < wide; d++)
+        to[d] = d < c.value_dim ? even[d] | (k + 1 < n ? (uint32_t)odd[d] << 16 : 0) : 0;
+    }
+    return {room, wide};
+  }
+  static uint32_t *weights(float *, uint32_t *room) { return room; }
+  static HW_INLINE void keep(vf even, vf odd, uint32_t *weights, int k, int v) {
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                         6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    store(weights + (int64_t)(k / 2) * BQ + v * W, _mm512_permutexvar_epi16(zip, both));
+  }
+};
+#endif
+
+// ── a block of queries ──────────────────────────────────────────────────────────────────────────
+
+template <class In> struct Workspace {
+  typedef typename In::element E;
+  Lanes &lanes;
+  Running &run;
+  float *scores, *out;
+  E *queries, *rows, *values, *weights;
+
+  Workspace(headwise::Scratch &s, const Call &c)
+      : lanes(*s.take<Lanes>(1)), run(*s.take<Running>(1)), scores(s.take<float>(In::BK * BQ)),
+        out(s.take<float>(BQ * padded(c.value_dim))), queries(s.take<E>(padded(In::depth(c)) * BQ)),
+        rows(s.take<E>(In::row_room(c))), values(s.take<E>(In::value_room(c))),
+        weights(s.take<E>(In::weight_room())) {}
+
+  static int64_t bytes(const Call &c) {
+    typedef headwise::Scratch S;
+    return S::size_of<Lanes>(1) + S::size_of<Running>(1) + S::size_of<float>(In::BK * BQ) +
+           S::size_of<float>(BQ * padded(c.value_dim)) + S::size_of<E>(padded(In::depth(c)) * BQ) +
+           S::size_of<E>(In::row_room(c)) + S::size_of<E>(In::value_room(c)) + S::size_of<E>(In::weight_room());
+  }
+};
+
+// Rows of the output, each times a factor of its own; rows with factor 0 become 0 whatever they hold.
+static inline void rescale(float *out, int64_t wide, const float *factors, int n) {
+  for (int i = 0; i < n; i++) {
+    float *row = out + i * wide;
+    if (factors[i] == 0.f)
+      for (int64_t d = 0; d < wide; d += W) store(row + d, vf{});
+    else if (factors[i] != 1.f)
+      for (int64_t d = 0; d < wide; d += W) store(row + d, load<vf>(row + d) * factors[i]);
+  }
+}
+
+// Sums over the keys [first, last) that the lanes may see, in `w.run` and `w.out` (both cleared here).
+template <class In, bool ALL>
+static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int32_t first, int32_t last,
+                      Workspace<In> &w) {
+  typedef typename In::Product Product;
+  constexpr int STEP = Product::step, BK = In::BK;
+  typename In::element *const weights = In::weights(w.scores, w.weights);
+  const int64_t g = h / (c.heads / c.kv_heads), wide = c.v ? padded(c.value_dim) : 0;
+  const bool plain = plain_scores(c);
+  const float digits = digits_of(c);
+  const int depth = (int)In::depth(c);
+  w.run.clear();
+  __builtin_memset(w.out, 0, n * wide * sizeof(float));
+  int8_t start[BK], stop[BK];
+  for (int32_t j0 = first; j0 < last; j0 += BK) {
+    const int keys = (int)least(BK, last - j0);
+    const bool open = w.lanes.open(j0, j0 + keys);
+    Matrix<typename In::element> k = In::rows(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], keys, w.rows);
+    for (int r = 0; r < keys; r += MR) {
+      const int size = (int)least(MR, keys - r);
+      int from = 0, to = w.lanes.vectors;
+      if (!open) w.lanes.active(j0 + r, j0 + r + size, from, to);
+      for (int i = r; i < r + size; i++) start[i] = (int8_t)from, stop[i] = (int8_t)to;
+      product<Product, false>(size, to - from, k.data + r * k.stride, k.stride, 1, w.queries + from * W, BQ,
+                              w.scores + (int64_t)r * BQ + from * W, BQ, depth);
+    }
+    if (!plain) finish_scores(c, w.lanes, b, h, i0, n, j0, keys, w.scores, nullptr);
+    if (c.first || c.previous || c.self) note_scores(c, w.lanes, w.run, j0, keys, w.scores);
+    bool changed = false;
+    int at = 0;
+    for (; at + NV <= w.lanes.vectors; at += NV)
+      changed |= soften<In, NV, ALL>(w.lanes, w.run, at, j0, keys, digits, open, start, stop, w.scores, weights);
+    for (; at < w.lanes.vectors; at++)
+      changed |= soften<In, 1, ALL>(w.lanes, w.run, at, j0, keys, digits, open, start, stop, w.scores, weights);
+    if (!c.v) continue;
+    if (changed && j0 > first) rescale(w.out, wide, w.run.factor, n);
+    Matrix<typename In::element> v = In::values(c, place(c.v_stride, b, g, j0), keys, w.values);
+    for (int i = 0; i < n; i += MR) {
+      const int size = (int)least(MR, n - i);
+      int32_t from = 0, to = keys;
+      if (!open) {
+        w.lanes.keys_of(i, i + size, j0, j0 + keys, from, to);
+        from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
+      } else {
+        to = (keys + STEP - 1) / STEP;
+      }
+      if (to > from)
+        product<Product, true>(size, (int)(wide / W), weights + (int64_t)from * BQ + i, 1, BQ,
+                               v.data + from * v.stride, v.stride, w.out + i * wide, wide, to - from);
+    }
+  }
+}
+
+// The same sums over more keys: those of `part` and `more` join `run` and `out`.
+static inline void merge(Running &run, float *out, const Running &part, const float *more, int n, int64_t wide) {
+  alignas(64) float kept[BQ], added[BQ];
+  for (int at = 0; at < n; at += W) {
+    vf old = load<vf>(run.top + at), other = load<vf>(part.top + at), top = larger(old, other);
+    vf none = splat(-INF), base = base_of(top);
+    auto joined = [&](const Running &r, vf its, vf &factor, float *room, vf &scores) {
+      vf moved = select(its == none, vf{}, its - base);
+      factor = select(its == none, vf{}, weight(moved));
+      store(room + at, factor);
+      scores = factor * fma(moved, load<vf>(r.sum + at), load<vf>(r.scores + at));
+    };
+    vf first, second, one, two;
+    joined(run, old, first, kept, one);
+    joined(part, other, second, added, two);
+    store(run.top + at, top);
+    store(run.scores + at, one + two);
+    store(run.sum + at, first * load<vf>(run.sum + at) + second * load<vf>(part.sum + at));
+    store(run.ahead + at, first * load<vf>(run.ahead + at) + second * load<vf>(part.ahead + at));
+    store(run.first + at, larger(load<vf>(run.first + at), load<vf>(part.first + at)));
+    store(run.previous + at, larger(load<vf>(run.previous + at), load<vf>(part.previous + at)));
+    store(run.self + at, larger(load<vf>(run.self + at), load<vf>(part.self + at)));
+  }
+  for (int i = 0; i < n; i++)
+    for (int64_t d = i * wide; d < (i + 1) * wide; d += W)
+      store(out + d, load<vf>(out + d) * kept[i] + load<vf>(more + d) * added[i]);
+}
+
+// Runs tasks whose keys are split into parts, and joins these in order. A body has tasks, splits, rows
+// (at most, to a task) and bytes of room; sum(task, split, room) gives a Part, finish(task, …) writes.
+struct Part {
+  Running &run;
+  float *out;
+};
+
+template <class Body> static int in_parts(const Call &c, const Body &body) {
+  typedef headwise::Scratch Scratch;
+  const int64_t splits = body.splits, wide = c.v ? padded(c.value_dim) : 0;
+  if (splits == 1) {
+    auto work = [&](int64_t task, Scratch &room) {
+      Part part = body.sum(task, 0, room);
+      body.finish(task, part.run, part.out);
+    };
+    return headwise::for_each_task(body.tasks, c.threads, body.bytes, work) ? HW_OK : HW_NO_MEMORY;
+  }
+  const int64_t out_bytes = Scratch::size_of<float>(body.rows * wide), bytes = Scratch::size_of<Running>(1) + out_bytes;
+  Scratch parts(body.tasks * splits * bytes);
+  if (!parts) return HW_NO_MEMORY;
+  char *start = parts.take<char>(0);
+  auto part_of = [&](int64_t number) {
+    return Part{*(Running *)(start + number * bytes), (float *)(start + (number + 1) * bytes - out_bytes)};
+  };
+  auto work = [&](int64_t number, Scratch &room) {
+    Part part = body.sum(number / splits, number % splits, room), kept = part_of(number);
+    kept.run = part.run;
+    __builtin_memcpy(kept.out, part.out, out_bytes);
+  };
+  auto join = [&](int64_t task, Scratch &) {
+    Part all = part_of(task * splits);
+    for (int64_t split = 1; split < splits; split++) {
+      Part more = part_of(task * splits + split);
+      merge(all.run, all.out, more.run, more.out, (int)body.rows, wide);
+    }
+    body.finish(task, all.run, all.out);
+  };
+  const bool done = headwise::for_each_task(body.tasks * splits, c.threads, body.bytes, work) &&
+                    headwise::for_each_task(body.tasks, c.threads, 64, join);
+  return done ? HW_OK : HW_NO_MEMORY;
+}
+
+constexpr int64_t TASKS = 64, SPLIT = 1024; // fewer tasks than this are split, into parts of so many keys at least
+
+template <class In, bool ALL> struct Forward {
+  const Call &c;
+  const int64_t blocks, wide, rows, tasks, splits, bytes;
+
+  explicit Forward(const Call &call)
+      : c(call), blocks((c.queries + BQ - 1) / BQ), wide(c.v ? padded(c.value_dim) : 0),
+        rows(least(BQ, c.queries)), tasks(c.batch * c.heads * blocks),
+        splits(most(1, least(TASKS / tasks, c.keys / SPLIT))), bytes(Workspace<In>::bytes(c)) {}
+
+  // A block of queries of a head; the long blocks of a causal head come first.
+  struct Place {
+    int64_t b, h, i0;
+    int n;
+  };
+  Place place_of(int64_t task) const {
+    const int64_t i0 = (blocks - 1 - task % blocks) * BQ, head = task / blocks;
+    return {head / c.heads, head % c.heads, i0, (int)least(BQ, c.queries - i0)};
+  }
+
+  Part sum(int64_t task, int64_t split, headwise::Scratch &room) const {
+    const Place p = place_of(task);
+    Workspace<In> w(room, c);
+    w.lanes.set(c, p.b, p.h, p.i0, p.n);
+    In::lay_rows(c, c.q, place(c.q_stride, p.b, p.h, p.i0), c.q_stride[2], p.n, w.rows, w.queries);
+    if (c.sign != 1.f) In::change_sign(c, w.queries);
+    const int64_t first = w.lanes.first, all = w.lanes.last - first;
+    over_keys<In, ALL>(c, p.b, p.h, p.i0, p.n, (int32_t)(first + all * split / splits),
+                       (int32_t)(first + all * (split + 1) / splits), w);
+    return {w.run, w.out};
+  }
+
+  void finish(int64_t task, const Running &run, float *out) const {
+    const Place p = place_of(task);
+    alignas(64) float share[BQ];
+    finish_rows<ALL>(c, run, (p.b * c.heads + p.h) * c.queries + p.i0, p.n, share);
+    if (!c.v) return;
+    rescale(out, wide, share, p.n);
+    for (int i = 0; i < p.n; i++)
+      write_row(c, out + i * wide, c.value_dim, c.out, place(c.out_stride, p.b, p.h, p.i0 + i));
+  }
+};
+
+template <class In> static int forward_in(const Call &c) {
+  if (c.entropy || c.ahead) return in_parts(c, Forward<In, true>(c));
+  return in_parts(c, Forward<In, false>(c));
+}
+
+static int forward(const Call &c) {
+#if defined(__AVX512BF16__)
+  if (c.dtype == HW_BFLOAT16) return forward_in<InPairs>(c);
+#endif
+  return forward_in<InFloat>(c);
+}
+
+} // namespace HW_ISA

@@ -1,0 +1,124 @@
+// Sums of P over queries, given the log-sum-exp: what every key receives, and maps by blocks. Here keys
+// are the lanes and queries the rows, so that a key's sum is one addition a weight.
+#pragma once
+
+#include "forward.hpp"
+
+namespace HW_ISA {
+
+template <class In> struct Sums {
+  typedef typename In::element E;
+  typedef headwise::Scratch Scratch;
+  static constexpr int ROWS = 48; // queries to a block
+
+  const Call &c;
+  const int64_t tiles; // of BQ keys
+  const float factor;
+  const bool plain;
+
+  explicit Sums(const Call &call)
+      : c(call), tiles((c.keys + BQ - 1) / BQ), factor(c.sign * c.scale), plain(plain_scores(c)) {}
+
+  struct Room {
+    E *keys, *rows;
+    float *scores;
+    Room(Scratch &s, const Call &c)
+        : keys(s.take<E>(padded(In::depth(c)) * BQ)), rows(s.take<E>(In::row_room(c))),
+          scores(s.take<float>(ROWS * BQ)) {}
+    static int64_t bytes(const Call &c) {
+      return Scratch::size_of<E>(padded(In::depth(c)) * BQ) + Scratch::size_of<E>(In::row_room(c)) +
+             Scratch::size_of<float>(ROWS * BQ);
+    }
+  };
+
+  // One tile of keys of one head, over all queries.
+  void tile_of(Room &w, int64_t b, int64_t h, int64_t tile) const {
+    const int32_t j0 = (int32_t)(tile * BQ);
+    const int n = (int)least(BQ, c.keys - j0);
+    const int64_t g = h / (c.heads / c.kv_heads), head = b * c.heads + h;
+    const vf digits = splat((plain ? factor : 1.f) * LOG2_E);
+    float *map = c.map ? c.map + head * c.blocks * c.blocks : nullptr;
+    vi lanes[VQ];
+    vf received[VQ] = {}, run[VQ] = {};
+    for (int v = 0; v < VQ; v++)
+      for (int i = 0; i < W; i++) lanes[v][i] = j0 + v * W + i;
+    int32_t block = -1; // the queries' block that `run` is of
+    auto flush = [&] {
+      alignas(64) float sums[BQ];
+      for (int v = 0; v < VQ; v++) store(sums + v * W, run[v]), run[v] = vf{};
+      if (block >= 0)
+        for (int j = 0; j < n; j++) map[block * c.blocks + c.key_block[j0 + j]] += sums[j];
+    };
+    bool laid = false;
+    for (int64_t i0 = 0; i0 < c.queries; i0 += ROWS) {
+      const int rows = (int)least(ROWS, c.queries - i0);
+      int32_t low[ROWS], high[ROWS];
+      int from = rows, to = 0;
+      for (int i = 0; i < rows; i++) {
+        int64_t first, last;
+        range_of(c, b, h, i0 + i, first, last);
+        low[i] = (int32_t)first, high[i] = (int32_t)last;
+        if (first < j0 + n && j0 < last) from = (int)least(from, i), to = i + 1;
+      }
+      if (from >= to) continue;
+      if (!laid) {
+        In::lay_rows(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], n, w.rows, w.keys);
+        laid = true;
+      }
+      Matrix<E> q =
+          In::rows(c, c.q, place(c.q_stride, b, h, i0 + from), c.q_stride[2], to - from, w.rows);
+      for (int i = from; i < to; i += MR)
+        product<typename In::Product, false>((int)least(MR, to - i), VQ, q.data + (i - from) * q.stride, q.stride, 1,
+                                             w.keys, BQ, w.scores + (int64_t)i * BQ, BQ, (int)In::depth(c));
+      vf part[VQ] = {};
+      for (int i = from; i < to; i++) {
+        float *row = w.scores + (int64_t)i * BQ;
+        const float lse = c.lse[head * c.queries + i0 + i];
+        if (lse == -INF) continue;
+        if (!plain) finish_row(c, factor, b, h, i0 + i, j0, n, row);
+        const bool open = low[i] <= j0 && j0 + BQ <= high[i];
+        const vf base = splat(lse * LOG2_E), counts = splat(c.weight ? c.weight[i0 + i] : 1.f);
+        if (map && c.query_block[i0 + i] != block) {
+          flush();
+          block = c.query_block[i0 + i];
+        }
+        for (int v = 0; v < VQ; v++) {
+          vf t = fma(load<vf>(row + v * W), digits, -base);
+          if (!open) t = select((lanes[v] >= splat(low[i])) & (lanes[v] < splat(high[i])), t, splat(-INF));
+          vf p = weight(t) * counts;
+          part[v] += p;
+          if (map) run[v] += p;
+        }
+      }
+      for (int v = 0; v < VQ; v++) received[v] += part[v];
+    }
+    if (map) flush();
+    if (!c.received) return;
+    alignas(64) float sums[BQ];
+    for (int v = 0; v < VQ; v++) store(sums + v * W, received[v]);
+    __builtin_memcpy(c.received + head * c.keys + j0, sums, n * sizeof(float));
+  }
+
+  int run() const {
+    // A map's entries are sums over several tiles, so that a task must have all of a head's.
+    const int64_t at_a_time = c.map ? tiles : 1, parts = (tiles + at_a_time - 1) / at_a_time;
+    auto work = [&](int64_t task, Scratch &scratch) {
+      Room w(scratch, c);
+      const int64_t head = task / parts, first = task % parts * at_a_time;
+      if (c.map) __builtin_memset(c.map + head * c.blocks * c.blocks, 0, c.blocks * c.blocks * sizeof(float));
+      for (int64_t tile = first; tile < least(tiles, first + at_a_time); tile++)
+        tile_of(w, head / c.heads, head % c.heads, tile);
+    };
+    return headwise::for_each_task(c.batch * c.heads * parts, c.threads, Room::bytes(c), work) ? HW_OK : HW_NO_MEMORY;
+  }
+};
+
+static int sums(const hw_call &call) {
+  const Call c(call);
+#if defined(__AVX512BF16__)
+  if (c.dtype == HW_BFLOAT16) return Sums<InPairs>(c).run();
+#endif
+  return Sums<InFloat>(c).run();
+}
+
+} // namespace HW_ISA
