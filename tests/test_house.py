@@ -11,16 +11,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
-    *("_axes", "_index", "_files", "masks", "definition"),
+    *("_axes", "_index", "_files", "masks", "definition", "sampling"),
+    *("kernels", "kernels.cpu", "kernels.cpu_ops"),
     *(
         "backends.base",
         "backends.eager",
         "backends.blocked",
         "backends.tiles",
         "backends.sdpa",
+        "backends.terms",
+        "backends.native",
         "backends",
     ),
-    *("readings", "sampling", "sweep", "evidence", "attend", "statistics", "patterns"),
+    *("readings", "sweep", "evidence", "attend", "statistics", "patterns", "running"),
     *("rope", "cache", "layer", "layouts", "packing", "convert", "watch"),
     *("__init__",),
     *(

@@ -225,7 +225,8 @@ def test_an_observer_takes_the_place_of_attend():
     mask = Causal()
     out = layer(x, mask=mask)
     assert torch.equal(out, layer.out.bias.expand_as(out))
-    keywords = {"mask": mask, "scale": None, "softcap": 3.0, "dropout": 0.0, "backend": "auto"}
+    keywords = {"mask": mask, "scale": None, "softcap": 3.0, "dropout": 0.0, "sinks": None}
+    keywords["backend"] = "auto"
     assert calls == [(layer, (B, 6, T, D), (B, 6, T, D), (B, 6, T, D), keywords)]
 
 

@@ -92,6 +92,25 @@ def test_standard_error_by_hand() -> None:
     assert standard_error(values, rows, 8).isfinite().all()
 
 
+@pytest.mark.parametrize("output", [True, False])
+@pytest.mark.parametrize(("t", "s"), [(0, S), (T, 0), (0, 0)])
+def test_calls_without_queries_or_keys_read_nothing(t: int, s: int, output: bool) -> None:
+    q, k, v = qkv(t, s)
+    statistics = [hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.First()), hw.Map(3)]
+    statistics += [hw.Distance(spread=True), hw.TopKeys(2), hw.Received(), hw.OffsetHistogram(3)]
+    for statistic in [*statistics, hw.Similarity(), hw.Mass(hw.Window(2))]:
+        for queries in (None, 4):
+            seen = hw.observe(q, k, v, statistic, output=output, queries=queries)
+            for name in seen.names:
+                assert not seen[name].isnan().any()
+            for row in seen.table():
+                figures = {n: x for n, x in row.items() if n != "head" and x != -math.inf}
+                assert not any(figures.values()), figures
+    if not t:
+        with pytest.raises(ValueError, match="the call has no queries"):
+            hw.observe(q, k, v, queries=[0])
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("queries", "says"),

@@ -9,6 +9,7 @@ from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix,
 from .patterns import First, Induction, Previous, SameToken, Self
 from .readings import Reading
 from .rope import RoPE
+from .running import Running
 from .statistics import (
     LSE,
     Distance,
@@ -20,6 +21,7 @@ from .statistics import (
     OutputNorm,
     Received,
     Similarity,
+    Sink,
     TopKeys,
 )
 from .watch import watch
@@ -52,10 +54,12 @@ __all__ = [
     "Reading",
     "Received",
     "RoPE",
+    "Running",
     "SameToken",
     "Seen",
     "Self",
     "Similarity",
+    "Sink",
     "Statistic",
     "TopKeys",
     "Window",

@@ -14,7 +14,7 @@ from ._axes import as_given
 from .backends import Call, Choice, choose, consider
 from .evidence import Evidence, Statistic
 from .masks import Mask
-from .readings import Reading, summarise
+from .readings import Figure, Reading, Way, summarise
 from .sampling import Sample, draw, standard_error
 
 
@@ -27,6 +27,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B H T Dv"]:
     """Multi-head attention on queries, keys and values that are already split into heads.
@@ -40,11 +41,13 @@ def attend(
         scale: factor of the scores, `D**-0.5` by default.
         softcap: `c` makes scores `c · tanh(score / c)`, before any bias.
         dropout: probability with which a weight is dropped; give 0 outside training.
+        sinks: learned sinks `[H]`: one more logit for each head, in the softmax of every row that
+            may attend to a key; what it takes is attention to nothing (no key, no value).
         backend: `"auto"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never falls back.
 
     Returns:
         The output `[B, H, T, Dv]` in q's dtype; 0 for queries that may attend to nothing.
-        Differentiable in q, k, v (and in a `Bias`).
+        Differentiable in q, k, v and sinks (and in a `Bias`).
 
     Raises:
         ValueError: shapes, dtypes, masks or numbers that do not fit; a backend that refuses.
@@ -55,9 +58,9 @@ def attend(
     >>> attend(q, k, v, mask=Causal()).shape
     torch.Size([2, 12, 7, 64])
 
-    Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023.
+    Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023; sinks: GPT-OSS 2025.
     """
-    call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout)
+    call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
     with as_given(q.device):
         return choose(call, backend).run(call)[0]
 
@@ -71,6 +74,7 @@ def observe(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
@@ -81,7 +85,9 @@ def observe(
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
     The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
-    dropout and are computed in float32 at least.
+    dropout and are computed in float32 at least. With learned sinks, `lse` and entropies are those
+    of keys and sink together; masses, distances, maps, top keys and what keys receive count keys
+    only, and so sum to what the sink leaves.
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
@@ -91,8 +97,8 @@ def observe(
         seed: of the draw.
         output: False leaves the attention output out, for calls of which only the statistics are
             wanted; of sampled queries that costs a fraction of a call.
-        gradients: LSE, entropy, distance and masses can be differentiated in q and k where these
-            require it, and so stand in a loss; False detaches them.
+        gradients: LSE, entropy, distance and masses can be differentiated in q, k and sinks where
+            these require it, and so stand in a loss; False detaches them.
         projection: weight of the output projection `[O, H · Dv]`, for `OutputNorm`.
 
     Returns:
@@ -108,32 +114,31 @@ def observe(
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
     tensor([1., 2., 3., 4.])
     """
-    for statistic in statistics:
-        if isinstance(statistic, type) or not isinstance(statistic, Statistic):
-            made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
-            raise ValueError(f"observe(…, {statistic!r}): not a statistic; did you mean {made}?")
+    _check(statistics, "observe")
     call = Call.of(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, function="observe"
+        *(q, k, v),
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        sinks=sinks,
+        function="observe",
     )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     chosen = choose(call, backend)
     gradients = gradients and call.needs_grad
     readings: dict[str, Reading] = {}
     with as_given(q.device):
-        out, lse = chosen.run(call, gradients) if output else (None, None)
-    with as_given(q.device), nullcontext() if gradients else torch.no_grad():
         evidence = Evidence(
-            call,
-            chosen,
-            lse,
-            out,
+            *(call, chosen),
+            output=output,
             rows=None if sample is None else sample.rows,
             gradients=gradients,
             projection=projection,
         )
-        for statistic in statistics:
-            if (prepare := getattr(statistic, "prepare", None)) is not None:
-                prepare(evidence)
+        evidence.prepare(statistics)
+        out, lse = evidence.run() or (None, None)
+    with as_given(q.device), nullcontext() if gradients else torch.no_grad():
         for statistic in statistics:
             for name, reading in statistic.read(evidence).items():
                 if name in readings:
@@ -143,6 +148,13 @@ def observe(
                 readings[name] = reading
         lse = evidence.lse if lse is None else lse
     return Seen(lse=lse, evidence=evidence, readings=readings, output=out)
+
+
+def _check(statistics: Sequence[object], function: str) -> None:
+    for statistic in statistics:
+        if isinstance(statistic, type) or not isinstance(statistic, Statistic):
+            made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
+            raise ValueError(f"{function}(…, {statistic!r}): not a statistic; did you mean {made}?")
 
 
 def _with_error(reading: Reading, sample: Sample) -> Reading:
@@ -246,9 +258,13 @@ class Seen:
 
 def table_rows(readings: dict[str, list[Reading]], heads: int) -> list[dict[str, float]]:
     """The figures of each head over calls; statistics that are maps are left out."""
+    return figure_rows({name: summarise(calls) for name, calls in readings.items()}, heads)
+
+
+def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
+    """A row per head, with a column per figure, its standard error and its coverage."""
     rows: list[dict[str, float]] = [{} for _ in range(heads)]
-    for name, calls in readings.items():
-        figure = summarise(calls)
+    for name, figure in figures.items():
         if figure is None:
             continue
         for row, mean in zip(rows, figure.mean.tolist(), strict=True):
@@ -264,10 +280,15 @@ def table_rows(readings: dict[str, list[Reading]], heads: int) -> list[dict[str,
 
 @dataclass(frozen=True)
 class Explanation:
-    """Who would serve a call, and why the others would not."""
+    """Who would serve a call, and why the others would not; how statistics would be read.
+
+    `statistics` says by name by which road each comes: `"identity: one more call"`, `"a pass over
+    the scores"`, …, and where there is a choice, why.
+    """
 
     chosen: str
     choices: tuple[Choice, ...]
+    statistics: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -275,6 +296,8 @@ class Explanation:
             verdict = "; ".join(choice.reasons) or "can serve this call"
             arrow = "→" if choice.name == self.chosen else " "
             lines.append(f"{arrow} {choice.name:8} {verdict}")
+        wide = max((len(name) for name in self.statistics), default=0)
+        lines += [f"  {name:{wide}}  {way}" for name, way in self.statistics.items()]
         return "\n".join(lines)
 
 
@@ -282,21 +305,65 @@ def explain(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
-    *,
+    *statistics: Statistic,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
+    backend: str = "auto",
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    output: bool = True,
+    gradients: bool = True,
+    projection: Float[Tensor, "O HDv"] | None = None,
 ) -> Explanation:
-    """Every backend with its reasons for refusing the call, and the one that `"auto"` takes.
+    """Every backend with its reasons for refusing the call, and the one that is taken.
 
-    >>> q = k = v = torch.zeros(1, 2, 4, 8)
+    With statistics, also how `observe()` would read each of them; arguments are as there. Nothing
+    is computed.
+
+    Raises:
+        ValueError: as `observe()`.
+
+    >>> q = k = v = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
     >>> print(explain(q, k, v, softcap=30.0))
+      native   ...
       sdpa     softcap is not linear in the scores
     → blocked  can serve this call
       eager    can serve this call
+    >>> from headwise.statistics import Entropy, MaxLogit
+    >>> for name, way in explain(q, k, v, Entropy(), MaxLogit(), softcap=30.0).statistics.items():
+    ...     print(f"{name}: {way}")
+    entropy: a pass over the scores: softcap is not linear in the scores
+    entropy_share: a pass over the scores: softcap is not linear in the scores
+    max_logit: rows of scores: those whose log-sum-exp can still win
     """
+    _check(statistics, "explain")
     call = Call.of(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, function="explain"
+        *(q, k, v),
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        sinks=sinks,
+        function="explain",
     )
-    return Explanation(choose(call).name, tuple(consider(call)))
+    chosen, choices = choose(call, backend), tuple(consider(call))
+    if not statistics:
+        return Explanation(chosen.name, choices)
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
+    evidence = Evidence(
+        *(call, chosen),
+        output=output,
+        rows=None if sample is None else sample.rows,
+        gradients=gradients and call.needs_grad,
+        projection=projection,
+    )
+    evidence.prepare(statistics)
+    ways: dict[str, Way] = {}
+    for statistic in statistics:
+        own = dict.fromkeys(statistic.names, Way("as the statistic itself reads it"))
+        say = getattr(statistic, "ways", None)
+        ways |= own if say is None else say(evidence)
+    return Explanation(chosen.name, choices, {name: str(way) for name, way in ways.items()})

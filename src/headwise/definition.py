@@ -2,9 +2,10 @@
 
 It builds the T×T matrix, in float32 at least, and hides nothing: scores, weights and log-sum-exp
 come back beside the output. Order of events: scale, softcap, bias, mask, softmax, dropout, values.
+A learned sink is one more logit in each row's softmax, that of an outcome without a value.
 
 Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2 (2024), §2; grouped heads: Ainslie et al.
-2023.
+2023; learned sinks: GPT-OSS (2025), after Miller 2023.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Definition:
     """Everything the textbook computes on the way.
 
     `logits` are the scores that enter the softmax, −inf where not allowed; `weights` the
-    probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf.
+    probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf. With
+    learned sinks, `lse` has the sink's logit in it and a row of `weights` sums to less than 1:
+    the rest is `sink`.
     """
 
     out: Float[Tensor, "B H T Dv"]
@@ -34,6 +37,7 @@ class Definition:
     lse: Float[Tensor, "B H T"]
     allowed: Bool[Tensor, "B H T S"]
     extent: Extent
+    sink: Float[Tensor, "B H T"] | None = None
 
 
 def attention(
@@ -45,6 +49,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Definition:
     """Attention with nothing hidden and nothing saved.
 
@@ -56,6 +61,8 @@ def attention(
         scale: factor of the scores, `D**-0.5` by default.
         softcap: `c` makes scores `c · tanh(score / c)`.
         dropout: probability with which a weight is dropped, after the softmax.
+        sinks: one more logit for each head `[H]`, of an outcome that has no key and no value. It
+            takes its share of every row that may attend to a key; other rows stay dead.
 
     Returns:
         The output in q's dtype, everything else in float32 (float64 for float64).
@@ -66,12 +73,16 @@ def attention(
     >>> q = k = v = torch.eye(2).view(1, 1, 2, 2)
     >>> attention(q, k, v, scale=0.0).weights[0, 0].tolist()
     [[0.5, 0.5], [0.5, 0.5]]
+    >>> attention(q, k, v, scale=0.0, sinks=torch.tensor([2.0]).log()).weights[0, 0].tolist()
+    [[0.25, 0.25], [0.25, 0.25]]
     """
     extent = extent_of(q, k, v, "attention")
     mask = as_mask(mask)
     mask.check(extent)
     i, j = grid(extent, q.device)
-    return rows(q, k, v, mask, extent, i, j, scale=scale, softcap=softcap, dropout=dropout)
+    return rows(
+        q, k, v, mask, extent, i, j, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks
+    )
 
 
 def rows(
@@ -86,6 +97,7 @@ def rows(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Definition:
     """The definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` that q, k and v hold.
 
@@ -96,15 +108,18 @@ def rows(
     alive = allowed.any(-1, keepdim=True)
     # A row without keys has no softmax: give it a harmless one, then take it away again, so that
     # neither its value nor its gradient is ever 0/0.
-    weights = torch.softmax(logits.masked_fill(~alive, 0.0), dim=-1)
-    weights = torch.where(allowed, weights, 0.0)
-    lse = torch.where(
-        alive[..., 0], torch.logsumexp(logits.masked_fill(~alive, 0.0), dim=-1), -torch.inf
-    )
+    entering = logits.masked_fill(~alive, 0.0)
+    if sinks is not None:
+        sink_logits = sinks.to(dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        entering = torch.cat([entering, sink_logits], dim=-1)
+    outcomes = torch.softmax(entering, dim=-1)
+    weights = torch.where(allowed, outcomes[..., : logits.shape[-1]], 0.0)
+    sink = None if sinks is None else torch.where(alive[..., 0], outcomes[..., -1], 0.0)
+    lse = torch.where(alive[..., 0], torch.logsumexp(entering, dim=-1), -torch.inf)
     kept = torch.dropout(weights, dropout, train=True) if dropout else weights
     values = v.to(dtype).repeat_interleave(extent.group, dim=1)
     out = (kept @ values).to(v.dtype)
-    return Definition(out, weights, logits, lse, allowed, extent)
+    return Definition(out, weights, logits, lse, allowed, extent, sink)
 
 
 def logits_of(

@@ -4,6 +4,9 @@
 `P @ columns`, single entries, the largest score. Each is one more attention call or a few rows of
 scores (docs of each method); statistics are formulas on these answers. Where an identity is not
 linear in the scores (softcap, bias), the answer comes from blocks of rows instead, in O(T) memory.
+
+With learned sinks, P is over keys and sink, and its rows hold the keys' part. The calls made here
+are among the keys alone; `_left` is the share of a row that the sink leaves to them.
 """
 
 from __future__ import annotations
@@ -16,17 +19,40 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from ._axes import Extent, statistics_dtype
 from ._index import grid
-from .backends import Backend, Call, choose
+from .backends import Backend, Call, Figures, OnePass, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
 from .masks import Mask
-from .readings import Reading
+from .readings import Reading, Way
 from .sampling import Rows
-from .sweep import Accumulator, Ahead, Block, RowSums, Spread, entropy_of, sweep
+from .sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of, sweep
+
+KERNEL = "the kernel's own"
+CALL = "identity: one more call"
+PASS = "a pass over the scores"
+KERNEL_PASS = "the kernel's pass over the scores"
+ROWS = "rows of scores"
+PAIRS = "the chosen scores alone"
+
+KERNEL_FIGURES = {
+    "entropy": "entropy",
+    "position": "ahead",
+    "max_logit": "max",
+    "first": "first",
+    "previous": "previous",
+    "self": "self",
+}
+"""The figures that can be wished for, and what one-pass backends call them."""
+OUTPUT = "from the output"
+"""The roads by which figures are read (`Way.road`)."""
+
+LARGE = 1e30
+"""Farther apart no two logits are; finite, so that 0 times it is 0."""
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
@@ -63,7 +89,11 @@ class Pattern(Protocol):
 
 @runtime_checkable
 class Statistic(Protocol):
-    """A statistic: its names, its reading from evidence, and its definition on P."""
+    """A statistic: its names, its reading from evidence, and its definition on P.
+
+    It may also have `prepare(evidence)`, called before anything is read, to `wish` for figures and
+    `gather` sums; and `ways(evidence)`, which says by name how it will be read, for `explain()`.
+    """
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -81,44 +111,80 @@ class Evidence:
     """What is known of one call, or of some of its queries. Costs are on top of the forward.
 
     Every answer is for the queries `rows` (all, if that is `None`); `n` stands for their number.
-    With `gradients`, `lse`, `entropy`, `mean_of` and `mass` can be differentiated in q and k.
+    With `gradients`, `lse`, `entropy`, `mean_of`, `mass` and `sink` can be differentiated in q, k
+    and the sinks.
     """
 
     def __init__(
         self,
         call: Call,
         backend: Backend,
-        lse: Float[Tensor, "B H T"] | None,
-        out: Float[Tensor, "B H T Dv"] | None = None,
         *,
+        output: bool = True,
         rows: Int[Tensor, " n"] | None = None,
         gradients: bool = False,
         projection: Float[Tensor, "O HDv"] | None = None,
     ) -> None:
         self.whole, self.rows, self.gradients = call.extent, rows, gradients
         self.projection = projection
+        self.output, self._asked, self._chosen = output, call, backend
         if rows is not None:
             mask = Rows(call.mask, rows, call.extent)
             extent = replace(call.extent, queries=len(rows))
             call = call.with_(q=call.q[:, :, rows], mask=mask, extent=extent)
-            lse = None if lse is None else lse[:, :, rows]
-            out = None if out is None else out[:, :, rows]
         dtype = statistics_dtype(call.q.dtype)
         q, k = call.q.to(dtype), call.k.to(dtype)
-        lse = None if lse is None else lse.to(dtype)
+        sinks = None if call.sinks is None else call.sinks.to(dtype)
         if not gradients:
-            q, k, lse = q.detach(), k.detach(), None if lse is None else lse.detach()
+            q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
         # No statistic reads the values; keys stand in for them where a kernel wants some.
-        self.call = call.with_(q=q, k=k, v=k, dropout=0.0)
+        self.call = call.with_(q=q, k=k, v=k, dropout=0.0, sinks=None)
+        self.sinks = sinks
         # The statistics' own calls are in float32; not every backend serves that.
         self.backend = choose(self.call) if backend.refuse(self.call) else backend
-        self._given = lse
-        self._out = out
         self.extent = call.extent
-        self._waiting: dict[str, Accumulator] = {}
+        self._given: Figures | None = None
+        self._waiting: dict[str, Callable[[], Accumulator]] = {}
         self._done: dict[str, Accumulator] = {}
         self._wished: set[str] = set()
+        self._ways: dict[str, Way] = {}
         self._both = False
+
+    def run(self) -> tuple[Tensor, Tensor] | None:
+        """Make the call itself: its output and log-sum-exp; `None` if it was to have no output.
+
+        A one-pass backend gives the figures that were wished for with it, without the output too.
+        """
+        chosen, asked = self._chosen, self._asked
+        figures = [name for name, way in self._ways.items() if way.road == KERNEL]
+        kernels = [KERNEL_FIGURES[name] for name in figures]
+        if self.output and isinstance(chosen, OnePass):
+            whole = chosen.observe(asked, kernels)
+        elif self.output:
+            whole = Figures(*chosen.run(asked, self.gradients))
+        elif isinstance(self.backend, OnePass) and kernels:
+            self._given = self.backend.figures(self.call.with_(sinks=self.sinks), kernels)
+            return None
+        else:
+            return None
+        self._given = whole.map(self._looked_at)
+        assert whole.out is not None
+        assert whole.lse is not None
+        return whole.out, whole.lse
+
+    def _looked_at(self, figure: Tensor) -> Tensor:
+        """Of a figure of all queries, those that are looked at, in the dtype of statistics."""
+        if self.rows is not None:
+            figure = figure[:, :, self.rows]
+        return figure if self.gradients else figure.detach()
+
+    def _figure(self, name: str) -> Tensor:
+        """A figure of the kernel's own pass, `[B, H, n]`."""
+        if self._given is None:
+            self.run()
+        assert self._given is not None
+        figure = getattr(self._given, KERNEL_FIGURES[name])
+        return figure.to(self.call.q.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +193,14 @@ class Evidence:
     @property
     def linear(self) -> bool:
         """Whether scores are linear in the keys: no softcap and no bias."""
-        return self.call.softcap is None and not self.call.mask.biased
+        return not self._bent
+
+    @property
+    def _bent(self) -> str:
+        """What keeps scores from being linear in the keys, in words."""
+        if self.call.softcap is not None:
+            return "softcap is not linear in the scores"
+        return "the scores carry a bias" if self.call.mask.biased else ""
 
     @cached_property
     def queries(self) -> Int[Tensor, " n"]:
@@ -148,24 +221,62 @@ class Evidence:
         Raises:
             ValueError: the call was observed without its output.
         """
-        if self._out is None:
+        if self._given is None or self._given.out is None:
             raise ValueError(
                 "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
                 "output=False; observe with output=True"
             )
-        return self._out if self.gradients else self._out.detach()
+        return self._given.out
 
     @cached_property
     def lse(self) -> Float[Tensor, "B H n"]:
-        """The log-sum-exp of every query's scores; −inf where it may attend to nothing."""
-        if self._given is not None:
-            return self._given
-        if not self.linear:
-            return self._run(self.call)[1]
-        call, (_, lse) = self.call, self._keys_seen
-        return lse + call.scale * torch.einsum(
-            "bhtd,bhd->bht", call.q, self._mean_key.repeat_interleave(self.extent.group, 1)
-        )
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        if self._given is not None and self._given.lse is not None:
+            return self._given.lse.to(self.call.q.dtype)
+        if isinstance(self.backend, OnePass):
+            found = self.backend.figures(self.call.with_(sinks=self.sinks), ()).lse
+            assert found is not None
+            return found
+        of_keys = self._lse_of_keys if self.linear else self._run(self.call)[1]
+        if self.sinks is None:
+            return of_keys
+        dead = of_keys == -torch.inf
+        both = torch.logaddexp(of_keys.masked_fill(dead, 0.0), self.sinks[:, None])
+        return both.masked_fill(dead, -torch.inf)
+
+    @cached_property
+    def _lse_of_keys(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of the scores alone, from the call on the keys less their mean."""
+        mean = self._mean_key.repeat_interleave(self.extent.group, 1)
+        moved = torch.einsum("bhtd,bhd->bht", self.call.q, mean)
+        return self._keys_seen[1] + self.call.scale * moved
+
+    @cached_property
+    def sink(self) -> Float[Tensor, "B H n"]:
+        """The mass on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
+        if self.sinks is None:
+            return torch.zeros_like(self.lse)
+        log_p = self.sinks[:, None] - self.lse.masked_fill(self.lse == -torch.inf, torch.inf)
+        return torch.exp(log_p.clamp(max=0.0))
+
+    def _left(self, of_keys: Tensor) -> Tensor:
+        """The share of each row that its sink leaves to the keys, from the LSE of these alone."""
+        assert self.sinks is not None
+        return torch.sigmoid(of_keys.masked_fill(of_keys == -torch.inf, 0.0) - self.sinks[:, None])
+
+    def _with_sink(self, entropy: Tensor, of_keys: Tensor) -> Tensor:
+        """The entropy of keys and sink together, from that among the keys alone and their LSE.
+
+        `left · H + h(left)`, with h the entropy of choosing between the two.
+        """
+        if self.sinks is None:
+            return entropy
+        dead = of_keys == -torch.inf
+        ahead = of_keys.masked_fill(dead, 0.0) - self.sinks[:, None]
+        ahead = ahead.clamp(-LARGE, LARGE)  # a sink of −inf is none, and 0 · inf is no number
+        left, taken = torch.sigmoid(ahead), torch.sigmoid(-ahead)
+        choice = left * logsigmoid(ahead) + taken * logsigmoid(-ahead)
+        return left * entropy.masked_fill(dead, 0.0) - choice
 
     @cached_property
     def counts(self) -> Int[Tensor, "#B #H n"]:
@@ -193,42 +304,109 @@ class Evidence:
         """Queries that may attend to something."""
         return self.counts > 0
 
-    # ── one pass for several figures ────────────────────────────────────────────────────────────
+    # ── who reads what ──────────────────────────────────────────────────────────────────────────
 
-    def gather(self, name: str, accumulator: Accumulator) -> None:
-        """Let an accumulator see every block of P in the next pass; `gathered` gives it back."""
-        if name not in self._done:
-            self._waiting.setdefault(name, accumulator)
-
-    def gathered(self, name: str) -> Any:
-        """The accumulator of that name, after the pass that it waited for."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            with torch.no_grad():
-                sweep(self._constant, self.lse.detach(), list(waiting.values()))
-            self._done |= waiting
-        return self._done[name]
+    def prepare(self, statistics: Sequence[Statistic]) -> None:
+        """Let statistics say what they will ask for, and settle who answers."""
+        for statistic in statistics:
+            if (prepare := getattr(statistic, "prepare", None)) is not None:
+                prepare(self)
+        self._settle()
 
     def wish(self, figure: str) -> None:
-        """Announce that `entropy` or `position` will be read.
+        """Announce that a figure will be read: `entropy`, `position`, `max_logit`, or the mass
+        `first`, `previous` or `self`.
 
-        Each is one more call; both together are one, a little wider. Beside a pass over the scores
+        A one-pass backend has each of them from its own pass. Elsewhere entropy and position are
+        one more call each; both together are one, a little wider. Beside a pass over the scores
         that is made anyhow, both come from that; of few queries too, for whom a call would pad and
         copy all keys.
         """
         self._wished.add(figure)
 
+    def way(self, figure: str) -> Way:
+        """How `lse` or a figure that can be wished for is read in this call."""
+        if figure == "lse":
+            if self.output:
+                return Way(KERNEL)
+            return Way("one more call", "there is no output to take it from")
+        if figure not in self._ways:
+            self.wish(figure)
+            self._settle()
+        return self._ways[figure]
+
     def _settle(self) -> None:
-        """Decide who answers the wishes."""
-        wished, self._wished = self._wished, set()
-        few = self._given is not None and self.extent.queries * 8 <= self.extent.keys
-        if self.gradients or not (self._waiting or few):
-            self._both = self._both or wished == {"entropy", "position"}
+        """Decide who answers the wishes; every figure is decided once."""
+        wished, self._wished = self._wished - self._ways.keys(), set()
+        if self._by_kernel and self._given is None:
+            self._ways |= dict.fromkeys(wished, Way(KERNEL))
             return
-        shape = (self.extent.batch * self.extent.heads, self.extent.queries)
-        for figure in wished:
-            sums = entropy_of if figure == "entropy" else Ahead(self.positions)
-            self.gather(figure, RowSums(sums, self.call.q.detach().new_zeros(shape)))
+        for figure in wished - {"entropy", "position"}:
+            by_rows = Way(ROWS, "those whose log-sum-exp can still win")
+            self._ways[figure] = by_rows if figure == "max_logit" else Way(PAIRS)
+        wished &= {"entropy", "position"}
+        why = "" if self.gradients else self._why_pass(wished)
+        for figure in sorted(wished):
+            bent = self._bent if figure == "entropy" else ""
+            if why:
+                self._ways[figure] = Way(PASS, bent or why)
+                self.gather(figure, self._sums_of(figure))
+            elif bent:
+                self._ways[figure] = Way(ROWS, f"{bent}, and a gradient is wanted")
+            else:
+                self._ways[figure] = Way(CALL)
+        if {self._ways[figure].road for figure in wished} == {CALL} and len(wished) == 2:
+            self._both = self.linear
+            for figure in wished if self._both else ():
+                self._ways[figure] = Way(CALL, "the same for entropy and distance")
+
+    @property
+    def _by_kernel(self) -> bool:
+        """Whether a one-pass backend makes the call."""
+        return isinstance(self._chosen if self.output else self.backend, OnePass)
+
+    def _why_pass(self, wished: set[str]) -> str:
+        """Why the wishes are answered from a pass over the scores; empty if they are not."""
+        if self._waiting:
+            return f"it is made for {next(iter(self._waiting))} anyhow"
+        if self._bent and "entropy" in wished:
+            return "it is made for entropy anyhow"
+        if self.output and self.extent.queries * 8 <= self.extent.keys:
+            return "of few queries it costs less than a call, which pads and copies all keys"
+        return ""
+
+    def _sums_of(self, figure: str) -> Callable[[], Accumulator]:
+        sums = entropy_of if figure == "entropy" else Ahead(self.positions)
+        return lambda: RowSums(sums, self.zeros(self.extent.queries))
+
+    # ── one pass for several figures ────────────────────────────────────────────────────────────
+
+    def gather(self, name: str, make: Callable[[], Accumulator]) -> None:
+        """Let the accumulator that `make()` gives see every block of P in the next pass.
+
+        `gathered` gives it back then. Nothing is made before that.
+        """
+        if name not in self._done:
+            self._waiting.setdefault(name, make)
+
+    def gathered(self, name: str) -> Any:
+        """The accumulator of that name, after the pass that it waited for."""
+        self._settle()
+        if self._waiting:
+            waiting = {name: make() for name, make in self._waiting.items()}
+            self._waiting = {}
+            with torch.no_grad():
+                sweep(self._constant, self.lse.detach(), list(waiting.values()))
+            self._done |= waiting
+        return self._done[name]
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Room for sums, `[B · H, *shape]`, in the dtype of the statistics."""
+        return self.call.q.detach().new_zeros(self.extent.batch * self.extent.heads, *shape)
+
+    def by_head(self, sums: Tensor) -> Tensor:
+        """Sums `[B · H, …]` as `[B, H, …]`."""
+        return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
     def per_query(self, name: str, figure: Callable[[Block], Tensor]) -> Float[Tensor, "B H n"]:
         """A sum over keys of anything made of P: `figure(block)` `[heads, t]`, summed over blocks.
@@ -236,10 +414,8 @@ class Evidence:
         `block.p` and `block.log_p` are `[heads, t, s]` at the queries `block.rows` and the keys
         `block.keys`. Without gradient.
         """
-        extent = self.extent
-        shape = (extent.batch * extent.heads, extent.queries)
-        self.gather(name, RowSums(figure, self.lse.detach().new_zeros(shape)))
-        return self.gathered(name).total.unflatten(0, (extent.batch, extent.heads))
+        self.gather(name, lambda: RowSums(figure, self.zeros(self.extent.queries)))
+        return self.by_head(self.gathered(name).total)
 
     @cached_property
     def _constant(self) -> Call:
@@ -252,7 +428,8 @@ class Evidence:
 
     @cached_property
     def _mean_key(self) -> Tensor:
-        return self.call.k.mean(2)
+        """The mean of the keys that are numbers: what is none must reach nobody but who sees it."""
+        return self.call.k.nanmean(2).nan_to_num(nan=0.0)  # of no keys there is no mean
 
     @cached_property
     def _keys_seen(self) -> tuple[Tensor, Tensor]:
@@ -262,69 +439,90 @@ class Evidence:
         """
         self._settle()
         keys = self.call.k - self._mean_key[:, :, None]
-        values = keys
+        # 0 · NaN is NaN, also in rows that give the key nothing; those that do get it by its score.
+        values = keys.masked_fill(keys.isnan(), 0.0)
         if self._both:
             e = self.extent
             columns = self._position_columns.expand(e.batch, e.kv_heads, -1, -1)
-            values = torch.cat([keys, torch.nn.functional.pad(columns, (0, 6))], dim=-1)
+            values = torch.cat([values, torch.nn.functional.pad(columns, (0, 6))], dim=-1)
         return self._run(self.call.with_(k=keys, v=values))
 
     @property
     def _position_columns(self) -> Tensor:
-        """Positions as digits to the base 4096, `[1, 1, S, 2]`: no column holds a number over 2^24
-        for any length below 2^36, so each is exact in float32."""
-        j = torch.arange(self.extent.keys, device=self.device)
-        return torch.stack([j % 4096, j // 4096], dim=-1)[None, None].to(self.call.q.dtype)
+        """Positions of the keys as `_digits`, `[1, 1, S, 2]`."""
+        return self._digits(torch.arange(self.extent.keys, device=self.device))[None, None]
+
+    def _digits(self, positions: Tensor) -> Tensor:
+        """Positions `[n]` as digits to the base 4096, `[n, 2]`, counted from the middle query.
+
+        No digit is over 2^24 for any length below 2^36, so each is exact in float32; and of few
+        queries, far into a text, both are small.
+        """
+        here = positions - (self.positions[len(self.positions) // 2] if len(self.positions) else 0)
+        high = torch.div(here, 4096, rounding_mode="trunc")  # 0 on both sides of that query
+        return torch.stack([here - 4096 * high, high], dim=-1).to(self.call.q.dtype)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "B H n"]:
-        """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`.
+        """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`; and the sink's.
 
         One attention call with the keys as values. All keys are moved by their mean first: that
         changes no probability, and keeps both sides of the difference small. With softcap or a bias
         the scores are not linear in the keys, and blocks of scores are summed.
         """
-        self._settle()
-        call = self.call
-        if "entropy" in self._waiting or "entropy" in self._done or self._must_sweep:
-            entropy = self.per_query("entropy", entropy_of)
-        elif not self.linear:
-            entropy = self._by_rows(_entropy_of_rows)
+        call, road = self.call, self.way("entropy").road
+        if road == KERNEL:
+            return self._figure("entropy")
+        if road == PASS:
+            entropy = self.by_head(self.gathered("entropy").total)
+            if self.sinks is not None:
+                log_p = (self.sinks[:, None] - self.lse).clamp(-LARGE, 0.0)
+                entropy = entropy - torch.exp(log_p) * log_p
+        elif road == ROWS:
+            entropy = self._with_sink(*self._by_rows(_entropy_of_rows))
         else:
             seen, lse = self._keys_seen
             mean = torch.einsum("bhtd,bhtd->bht", call.q, seen[..., : call.q.shape[-1]])
             entropy = lse - mean * call.scale
+            if self.sinks is not None:
+                entropy = self._with_sink(entropy, self._lse_of_keys)
         return torch.where(self.alive, entropy.clamp(min=0.0), 0.0)
 
     @cached_property
     def position(self) -> Float[Tensor, "B H n"]:
         """`E[j − position of i]`: how far ahead each query looks on average; 0 in dead rows.
 
-        Attention with the key's position as the value.
+        Attention with the key's position as the value. What a sink takes adds 0.
         """
-        self._settle()
-        if "position" in self._waiting or "position" in self._done:
-            ahead = self.per_query("position", Ahead(self.positions))
-            return torch.where(self.alive, ahead, 0.0)
+        road = self.way("position").road
+        if road == KERNEL:
+            return self._figure("position")
+        if road == PASS:
+            return torch.where(self.alive, self.by_head(self.gathered("position").total), 0.0)
         width = self.call.q.shape[-1]
-        if self._both and self.linear and self._keys_seen[0].shape[-1] > width:
-            columns = self._keys_seen[0][..., width : width + 2]
+        if self._both:
+            columns, of_keys = self._keys_seen[0][..., width : width + 2], self._lse_of_keys
         else:
-            columns = self.mean_of(self._position_columns)
-        low, high = columns.unbind(-1)
-        return torch.where(self.alive, low - (self.positions - 4096 * high), 0.0)
+            columns, of_keys = self._mean_among_keys(self._position_columns)
+        low, high = (columns - self._digits(self.positions)).unbind(-1)
+        ahead = low + 4096 * high
+        if self.sinks is not None:
+            ahead = self._left(of_keys) * ahead
+        return torch.where(self.alive, ahead, 0.0)
 
     @cached_property
     def spread(self) -> Float[Tensor, "B H n"]:
-        """Standard deviation of the position of the key, in tokens; 0 in dead rows. No gradient."""
+        """Standard deviation of the position of the key, in tokens; 0 in dead rows. No gradient.
+
+        Among the keys: what a sink takes has no position.
+        """
         self.gather_spread()
-        spread = self.gathered("spread").deviation.to(self.lse.dtype)
-        return spread.unflatten(0, (self.extent.batch, self.extent.heads))
+        return self.by_head(self.gathered("spread").deviation.to(self.lse.dtype))
 
     def gather_spread(self) -> None:
         """Announce that `spread` will be read."""
-        shape = (self.extent.batch * self.extent.heads, self.extent.queries)
-        self.gather("spread", Spread(self.lse.detach().new_zeros(shape)))
+        shared = self.sinks is not None
+        self.gather("spread", lambda: Spread(self.zeros(self.extent.queries), shared))
 
     def weights(
         self,
@@ -359,19 +557,27 @@ class Evidence:
             scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
         return self._probability(scores, self.lse.detach()[:, h][:, :, i, None])
 
-    @property
-    def _must_sweep(self) -> bool:
-        return not self.linear and not self.gradients
-
     def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H n C"]:
         """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
+        mean, of_keys = self._mean_among_keys(columns)
+        return mean if self.sinks is None else mean * self._left(of_keys)[..., None]
+
+    def way_of_mean(self, columns: int) -> Way:
+        """How `mean_of` so many columns is read."""
+        calls = -(-columns // self._columns_to_a_call)
+        return Way(CALL) if calls == 1 else Way(f"identity: {calls} more calls")
+
+    @property
+    def _columns_to_a_call(self) -> int:
+        return self.call.q.shape[-1]
+
+    def _mean_among_keys(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The same among the keys alone, and their log-sum-exp."""
         call, extent = self.call, self.extent
         wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
-        parts = [
-            self._run(call.with_(v=part.contiguous()))[0]
-            for part in wide.split(max(1, call.q.shape[-1]), dim=-1)
-        ]
-        return torch.cat(parts, dim=-1)
+        split = wide.split(self._columns_to_a_call, dim=-1)
+        outs, lses = zip(*(self._run(call.with_(v=x.contiguous())) for x in split), strict=True)
+        return torch.cat(outs, dim=-1), lses[0]
 
     def mass_of(self, mask: Mask) -> tuple[Float[Tensor, "B H n"], Int[Tensor, "#B #H n"]]:
         """`Σ_j p_ij` over the keys that a mask allows as well, and how many those are.
@@ -384,8 +590,12 @@ class Evidence:
         chosen = mask if self.rows is None else Rows(mask, self.rows, self.whole)
         call = self.call.with_(mask=self.call.mask & chosen)
         backend = choose(call) if self.backend.refuse(call) else self.backend
-        _, restricted = backend.run(call, self.gradients)
-        inside = Evidence(call, backend, restricted)
+        if isinstance(backend, OnePass):
+            restricted = backend.figures(call, ()).lse
+            assert restricted is not None
+        else:
+            restricted = backend.run(call, self.gradients)[1]
+        inside = Evidence(call, backend)
         some = torch.isfinite(restricted) & torch.isfinite(self.lse)
         base = torch.where(some, self.lse, 0.0)
         share = torch.exp(torch.where(some, restricted, 0.0) - base)
@@ -399,7 +609,9 @@ class Evidence:
         only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
         """
         call, extent = self._constant, self.extent
-        known = self.lse.detach()
+        if self.way("max_logit").road == KERNEL:
+            return self._figure("max_logit").detach().amax(-1)
+        known = self._above_the_largest()
         if not (extent.batch and extent.queries and extent.keys):
             return self.lse.new_full((extent.batch, extent.heads), -torch.inf)
         row = max(1, extent.batch * extent.heads * extent.keys)
@@ -408,12 +620,10 @@ class Evidence:
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
         best = self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
-        # Rounding of the LSE itself must not shut out the winner.
-        bound = torch.where(known.isneginf(), known, known + 1e-5 * (1 + known.abs()))
-        if (left := int((bound > best[..., None]).sum(-1).max())) == 0:
+        if (left := int((known > best[..., None]).sum(-1).max())) == 0:
             return best
         if left * 4 <= extent.queries:  # those rows alone, each head's own
-            rows = bound.topk(left, dim=-1).indices
+            rows = known.topk(left, dim=-1).indices
             for i in rows.split(max(1, SCORES_AT_A_TIME // row), dim=-1):
                 q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
                 best = torch.maximum(
@@ -421,18 +631,65 @@ class Evidence:
                 )
             return best
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
-            if bool((bound[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
+            if bool((known[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
                 continue
             i, j = grid(extent, self.device, block.rows, block.keys)
             found, _ = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
             best = torch.maximum(best, found.amax((-1, -2)))
         return best
 
+    def _above_the_largest(self) -> Float[Tensor, "B H n"]:
+        """A number that no score of the row exceeds: the LSE of its keys, −inf in dead rows."""
+        lse = self.lse.detach()
+        # Rounding of the LSE itself must not shut out the winner.
+        dead = lse == -torch.inf
+        bound = (lse + 1e-5 * (1 + lse.abs())).masked_fill(dead, -torch.inf)
+        if self.sinks is None:
+            return bound
+        taken = self.sinks.detach()[:, None] - bound.masked_fill(dead, torch.inf)
+        return bound + torch.log(-torch.expm1(taken))
+
     def _logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """The scores that enter the softmax at these rows and keys, and where they are allowed."""
         scores = _grouped_scores(q, k, self.extent) * self.call.scale
         mask, softcap = self.call.mask, self.call.softcap
         return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)
+
+    def received(self, weight: Tensor) -> Float[Tensor, "B H S"]:
+        """`Σ_i weight_i p_ij`: what every key receives, from queries that count so much `[n]`."""
+        if isinstance(self.backend, OnePass):
+            return self.backend.received(self._constant, self.lse.detach(), weight)
+        self.gather_received(weight)
+        return self.by_head(self.gathered("received").total)
+
+    def gather_received(self, weight: Tensor) -> None:
+        """Announce that `received` will be read."""
+        if not isinstance(self.backend, OnePass):
+            make = lambda: Columns(self.zeros(self.extent.keys), weight)  # noqa: E731
+            self.gather("received", make)
+
+    def block_sums(self, of_query: Tensor, of_key: Tensor, blocks: int) -> Float[Tensor, "B H n n"]:
+        """Sums of P over each block of queries and of keys; `of_query` `[n]`, `of_key` `[S]`."""
+        if isinstance(self.backend, OnePass):
+            lse = self.lse.detach()
+            return self.backend.block_map(self._constant, lse, of_query, of_key, blocks)
+        one_hot = torch.nn.functional.one_hot(of_key, blocks).to(self.call.q.dtype)
+        seen = torch.where(self.alive[..., None], self.mean_of(one_hot[None, None]), 0.0)
+        return (
+            self.zeros(blocks, blocks)
+            .index_add_(1, of_query, seen.flatten(0, 1))
+            .unflatten(0, (self.extent.batch, self.extent.heads))
+        )
+
+    def way_of_blocks(self, blocks: int) -> Way:
+        """How `block_sums` are read."""
+        if isinstance(self.backend, OnePass):
+            return Way(KERNEL_PASS)
+        return self.way_of_mean(blocks)
+
+    @property
+    def way_of_received(self) -> Way:
+        return Way(KERNEL_PASS if isinstance(self.backend, OnePass) else PASS)
 
     def runs(self, pattern: Pattern) -> Runs:
         """A pattern's keys for the queries that are looked at."""
@@ -448,21 +705,54 @@ class Evidence:
 
         `p_ij = exp(s_ij − lse_i)` for the chosen pairs alone: O(D) a pair.
         """
-        zero = torch.zeros_like(self.lse)
+        return self._reader_of(runs)[1]()
+
+    def mass_of_pattern(self, pattern: Pattern) -> tuple[Tensor, Tensor]:
+        """`mass` of a pattern's keys; from the kernel's own pass, where it has them."""
+        figure = getattr(pattern, "figure", None)
+        if figure is None or self.way(figure).road != KERNEL:
+            return self.mass(self.runs(pattern))
+        return self._figure(figure), self._count_of_one_key(self.runs(pattern))
+
+    def way_of_mass(self, pattern: Pattern) -> Way:
+        """How the mass on a pattern's keys is read."""
+        figure = getattr(pattern, "figure", None)
+        if figure is not None and self.way(figure).road == KERNEL:
+            return self.way(figure)
+        return self._reader_of(self.runs(pattern))[0]
+
+    def _count_of_one_key(self, runs: Runs) -> Int[Tensor, "#B #H n"]:
+        """1 where a query chose a key that it may attend to, else 0; of one key each at most."""
+        extent = self.extent
+        i, _ = grid(extent, self.device)
+        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)][:, None]
+        allowed = self.call.mask.allowed(i, key, extent)
+        chosen = (runs.stop[0] > runs.start[0])[:, None]
+        count = chosen if allowed is None else allowed & chosen
+        return count[(None,) * (4 - count.dim())][..., 0].long()
+
+    def _reader_of(self, runs: Runs) -> tuple[Way, Callable[[], tuple[Tensor, Tensor]]]:
+        """The road to the mass on chosen keys, and who takes it."""
+        pairs = Way(PAIRS)
         if not self.extent.queries or not self.extent.keys:
-            return zero, zero[:1, :1].long()
+            return pairs, self._mass_of_none
         first, last = int(runs.start.amin()), int(runs.stop.amax())
         if last <= first:
-            return zero, zero[:1, :1].long()
+            return pairs, self._mass_of_none
         if runs.omit is None and runs.order.shape[0] == 1:
             if bool((runs.start == first).all() & (runs.stop == last).all()) and last - first <= 64:
-                return self._mass_of_columns(runs.order[0, first:last])
+                return pairs, lambda: self._mass_of_columns(runs.order[0, first:last])
             if bool(((runs.stop - runs.start) <= 1).all()):
-                return self._mass_of_one_key(runs)
+                return pairs, lambda: self._mass_of_one_key(runs)
         width = (runs.stop - runs.start).clamp(min=0)
         if float(width.float().mean()) > CROWDED * self.extent.keys:
-            return self._mass_of_rows(runs)
-        return self._mass_of_pairs(runs)
+            why = "so many keys are chosen that one by one they would cost more"
+            return Way(ROWS, why), lambda: self._mass_of_rows(runs)
+        return pairs, lambda: self._mass_of_pairs(runs)
+
+    def _mass_of_none(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros_like(self.lse)
+        return zero, zero[:1, :1].long()
 
     def _mass_of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """All queries chose the same few keys: a thin matrix of scores."""
@@ -571,14 +861,15 @@ class Evidence:
             lse == -torch.inf, 0.0
         )
 
-    def _by_rows(self, figure: Callable[[Definition], Tensor]) -> Tensor:
-        """A figure of the definition, block by block."""
-        only = self._in_blocks(
-            lambda block: (figure(block_definition(self.call, block)),),
-            SCORES_AT_A_TIME,
-            (self.call.q.dtype,),
-        )
-        return only[0]
+    def _by_rows(self, figure: Callable[[Definition], Tensor]) -> tuple[Tensor, Tensor]:
+        """A figure of the definition among the keys, block by block, and their log-sum-exp."""
+
+        def of(block: Any) -> tuple[Tensor, Tensor]:
+            full = block_definition(self.call, block)
+            return figure(full), full.lse
+
+        figures, lse = self._in_blocks(of, SCORES_AT_A_TIME, (self.call.q.dtype,) * 2)
+        return figures, lse
 
 
 def _entropy_of_rows(full: Definition) -> Tensor:

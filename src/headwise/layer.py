@@ -40,6 +40,8 @@ class MultiHeadAttention(nn.Module):
             before the rotation.
         softcap: scores become `softcap * tanh(score / softcap)`.
         scale: of the scores; default `head_dim ** -0.5`.
+        sinks: one learned logit for each head, `layer.sinks` `[H]`, that takes a share of every
+            row's attention and gives nothing (as GPT-OSS).
         backend: as in `attend()`.
 
     Raises:
@@ -78,6 +80,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm: bool = False,
         softcap: float | None = None,
         scale: float | None = None,
+        sinks: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -98,8 +101,10 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.observer: Observer | None = None
-        _check_values(self)
+        self.first_key = 0  # for observers: the position of the call's first key
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
+        _check_values(self)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
         self._build(**factory)
@@ -125,7 +130,8 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(out_rows, self.out_dim, bias=self.out_bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Starts again: Xavier uniform for q, k, v and out each on its own, biases 0, norms 1."""
+        """Starts again: Xavier uniform for q, k, v and out each on its own, biases and sinks 0,
+        norms 1."""
         weights = [self.out.weight]
         if self.kv_dim == self.embed_dim:
             weights += self.qkv.weight.split(self.sections)
@@ -135,7 +141,7 @@ class MultiHeadAttention(nn.Module):
             for weight in weights:
                 nn.init.xavier_uniform_(weight)
             for name, parameter in self.named_parameters():
-                if name.endswith("bias"):
+                if name.endswith(("bias", "sinks")):
                     parameter.zero_()
                 elif name.endswith("norm.weight"):
                     parameter.fill_(1.0)
@@ -244,14 +250,17 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotates q and k at their positions and adds k and v to the cache."""
         first = 0 if cache is None else cache.length
-        if self.rope is None:
-            return (q, k, v) if cache is None else (q, *cache.append(k, v))
-        q = self.rope(q, first)
-        if not self.rope.depends_on_length:
-            k = self.rope(k, first)
+        if self.rope is not None:
+            q = self.rope(q, first)
+            if not self.rope.depends_on_length:
+                k = self.rope(k, first)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.rope.depends_on_length:  # every key turns anew, so the cache holds them unturned
+        if self.observer is not None:
+            self.first_key = 0 if cache is None else cache.length - k.shape[2]
+        if (
+            self.rope is not None and self.rope.depends_on_length
+        ):  # every key turns anew, so the cache holds them unturned
             k = self.rope(k, first + q.shape[2] - k.shape[2])
         return q, k, v
 
@@ -261,6 +270,7 @@ class MultiHeadAttention(nn.Module):
             "scale": self.scale,
             "softcap": self.softcap,
             "dropout": self.dropout if self.training else 0.0,
+            "sinks": self.sinks,
             "backend": self.backend,
         }
         if self.observer is not None:
@@ -301,6 +311,8 @@ class MultiHeadAttention(nn.Module):
             for name, usual in defaults.items()
             if getattr(self, name) != usual
         ]
+        if self.sinks is not None:
+            parts.append("sinks=True")
         return ", ".join(parts)
 
 

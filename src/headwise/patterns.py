@@ -34,6 +34,10 @@ class First:
     count: int = 1
     name = "first"
 
+    @property
+    def figure(self) -> str | None:
+        return "first" if self.count == 1 else None
+
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"First({self.count}): count must be at least 1.")
@@ -54,6 +58,10 @@ class Previous:
     distance: int = 1
     name = "previous"
 
+    @property
+    def figure(self) -> str | None:
+        return "previous" if self.distance == 1 else None
+
     def __post_init__(self) -> None:
         if self.distance < 1:
             raise ValueError(f"Previous({self.distance}): distance must be at least 1.")
@@ -73,6 +81,7 @@ class Self:
     """The query's own position."""
 
     name = "self"
+    figure = "self"
 
     def runs(self, extent: Extent, device: torch.device) -> Runs:
         key = _positions(extent, device)

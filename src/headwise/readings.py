@@ -1,4 +1,4 @@
-"""What statistics give: a reading of one call, and the figure of each head over several."""
+"""What statistics give: a reading of one call, how it was read, a head's figure over several."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class Reading:
     per query. `among` holds the queries that could have had it, where that is news: the share of
     `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum. `error`
     is the standard error of each head's mean `[H]`, where queries were drawn by chance.
+
+    For figures that are not per query, so that they can be joined over calls: `per_key` says that
+    `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
+    were taken, entry by entry (broadcastable to `values`).
     """
 
     values: Tensor
@@ -24,6 +28,19 @@ class Reading:
     among: Tensor | None = None
     largest: bool = False
     error: Tensor | None = None
+    per_key: bool = False
+    over: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a figure is read in a call: the road taken, and why that one where there are others."""
+
+    road: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.road}: {self.why}" if self.why else self.road
 
 
 @dataclass(frozen=True)
@@ -52,15 +69,15 @@ def summarise(readings: list[Reading]) -> Figure | None:
     errors = [r.error for r in readings if r.error is not None]
     error = None
     if len(errors) == len(readings):
-        shares = [_held(r.rows, r).sum((0, 2)) / count.clamp(min=1) for r in readings]
-        parts = [share * part for share, part in zip(shares, errors, strict=True)]
+        shares = [_sum_of_heads([_held(r.rows, r)]) / count.clamp(min=1) for r in readings]
+        parts = [share * part.cpu() for share, part in zip(shares, errors, strict=True)]
         error = torch.linalg.vector_norm(torch.stack(parts), dim=0)
     return Figure(total / count.clamp(min=1), coverage, error)
 
 
 def _sum_of_heads(tensors: list[Tensor]) -> Tensor:
-    """The sum over batch, queries and calls of tensors `[B, H, T]`: `[H]`."""
-    return torch.stack([tensor.sum((0, 2)) for tensor in tensors]).sum(0)
+    """The sum over batch, queries and calls of tensors `[B, H, T]`: `[H]`, in float64."""
+    return torch.stack([tensor.sum((0, 2)).cpu().double() for tensor in tensors]).sum(0)
 
 
 def _held(rows: Tensor | None, reading: Reading) -> Tensor:

@@ -60,7 +60,8 @@ def draw(
     rows = torch.where(rows < 0, rows + of, rows).long()
     ordered = rows.sort().values
     if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
-        raise ValueError(f"{said}: there are {of} queries, from 0 to {of - 1}.")
+        there = f"there are {of} queries, from 0 to {of - 1}" if of else "the call has no queries"
+        raise ValueError(f"{said}: {there}.")
     if bool((ordered[1:] == ordered[:-1]).any()):
         raise ValueError(f"{said}: a query is named twice.")
     if len(ordered) == of:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
-from .evidence import Evidence, Pattern
+from .evidence import CALL, OUTPUT, PASS, Evidence, Pattern
 from .masks import Mask
-from .readings import Reading
+from .readings import Reading, Way
 from .sampling import draw
 from .sweep import Block
 
 
 @dataclass(frozen=True)
 class LSE:
-    """Log-sum-exp of each row's scores, in nats: `[B, H, T]`, −inf in dead rows.
+    """Log-sum-exp of each row's scores and learned sink, in nats: `[B, H, T]`, −inf in dead rows.
 
     Source: Dao et al. 2022, algorithm 1 (kept there for the backward pass).
     """
@@ -31,6 +31,9 @@ class LSE:
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         return {"lse": Reading(evidence.lse, evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"lse": evidence.way("lse")}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"lse": full.lse}
@@ -41,7 +44,8 @@ class Entropy:
     """Entropy of each row of P in nats, and as a share of its bound `log n_i`: both `[B, H, T]`.
 
     `H_i = −Σ_j p_ij log p_ij = lse_i − E[s]`. A row with a single key has entropy 0 and no share;
-    it stays out of the share's mean.
+    it stays out of the share's mean. A learned sink is one outcome more: its `−p log p` is in the
+    entropy, and the bound is `log(n_i + 1)`.
 
     Source: Zhai et al. 2023 (entropy collapse); the identity: `log p_ij = s_ij − lse_i`.
     """
@@ -54,17 +58,24 @@ class Entropy:
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         alive = evidence.alive
         entropy = evidence.entropy
-        bound = evidence.counts.clamp(min=1).to(entropy.dtype).log()
-        shared = evidence.counts > 1
+        outcomes = evidence.counts if evidence.sinks is None else evidence.counts + alive
+        bound = outcomes.clamp(min=1).to(entropy.dtype).log()
+        shared = outcomes > 1
         share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)
         return {
             "entropy": Reading(entropy, alive),
             "entropy_share": Reading(share, shared),
         }
 
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return dict.fromkeys(self.names, evidence.way("entropy"))
+
     def define(self, full: Definition) -> dict[str, Tensor]:
         entropy = torch.special.entr(full.weights).sum(-1)
         count = full.allowed.sum(-1)
+        if full.sink is not None:
+            entropy = entropy + torch.special.entr(full.sink)
+            count = count + (count > 0)
         share = torch.where(count > 1, entropy / count.clamp(min=2).to(entropy.dtype).log(), 0.0)
         return {"entropy": entropy, "entropy_share": share}
 
@@ -73,15 +84,21 @@ class Entropy:
 class MaxLogit:
     """The largest score of each head: `[B, H]`, −inf where no query sees a key.
 
-    The score as it enters the softmax: scaled, softcapped, biased.
+    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score.
 
     Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
     """
 
     names = ("max_logit",)
 
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.wish("max_logit")
+
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         return {"max_logit": Reading(evidence.max_logit, largest=True)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"max_logit": evidence.way("max_logit")}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"max_logit": full.logits.amax((-1, -2))}
@@ -111,12 +128,22 @@ class Mass:
             return (self.name,)
         return ("mass" if isinstance(self.keys, Mask) else self.keys.name,)
 
+    def prepare(self, evidence: Evidence) -> None:
+        figure = getattr(self.keys, "figure", None)
+        if figure is not None:
+            evidence.wish(figure)
+
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         if isinstance(self.keys, Mask):
             mass, count = evidence.mass_of(self.keys)
         else:
-            mass, count = evidence.mass(evidence.runs(self.keys))
+            mass, count = evidence.mass_of_pattern(self.keys)
         return {self.names[0]: Reading(mass.clamp(max=1.0), count > 0, among=evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        if isinstance(self.keys, Mask):
+            return {self.names[0]: Way(CALL, "its log-sum-exp within the mask")}
+        return {self.names[0]: evidence.way_of_mass(self.keys)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         device = full.weights.device
@@ -129,12 +156,35 @@ class Mass:
 
 
 @dataclass(frozen=True)
+class Sink:
+    """The attention mass on the learned sink: `[B, H, T]`, `exp(sink_h − lse_i)`.
+
+    What a query gives to no key; 0 in a call without `sinks`. (Of the first token, on which heads
+    without a sink of their own tend to rest, the mass is `Mass(First())`.)
+
+    Source: GPT-OSS 2025; Xiao et al. 2023.
+    """
+
+    names = ("sink",)
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        return {"sink": Reading(evidence.sink, evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"sink": Way("from the log-sum-exp")}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"sink": torch.zeros_like(full.lse) if full.sink is None else full.sink}
+
+
+@dataclass(frozen=True)
 class Distance:
-    """How far back each query looks on average, in tokens: `[B, H, T]`, `i + S − T − E[j]`.
+    """How far back each query looks on average, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
 
     Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
     position as the value. With `spread`, also the standard deviation of the key's position,
-    `distance_spread`, from a pass over the scores (no gradient).
+    `distance_spread`, from a pass over the scores (no gradient). What a learned sink takes adds
+    nothing to the distance; the spread is that among the keys.
     """
 
     spread: bool = False
@@ -155,6 +205,10 @@ class Distance:
             readings["distance_spread"] = Reading(evidence.spread, alive)
         return readings
 
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        ways = {"distance": evidence.way("position")}
+        return ways | {"distance_spread": Way(PASS)} if self.spread else ways
+
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
         i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
@@ -162,8 +216,10 @@ class Distance:
         distance = (full.weights * (i - j)).sum(-1)
         figures = {"distance": distance}
         if self.spread:
-            apart = (i - j - distance[..., None]).square()
-            figures["distance_spread"] = (full.weights * apart).sum(-1).sqrt()
+            alive = full.allowed.any(-1, keepdim=True)
+            among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
+            mean = (among * (i - j)).sum(-1, keepdim=True)
+            figures["distance_spread"] = (among * (i - j - mean).square()).sum(-1).sqrt()
         return figures
 
 
@@ -186,17 +242,18 @@ class TopKeys:
             raise ValueError(f"TopKeys({self.k}): at least one key must be asked for.")
 
     def prepare(self, evidence: Evidence) -> None:
-        shape = (evidence.extent.batch * evidence.extent.heads, evidence.extent.queries, self.k)
-        evidence.gather("top", _Top(torch.full(shape, -1), evidence.lse.detach().new_zeros(shape)))
+        evidence.gather("top", lambda: _Top(evidence.zeros(evidence.extent.queries, self.k)))
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         self.prepare(evidence)
         top = evidence.gathered("top")
-        heads = (evidence.extent.batch, evidence.extent.heads)
         return {
-            "top_keys": Reading(top.keys.unflatten(0, heads), evidence.alive),
-            "top_weights": Reading(top.weights.unflatten(0, heads), evidence.alive),
+            "top_keys": Reading(evidence.by_head(top.keys), evidence.alive),
+            "top_weights": Reading(evidence.by_head(top.weights), evidence.alive),
         }
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return dict.fromkeys(self.names, Way(PASS))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         order = full.logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
@@ -213,8 +270,8 @@ class TopKeys:
 class _Top:
     """The best keys so far of every query."""
 
-    def __init__(self, keys: Tensor, weights: Tensor) -> None:
-        self.keys, self.weights = keys.to(weights.device), weights
+    def __init__(self, weights: Tensor) -> None:
+        self.keys, self.weights = torch.full_like(weights, -1, dtype=torch.long), weights
         self.logs = torch.full_like(weights, -math.inf)
 
     def add(self, block: Block) -> None:
@@ -234,7 +291,8 @@ class _Top:
 class Received:
     """The attention that every key receives: `[B, H, S]`, column sums of P. No gradient.
 
-    What heavy-hitter caches keep their keys by. Sums to the number of valid queries.
+    What heavy-hitter caches keep their keys by. Sums to the number of valid queries, less what
+    learned sinks take.
 
     Args:
         last: only from the last so many queries (SnapKV's observation window).
@@ -249,34 +307,24 @@ class Received:
         if self.last is not None and self.last < 1:
             raise ValueError(f"Received(last={self.last}): at least one query must count.")
 
-    def prepare(self, evidence: Evidence) -> None:
-        extent = evidence.extent
-        zeros = evidence.lse.detach().new_zeros(extent.batch * extent.heads, extent.keys)
+    def _weight(self, evidence: Evidence) -> Tensor:
+        """What each query counts, 1 or 0."""
         first = 0 if self.last is None else evidence.whole.queries - self.last
-        evidence.gather("received", _Columns(zeros, evidence.queries >= first))
+        return (evidence.queries >= first).to(torch.float32)
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.gather_received(self._weight(evidence))
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
-        self.prepare(evidence)
-        received = evidence.gathered("received").total
-        heads = (evidence.extent.batch, evidence.extent.heads)
-        return {"received": Reading(received.unflatten(0, heads))}
+        received = evidence.received(self._weight(evidence))
+        return {"received": Reading(received, per_key=True)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"received": evidence.way_of_received}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         first = 0 if self.last is None else max(0, full.extent.queries - self.last)
         return {"received": full.weights[:, :, first:].sum(2)}
-
-
-class _Columns:
-    """Sums of P over queries that count."""
-
-    def __init__(self, total: Tensor, counts: Tensor) -> None:
-        self.total, self.counts = total, counts.to(total.dtype)
-        self.all = bool(counts.all())
-
-    def add(self, block: Block) -> None:
-        weights = self.counts[block.rows]
-        if self.all or bool(weights.any()):
-            self.total[block.heads, block.keys] += weights @ block.p
 
 
 @dataclass(frozen=True)
@@ -300,17 +348,19 @@ class OffsetHistogram:
             raise ValueError(f"OffsetHistogram({self.bins}): there must be at least two bins.")
 
     def prepare(self, evidence: Evidence) -> None:
-        zeros = evidence.lse.detach().new_zeros(
-            evidence.extent.batch * evidence.extent.heads, self.bins
-        )
-        evidence.gather("offsets", _Offsets(zeros, evidence.positions))
+        positions = evidence.positions
+        evidence.gather("offsets", lambda: _Offsets(evidence.zeros(self.bins), positions))
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         self.prepare(evidence)
         extent = evidence.extent
-        total = evidence.gathered("offsets").total.unflatten(0, (extent.batch, extent.heads))
+        total = evidence.by_head(evidence.gathered("offsets").total)
         alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
-        return {"offsets": Reading(total / alive.sum(-1, keepdim=True).clamp(min=1))}
+        count = alive.sum(-1, keepdim=True)
+        return {"offsets": Reading(total / count.clamp(min=1), over=count)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"offsets": Way(PASS)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
@@ -354,7 +404,8 @@ class Similarity:
     """How alike two heads of a layer attend: `[B, H, H]`, Jensen–Shannon distance, 0 to 1.
 
     `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
-    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal. No gradient.
+    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal. A learned sink
+    is one outcome more. No gradient.
 
     Source: Lin 1991; between heads: Clark et al. 2019, §6.
     """
@@ -374,34 +425,47 @@ class Similarity:
         total = evidence.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
         count = torch.zeros_like(total)
         size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
+        sink = None if evidence.sinks is None else evidence.sink.detach()
         for some in rows.split(size):
-            distances, both = _js_distances(evidence.weights(queries=some.tolist()))
+            p = evidence.weights(queries=some.tolist())
+            distances, both = _js_distances(p, None if sink is None else sink[:, :, some])
             total += (distances * both).sum(1)
             count += both.sum(1)
-        return {"similarity": Reading(total / count.clamp(min=1))}
+        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        there = evidence.extent.queries
+        return {"similarity": Way("drawn rows of P", f"{min(self.queries, there)} of {there}")}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
-        p = full.weights if sample is None else full.weights[:, :, sample.rows]
-        distances, both = _js_distances(p)
+        rows = slice(None) if sample is None else sample.rows
+        sink = None if full.sink is None else full.sink[:, :, rows]
+        distances, both = _js_distances(full.weights[:, :, rows], sink)
         return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
 
 
-def _js_distances(p: Tensor) -> tuple[Tensor, Tensor]:
+def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Between all pairs of heads, and 1 where both see something: both `[B, n, H, H]`.
 
-    `p` is `[B, H, n, S]`.
+    `p` is `[B, H, n, S]`, and what a learned sink takes `[B, H, n]`.
     """
     heads = p.shape[1]
+    if sink is not None:
+        p = torch.cat([p, sink[..., None]], dim=-1)
     p = p.transpose(1, 2)  # [B, n, H, S]
-    entropy = torch.special.entr(p).sum(-1)
+    tiny, eps = torch.finfo(p.dtype).tiny, torch.finfo(p.dtype).eps
     valid = (p.sum(-1) > 0).to(p.dtype)
     distances = p.new_zeros(*p.shape[:2], heads, heads)
     for head in range(heads - 1):
-        between = torch.special.entr((p[:, :, head, None] + p[:, :, head + 1 :]) / 2).sum(-1)
-        apart = between - (entropy[:, :, head, None] + entropy[:, :, head + 1 :]) / 2
-        # Rounding may make the least of them negative.
-        apart = (apart / math.log(2)).clamp(min=0).sqrt()
+        one, others = p[:, :, head, None], p[:, :, head + 1 :]
+        both = one + others
+        # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)), and no
+        # difference of entropies, whose rounding the root would blow up where heads are alike.
+        t = ((one - others) / both.clamp(min=tiny)).clamp(eps - 1, 1 - eps)
+        apart = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
+        apart = torch.linalg.vecdot(both, apart) / (4 * math.log(2))
+        apart = apart.clamp(0, 1).sqrt()  # rounding may lead past either end
         distances[:, :, head, head + 1 :] = apart
         distances[:, :, head + 1 :, head] = apart
     return distances, valid[..., None] * valid[..., None, :]
@@ -434,6 +498,11 @@ class OutputNorm:
             readings["contribution"] = Reading(length, evidence.alive)
         return readings
 
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        known = evidence.projection is not None or self.projection is not None
+        names = ("output_norm", "contribution") if known else ("output_norm",)
+        return dict.fromkeys(names, Way(OUTPUT))
+
     def define(self, full: Definition) -> dict[str, Tensor]:
         out = full.out.to(full.weights.dtype)
         figures = {"output_norm": torch.linalg.vector_norm(out, dim=-1)}
@@ -462,8 +531,9 @@ class Map:
     """P in small: `[B, H, n, n]`, the mass that a block of queries gives to a block of keys.
 
     Entry `[a, b]` is the mean over the valid queries of block `a` of their mass on block `b`, so
-    rows sum to 1 (to 0 where no query is valid). With as many blocks as tokens it is P itself.
-    Attention with the one-hot of the key's block as values: one call for each D blocks.
+    rows sum to 1, less what a learned sink takes (to 0 where no query is valid). With as many
+    blocks as tokens it is P itself. Attention with the one-hot of the key's block as values: one
+    call for each D blocks.
 
     Raises:
         ValueError: if `blocks` is under 1.
@@ -477,29 +547,31 @@ class Map:
             raise ValueError(f"Map({self.blocks}): there must be at least one block.")
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
-        extent, dtype, device = evidence.extent, evidence.lse.dtype, evidence.device
+        extent, device = evidence.extent, evidence.device
         of_key = self._block_of(extent.keys, device)
-        one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(dtype)
-        seen = evidence.mean_of(one_hot[None, None])
         of_query = self._block_of(evidence.whole.queries, device)[evidence.queries]
-        return {"map": Reading(self._mean_rows(seen, evidence.alive, of_query))}
+        total = evidence.block_sums(of_query, of_key, self.blocks)
+        alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
+        count = self._valid(alive, of_query).to(total.dtype)
+        return {"map": Reading(total / count.clamp(min=1), over=count)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"map": evidence.way_of_blocks(self.blocks)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
-        of_key = self._block_of(full.extent.keys, full.weights.device)
-        one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(full.weights.dtype)
-        alive = full.allowed.any(-1)
-        of_query = self._block_of(full.extent.queries, alive.device)
-        return {"map": self._mean_rows(full.weights @ one_hot, alive, of_query)}
+        e, device, n = full.extent, full.weights.device, self.blocks
+        of_key, of_query = self._block_of(e.keys, device), self._block_of(e.queries, device)
+        total = full.weights.new_zeros(e.batch, e.heads, n, e.keys).index_add(
+            2, of_query, full.weights
+        )
+        total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
+        return {"map": total / self._valid(full.allowed.any(-1), of_query).clamp(min=1)}
 
     def _block_of(self, length: int, device: torch.device) -> Tensor:
         """The block of each position; blocks differ by at most one position in size."""
         return torch.arange(length, device=device) * self.blocks // max(length, self.blocks)
 
-    def _mean_rows(self, seen: Tensor, alive: Tensor, of_query: Tensor) -> Tensor:
-        batch, heads, queries, _ = seen.shape
-        alive = alive.expand(batch, heads, queries)
-        total = seen.new_zeros(batch, heads, self.blocks, self.blocks)
-        total.index_add_(2, of_query, seen * alive[..., None])
-        count = seen.new_zeros(batch, heads, self.blocks)
-        count.index_add_(2, of_query, alive.to(seen.dtype))
-        return total / count.clamp(min=1)[..., None]
+    def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
+        """How many valid queries each block has, `[B, H, n, 1]`; `alive` is `[B, H, T]`."""
+        count = torch.zeros(*alive.shape[:2], self.blocks, dtype=torch.long, device=alive.device)
+        return count.index_add_(2, of_query, alive.long())[..., None]

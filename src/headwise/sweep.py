@@ -156,33 +156,57 @@ class RowSums:
         self.total[block.heads, block.rows] += self.figure(block)
 
 
-class Spread:
-    """Running weight, mean and squared deviations of key positions (Chan et al. 1979)."""
+class Columns:
+    """Sums of P over queries, each of which counts `counts` `[n]`."""
 
-    def __init__(self, zeros: Tensor) -> None:
-        wide = torch.float64
-        self.weight, self.mean, self.squares = (torch.zeros_like(zeros, dtype=wide) for _ in "wms")
+    def __init__(self, total: Tensor, counts: Tensor) -> None:
+        self.total, self.counts = total, counts.to(total.dtype)
+        self.all = bool((counts == 1).all())
 
     def add(self, block: Block) -> None:
-        p = block.p
+        weights = self.counts[block.rows]
+        if self.all or bool(weights.any()):
+            self.total[block.heads, block.keys] += weights @ block.p
+
+
+class Spread:
+    """Running weight, mean and variance of key positions among the keys (Chan et al. 1979).
+
+    Beside a sink (`shared`) the keys may be left so little that no digit of it is a number of p's
+    own dtype: their weights are then taken anew, each row's largest as 1.
+    """
+
+    def __init__(self, zeros: Tensor, shared: bool = False) -> None:
+        self.mean, self.variance = (torch.zeros_like(zeros, dtype=torch.float64) for _ in "mv")
+        self.log_weight = torch.full_like(self.mean, -math.inf)
+        self.shared = shared
+
+    def add(self, block: Block) -> None:
+        p, top = block.p, torch.zeros_like(block.p[..., :1])
+        if self.shared:
+            top = block.log_p.amax(-1, keepdim=True)
+            p = torch.exp(block.log_p - top)
         step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
         weight = p.sum(-1)
         mean = (p @ step) / weight.clamp(min=torch.finfo(p.dtype).tiny)
-        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
+        variance = ((step - mean[..., None]).square_() * p).sum(-1).double() / weight.double()
         place = block.heads, block.rows
-        weight, mean = weight.double(), mean.double() + block.keys.start
-        total = self.weight[place] + weight
-        share = weight / total.clamp(min=torch.finfo(torch.float64).tiny)
-        apart = mean - self.mean[place]
-        self.squares[place] += squares + apart.square() * self.weight[place] * share
+        before, new = self.log_weight[place], weight.double().log() + top[..., 0].double()
+        total = torch.logaddexp(before, new)
+        none = total == -torch.inf
+        share = torch.exp(new - total).masked_fill(none, 0.0)
+        rest = torch.exp(before - total).masked_fill(none, 0.0)
+        apart = mean.double() + block.keys.start - self.mean[place]
+        joined = rest * self.variance[place] + share * variance.nan_to_num(nan=0.0)
+        self.variance[place] = joined + rest * share * apart.square()
         self.mean[place] += apart * share
-        self.weight[place] = total
+        self.log_weight[place] = total
 
     @property
     def deviation(self) -> Tensor:
         """`[B · H, n]`, in float64."""
-        tiny = torch.finfo(torch.float64).tiny
-        return (self.squares / self.weight.clamp(min=tiny)).clamp(min=0).sqrt()
+        seen = self.log_weight > LITTLE / 2
+        return torch.where(seen, self.variance.clamp(min=0).sqrt(), 0.0)
 
 
 def entropy_of(block: Block) -> Tensor:

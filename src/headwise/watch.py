@@ -13,13 +13,14 @@ from .attend import Seen, observe, table_rows
 from .evidence import Statistic
 from .layer import MultiHeadAttention
 from .readings import Reading
+from .running import Running
 
 
 class Watched:
     """What a watched model's heads did: `seen[module name]`, and `table()` over all of them."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._modules = {name: WatchedModule(name) for name in names}
+    def __init__(self, names: list[str], running: bool = False) -> None:
+        self._modules = {name: WatchedModule(name, running) for name in names}
 
     def __getitem__(self, module: str) -> WatchedModule:
         """The calls of one module, by its qualified name.
@@ -46,25 +47,33 @@ class Watched:
 
 
 class WatchedModule:
-    """The calls of one attention module."""
+    """The calls of one attention module: each on its own in `calls`, or all in one `running`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, running: bool = False) -> None:
         self.name = name
         self.heads = 0
         self.calls: list[dict[str, Reading]] = []
+        self.running = Running() if running else None
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Seen, first_key: int = 0) -> None:
         """Keep a call's statistics, and nothing else of it."""
         self.heads = seen.out.shape[1]
-        self.calls.append(dict(seen.readings))
+        if self.running is not None:
+            self.running.add(seen, first=first_key)
+        else:
+            self.calls.append(dict(seen.readings))
 
     def __getitem__(self, statistic: str) -> Tensor:
         """A statistic's tensor; of several calls of equal shape, one after another in the batch.
+
+        Of a running watch, what `Running` gives: `[H]`, or `[B, H, S]` of sums per key.
 
         Raises:
             KeyError: nothing of that name was observed.
             ValueError: calls of different shapes, which `calls` holds one by one.
         """
+        if self.running is not None and self.running.calls:
+            return self.running[statistic]
         if not self.calls:
             raise KeyError(f"{self.name!r} was not called while it was watched")
         if statistic not in self.calls[0]:
@@ -81,6 +90,12 @@ class WatchedModule:
 
     def table(self) -> list[dict[str, Any]]:
         """A row per head; none if the module was not called."""
+        if self.running is not None:
+            calls = self.running.calls
+            return [
+                {"layer": self.name, "head": row["head"], "calls": calls, **row}
+                for row in self.running.table()
+            ]
         if not self.calls:
             return []
         readings = {name: [call[name] for call in self.calls] for name in self.calls[0]}
@@ -97,6 +112,7 @@ def watch(
     *statistics: Statistic,
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
+    running: bool = False,
 ) -> Iterator[Watched]:
     """See every head of a model while it runs; its outputs stay bit for bit the same.
 
@@ -108,6 +124,8 @@ def watch(
         statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`.
         queries: look at so many queries of every call only, or at these, as in `observe()`.
         seed: of the draw.
+        running: add calls up as they come (`Running`) in place of keeping each one's statistics:
+            memory stays constant over a generation or a data set.
 
     Raises:
         ValueError: no attention layer in the model; a model that is being watched already.
@@ -132,7 +150,7 @@ def watch(
     for name, layer in layers.items():
         if layer.observer is not None:
             raise ValueError(f"watch({type(model).__name__}): {name!r} is being watched already.")
-    watched = Watched(list(layers))
+    watched = Watched(list(layers), running)
     for name, layer in layers.items():
         layer.observer = _observer(watched[name], statistics, queries, seed)
     try:
@@ -159,7 +177,7 @@ def _observer(
             projection=layer.projection,
             **keywords,
         )
-        module.add(seen)
+        module.add(seen, layer.first_key)
         return seen.out
 
     return run

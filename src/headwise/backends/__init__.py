@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Backend, Call
+from .base import Backend, Call, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
+from .native import Native, faster
 from .sdpa import Sdpa
 
-BACKENDS: tuple[Backend, ...] = (Sdpa(), Blocked(), Eager())
+BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
 
-__all__ = ["BACKENDS", "Backend", "Call", "Choice", "check_name", "choose", "consider"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Call",
+    "Choice",
+    "Figures",
+    "OnePass",
+    "check_name",
+    "choose",
+    "consider",
+]
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ def choose(call: Call, name: str = "auto") -> Backend:
         if name not in ("auto", backend.name):
             continue
         reasons = backend.refuse(call)
-        if not reasons:
+        slower = name == "auto" and isinstance(backend, Native) and not faster(call)
+        if not reasons and not slower:
             return backend
         if name != "auto":
             raise ValueError(

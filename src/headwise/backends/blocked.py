@@ -118,4 +118,5 @@ def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definiti
         scale=call.scale,
         softcap=call.softcap,
         dropout=dropout,
+        sinks=call.sinks,
     )

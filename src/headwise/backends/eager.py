@@ -28,5 +28,6 @@ class Eager:
             scale=call.scale,
             softcap=call.softcap,
             dropout=call.dropout,
+            sinks=call.sinks,
         )
         return full.out, full.lse

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Call
+from .base import Call, with_sinks
 from .tiles import Tile, bias_size, flag, tiles
 
 BIAS_LIMIT = 256 * 2**20
@@ -48,15 +48,16 @@ class Sdpa:
         q, k, v = (_dense_last(x) for x in _equal_widths(call.q, call.k, call.v))
         call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
+        through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         whole = _whole(call)
-        if whole is not None and not (lse_gradient and needs_grad and on_cpu):
-            out, lse = _tile(call, whole)
-        elif on_cpu and needs_grad:
-            out, lse = _Tiled.apply(q, k, v, call)
+        if on_cpu and needs_grad and (whole is None or through_lse):
+            out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
-            out, lse = _tiled(call)
-        if lse_gradient and needs_grad and not on_cpu:
-            lse = _with_gradient(call, lse)
+            out, lse = _tiled(call) if whole is None else _tile(call, whole)
+            if through_lse:
+                lse = _with_gradient(call, lse)
+            if call.sinks is not None:
+                out, lse = with_sinks(out, lse, call.sinks)
         return (out if out.shape[-1] == wide else out[..., :wide]), lse
 
 
@@ -162,14 +163,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Tiled(torch.autograd.Function):
-    """Tiles on the CPU with their backward pass, in which the LSE has a gradient too."""
+    """Tiles on the CPU with their backward pass, in which the LSE and sinks have a gradient too."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
         call = call.with_(q=q, k=k, v=v)
         whole = _whole(call)
         out, lse = _tiled(call) if whole is None else _tile(call, whole)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.mask, ctx.extent, ctx.scale = call.mask, call.extent, call.scale
         ctx.set_materialize_grads(False)
         return out, lse
@@ -177,16 +182,18 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """`dS = P ∘ (dP − D + g_lse)` (design: a zero column of V, with 1 in the output and −g_lse
-        in its gradient, makes the kernel's own D into `D − g_lse`)."""
+        in its gradient, makes the kernel's own D into `D − g_lse`). With a sink in the LSE this is
+        the gradient as well, and the sink's own is `p_sink · (g_lse − D)`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the fused kernels have no second derivative; for double backward "
                 "(create_graph=True) call attention with backend='eager'"
             )
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         g_out, g_lse = grads
         width, dtype = q.shape[-1], _wide(q.dtype)
         g_out = torch.zeros_like(out) if g_out is None else g_out.to(out.dtype)
+        g_sinks = _gradient_of_sinks(sinks, out, lse, g_out, g_lse) if sinks is not None else None
         if g_lse is not None:
             q, k, v, out, g_out = (F.pad(x, (0, 8)) for x in (q, k, v, out, g_out))
             out[..., width] = 1.0
@@ -209,7 +216,18 @@ class _Tiled(torch.autograd.Function):
             g_q[rows] += found[0]
             g_k[keys] += found[1]
             g_v[keys] += found[2]
-        return (*(x[..., :width].to(q.dtype) for x in (g_q, g_k, g_v)), None)
+        return (*(x[..., :width].to(q.dtype) for x in (g_q, g_k, g_v)), g_sinks, None)
+
+
+def _gradient_of_sinks(
+    sinks: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None
+) -> Tensor:
+    change = -(g_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if g_lse is not None:
+        change = change + g_lse
+    dead = lse == -torch.inf
+    sink = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(dead, torch.inf))
+    return (sink * change.masked_fill(dead, 0.0)).sum((0, 2)).to(sinks.dtype)
 
 
 def _with_gradient(call: Call, lse: Tensor) -> Tensor:
@@ -219,7 +237,7 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
     scores with the keys as values is linear in them, and its gradient is just this.
     """
     q, k = call.q, call.k
-    seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0))
+    seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0, sinks=None))
     wide = _wide(q.dtype)
     change = (q.to(wide) * seen.detach().to(wide)).sum(-1)
     change = change + (q.detach().to(wide) * seen.to(wide)).sum(-1)

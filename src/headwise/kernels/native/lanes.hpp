@@ -108,6 +108,44 @@ static HW_INLINE bool plain_scores(const Call &c) {
   return c.softcap == 0 && !c.allowed && !c.bias && !c.slopes;
 }
 
+// W numbers of a table in float32, of which `count` are there.
+static HW_INLINE vf read_some(const float *from, int64_t stride, int count) {
+  if (stride == 1 && count == W) return load<vf>(from);
+  vf x{};
+  for (int i = 0; i < count; i++) x[i] = from[i * stride];
+  return x;
+}
+
+static HW_INLINE vf read_some(const uint8_t *from, int64_t stride, int count) {
+  typedef uint8_t vb __attribute__((vector_size(W)));
+  if (stride == 1 && count == W) return __builtin_convertvector(__builtin_convertvector(load<vb>(from), vi), vf);
+  vf x{};
+  for (int i = 0; i < count; i++) x[i] = from[i * stride];
+  return x;
+}
+
+// scores[key][lane] = join(score, table[query][key]): W × W entries of the table at a time are turned over
+// (or splat, where all queries share them).
+template <class Read, class Join>
+static HW_INLINE void each_turned(int vectors, int queries, int n, bool shared, float *scores, const Read &read,
+                                  const Join &join) {
+  for (int k = 0; k < n; k += W) {
+    const int count = (int)least(W, n - k);
+    const vf all = shared ? read(0, k, count) : vf{};
+    for (int v = 0; v < vectors; v++) {
+      vf x[W];
+      if (!shared) {
+        for (int i = 0; i < W; i++) x[i] = read((int)least(v * W + i, queries - 1), k, count);
+        turn(x);
+      }
+      for (int i = 0; i < count; i++) {
+        float *at = scores + (int64_t)(k + i) * BQ + v * W;
+        store(at, join(load<vf>(at), shared ? splat(all[i]) : x[i]));
+      }
+    }
+  }
+}
+
 // Softcap, biases and tables of who may attend, on scores [key][lane] at keys j0 … j0 + n − 1 and the
 // vectors that may see them. `capped` keeps the scores between softcap and biases where it is not NULL.
 static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, int64_t h, int64_t i0,
@@ -129,20 +167,16 @@ static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, i
   }
   if (c.bias) {
     const int64_t *st = c.bias_stride;
-    const float *from = c.bias + b * st[0] + h * st[1] + j0 * st[3];
-    for (int i = 0; i < queries; i++) {
-      const float *line = from + (i0 + i) * st[2];
-      for (int k = 0; k < n; k++) scores[(int64_t)k * BQ + i] += line[k * st[3]];
-    }
+    const float *from = c.bias + b * st[0] + h * st[1] + i0 * st[2] + j0 * st[3];
+    auto read = [&](int i, int k, int count) { return read_some(from + i * st[2] + k * st[3], st[3], count); };
+    each_turned(lanes.vectors, queries, n, st[2] == 0, scores, read, [](vf s, vf bias) { return s + bias; });
   }
   if (c.allowed) {
     const int64_t *st = c.allowed_stride;
-    const uint8_t *from = c.allowed + b * st[0] + h * st[1] + j0 * st[3];
-    for (int i = 0; i < queries; i++) {
-      const uint8_t *line = from + (i0 + i) * st[2];
-      for (int k = 0; k < n; k++)
-        if (!line[k * st[3]]) scores[(int64_t)k * BQ + i] = -INF;
-    }
+    const uint8_t *from = c.allowed + b * st[0] + h * st[1] + i0 * st[2] + j0 * st[3];
+    auto read = [&](int i, int k, int count) { return read_some(from + i * st[2] + k * st[3], st[3], count); };
+    auto hide = [](vf s, vf seen) { return select(seen != vf{}, s, splat(-INF)); };
+    each_turned(lanes.vectors, queries, n, st[2] == 0, scores, read, hide);
   }
 }
 

@@ -1,0 +1,326 @@
+"""`docs/entropy-floor.md` and its picture, from the recorded run of `examples/entropy_floor.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from examples import entropy_floor as example
+
+import headwise as hw
+from headwise import corpus, timing
+from headwise.run import Run
+
+from ..claims import runs
+from ..claims.draw import Axes, Picture, curve, frame, legend
+from ..claims.words import and_list, prose, signed, spread, table
+
+RECORD = "entropy_floor.json"
+PAGE, PICTURE = "entropy-floor.md", "entropy-floor.svg"
+PLAIN, HELD = "#d55e00", "#0072b2"
+
+# What a user writes; it runs in the tests with the rest of the page.
+SNIPPET = """
+```python
+>>> import torch, headwise as hw
+>>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+>>> seen = []
+>>> def observer(layer, q, k, v, keywords):       # called in place of `attend`
+...     seen.append(hw.observe(q, k, v, hw.Entropy(), **keywords))
+...     return seen[-1].out
+>>> layer.observer = observer
+>>> loss = layer(x, mask=hw.Causal()).square().mean()
+>>> entropy = seen[0]["entropy"].mean((0, 2))     # of each head
+>>> (loss + torch.relu(2.0 - entropy).sum()).backward()
+>>> layer.observer = None
+
+```
+""".strip()
+
+
+def measure(settings: example.Settings) -> dict[str, Any]:
+    """The example's runs, and what the floor adds to the time of a step."""
+    config = settings.config
+    run = Run(config)
+    taken = timing.interleaved(
+        {
+            "plain": lambda: example.step(run, None, settings.strength),
+            "floor": lambda: example.step(run, settings.floor, settings.strength),
+        },
+        rounds=21,
+    )
+    q = torch.zeros(config.batch, config.heads, config.context, config.width // config.heads)
+    return {
+        "backend": hw.explain(q, q, q, mask=hw.Causal()).chosen,
+        "step": timing.ratio(taken, "floor", "plain"),
+        "unigram": corpus.unigram_loss(run.train_ids, run.targets, run.vocab),
+        "runs": example.measure(settings),
+    }
+
+
+def write(settings: example.Settings, found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
+    """Keep a run with its settings and machine; the file is whole or absent."""
+    path = folder / RECORD
+    run = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": timing.machine(),
+        "settings": asdict(settings),
+        **found,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(runs.dumps(runs.rounded(run, 4)) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def read(folder: Path = runs.RESULTS) -> dict[str, Any]:
+    return json.loads((folder / RECORD).read_text())
+
+
+def toy() -> example.Settings:
+    """Sizes that take seconds, at a rate where heads collapse all the same."""
+    usual = example.Settings()
+    config = replace(usual.config, vocab=300, width=32, layers=1, context=32, batch=8, steps=60)
+    return replace(usual, config=config, schedules=((0.1, 0),), seeds=1, measured=6)
+
+
+def least(one: dict[str, Any]) -> float:
+    """The entropy of the run's least head at the end."""
+    return min(one["marks"][-1]["entropy"])
+
+
+def collapsed(some: list[dict[str, Any]]) -> int:
+    """How many heads of these runs end collapsed."""
+    return sum(e < example.COLLAPSED for one in some for e in one["marks"][-1]["entropy"])
+
+
+def loss(one: dict[str, Any]) -> float:
+    return one["marks"][-1]["held_out"]
+
+
+def chosen(run: dict[str, Any], schedule: list[float], floor: bool) -> list[dict[str, Any]]:
+    """The runs of a schedule, by seed."""
+    return [
+        one
+        for one in run["runs"]
+        if [one["rate"], one["warmup"]] == list(schedule) and (one["floor"] is not None) == floor
+    ]
+
+
+def named(schedule: list[float]) -> str:
+    rate, warmup = schedule
+    return f"{rate:g}, warm-up {warmup}" if warmup else f"{rate:g}, no warm-up"
+
+
+def render(run: dict[str, Any]) -> dict[str, str]:
+    """The page and its picture."""
+    return {PAGE: _page(run), PICTURE: _picture(run)}
+
+
+def _page(run: dict[str, Any]) -> str:
+    settings, config = run["settings"], run["settings"]["config"]
+    machine = run["machine"]
+    heads = config["layers"] * config["heads"]
+    head = [
+        "learning rate",
+        "loss",
+        "least entropy of a head, by seed",
+        f"heads under {example.COLLAPSED:g} nats",
+        "largest logit, by seed",
+        "held-out loss, by seed",
+        "mean",
+    ]
+    rows = [
+        [
+            named(schedule) if not floor else "",
+            "with the floor" if floor else "plain",
+            *_cells(chosen(run, schedule, floor), heads),
+        ]
+        for schedule in settings["schedules"]
+        for floor in (False, True)
+    ]
+    parts = [
+        "# An entropy floor",
+        prose(
+            """A head has collapsed when its queries put all their weight on one key each: its
+            entropy is near 0, and so is the gradient of its softmax (Zhai et al. 2023, who bound
+            the scores to prevent it). Entropy is differentiable here, so that it can stand in the
+            loss itself: `strength · Σ_h relu(floor − H_h)`, with H_h the mean entropy of head h
+            over the batch in nats. Heads above the floor are left alone."""
+        ),
+        SNIPPET,
+        prose(
+            """`hw.watch` only looks: what it sees carries no gradient. `layer.observer` is called
+            in place of `attend` and may keep the graph; `examples/entropy_floor.py` has it as a
+            context manager for a whole model."""
+        ),
+        "## What was run",
+        prose(
+            f"""A GPT of {config["layers"]} layers of {config["heads"]} heads, width
+            {config["width"]}, context {config["context"]}, {config["steps"]} steps of
+            {config["batch"]} rows of Python's manual, AdamW with its gradients clipped to norm
+            {config["clip"]:g}; no QK-norm and no softcap; a cosine from the peak rate to 0. Each
+            schedule with {settings["seeds"]} seeds, each seed once with the plain loss and once
+            with a floor of {settings["floor"]:g} nats, strength {settings["strength"]:g}: the same
+            first weights, the same batches. Floor and strength are the first ones tried, for all
+            schedules. Entropies are means over held-out text, where a query sees {_seen(config)}
+            keys on average."""
+        ),
+        prose(
+            f"""`python examples/entropy_floor.py` runs it; `python -m benchmarks.pages --floor`
+            also keeps the figures in `benchmarks/results/entropy_floor.json` and writes this page.
+            Taken on {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of
+            {machine["cores"]} cores, PyTorch {machine["versions"]["torch"]}{_backend(run)}."""
+        ),
+        table(head, rows),
+        "![Least entropy of a head and held-out loss over training, plain and with the floor]"
+        f"({PICTURE})",
+        "## What it says",
+        *(prose(said) for said in _verdict(run)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _backend(run: dict[str, Any]) -> str:
+    return f", backend `{run['backend']}`" if "backend" in run else ""
+
+
+def _seen(config: dict[str, Any]) -> str:
+    return f"{(config['context'] + 1) / 2:g}"
+
+
+def _cells(some: list[dict[str, Any]], heads: int) -> list[str]:
+    logits = [one["marks"][-1]["max_logit"] for one in some]
+    return [
+        ", ".join(f"{least(one):.2f}" for one in some),
+        f"{collapsed(some)} of {heads * len(some)}",
+        ", ".join(f"{logit:,.0f}" for logit in logits),
+        ", ".join(f"{loss(one):.3f}" for one in some),
+        f"{statistics.mean(map(loss, some)):.3f}",
+    ]
+
+
+def _verdict(run: dict[str, Any]) -> list[str]:
+    """What came out, in words that follow the figures."""
+    trios = [
+        Trio(tuple(schedule), chosen(run, schedule, False), chosen(run, schedule, True))
+        for schedule in run["settings"]["schedules"]
+    ]
+    fell = [trio for trio in trios if collapsed(trio.plain)]
+    kept = [trio for trio in trios if not collapsed(trio.plain)]
+    said = [_where_heads_fell(fell, run["unigram"])]
+    if kept:
+        told = and_list(f"{_range(trio.changes)} {trio.told}" for trio in kept)
+        said.append(
+            f"""Where the plain run keeps its heads, the floor changes a seed's held-out loss by
+            {told}. {_warmed(fell, kept)}"""
+        )
+    said.append(
+        f"""A step with the floor takes {spread(run["step"])} times as long as a plain one at this
+        size. High rates amplify rounding: on another backend the same seeds give other losses, so
+        look at which heads fall, and not at a loss's digits. One small model and one text: the
+        figures say that the entropy's gradient holds heads up, and not which floor a large model
+        needs."""
+    )
+    return said
+
+
+@dataclass(frozen=True)
+class Trio:
+    """A schedule, its plain runs and those with the floor, by seed."""
+
+    schedule: tuple[float, int]
+    plain: list[dict[str, Any]]
+    held: list[dict[str, Any]]
+
+    @property
+    def told(self) -> str:
+        rate, warmup = self.schedule
+        return f"at {rate:g} " + (
+            f"after {warmup} steps of warm-up" if warmup else "from the start"
+        )
+
+    @property
+    def changes(self) -> list[float]:
+        """What the floor adds to each seed's held-out loss."""
+        return [loss(h) - loss(p) for p, h in zip(self.plain, self.held, strict=True)]
+
+
+def _where_heads_fell(fell: list[Trio], unigram: float) -> str:
+    if not fell:
+        return "No head collapsed under any schedule, so these runs say nothing about the floor."
+    said = []
+    for trio in fell:
+        words = f"""{trio.told.capitalize()}, {collapsed(trio.plain)} heads collapse with the plain
+            loss and {collapsed(trio.held)} with the floor, which changes a seed's held-out loss by
+            {_range(trio.changes)}."""
+        if min(map(loss, trio.plain + trio.held)) > unigram - 0.3:
+            words += f""" Little is learnt there in either case: token frequencies alone have a loss
+                of {unigram:.3f}."""
+        said.append(words)
+    least_held = min(least(one) for trio in fell for one in trio.held)
+    said.append(f"With the floor, no head of these runs ends under {least_held:.2f} nats.")
+    return " ".join(said)
+
+
+def _warmed(fell: list[Trio], kept: list[Trio]) -> str:
+    """Whether warm-up alone was enough at a rate where heads fell without it."""
+    cold = {trio.schedule[0] for trio in fell if not trio.schedule[1]}
+    saved = [trio for trio in kept if trio.schedule[1] and trio.schedule[0] in cold]
+    return " ".join(
+        f"""At {trio.schedule[0]:g}, warm-up alone is enough to keep heads from collapse, and gives
+        lower losses than the floor without it."""
+        for trio in saved
+        for other in fell
+        if other.schedule[0] == trio.schedule[0]
+        and max(map(loss, trio.plain)) < min(map(loss, other.held))
+    )
+
+
+def _range(values: list[float]) -> str:
+    """
+    >>> _range([0.01, -0.2, 0.1])
+    '−0.200 to +0.100'
+    """
+    return f"{signed(min(values))} to {signed(max(values))}" if any(values) else "nothing"
+
+
+def _picture(run: dict[str, Any]) -> str:
+    """A column a schedule: the least entropy of a head, and the held-out loss."""
+    schedules, steps = run["settings"]["schedules"], run["settings"]["config"]["steps"]
+    picture = Picture(50 + 205 * len(schedules), 400)
+    legend(picture, 40, 20, {"plain": PLAIN, "with the floor": HELD})
+    words = "a line a seed; least entropy of a head, nats (above), held-out loss (below)"
+    picture.text(240, 20, words)
+    top = max(least_of(mark) for one in run["runs"] for mark in one["marks"])
+    losses = [mark["held_out"] for one in run["runs"] for mark in one["marks"] if mark["held_out"]]
+    ticks = [round(0.5 * n, 1) for n in range(20)]
+    for column, schedule in enumerate(schedules):
+        left = 40 + 205 * column
+        upper = Axes(left, 60, 165, 120, (0, steps), (0, 1.05 * top))
+        lower = Axes(left, 235, 165, 120, (0, steps), (min(losses) - 0.1, max(losses) + 0.1))
+        frame(picture, upper, named(schedule), (0, steps), _within(ticks, upper), "")
+        frame(picture, lower, "", (0, steps), _within(ticks, lower))
+        floor = run["settings"]["floor"]
+        picture.line([upper.at(0, floor), upper.at(steps, floor)], "#555555", 0.7)
+        for held, colour in ((False, PLAIN), (True, HELD)):
+            for one in chosen(run, schedule, held):
+                entropies = [(mark["step"], least_of(mark)) for mark in one["marks"]]
+                curve(picture, upper, entropies, colour, 1.3)
+                known = [(m["step"], m["held_out"]) for m in one["marks"] if m["held_out"]]
+                curve(picture, lower, known, colour, 1.3)
+    return picture.svg()
+
+
+def least_of(mark: dict[str, Any]) -> float:
+    return min(mark["entropy"])
+
+
+def _within(ticks: list[float], axes: Axes) -> list[float]:
+    return [tick for tick in ticks if axes.y[0] <= tick <= axes.y[1]]

@@ -1,0 +1,158 @@
+"""The native CPU kernel: every figure of every head in the pass that makes the output.
+
+One pass over the scores gives output, log-sum-exp, largest score, entropy, distance and the masses
+of the first, previous and own key; without values it gives the same figures for an output that
+somebody else made. Masks become flags, ranges of keys or tables (`terms.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..kernels import cpu, cpu_ops
+from ..kernels.cpu import Problem
+from .base import Call, Figures, OnePass
+from .terms import TABLE_LIMIT, table_bytes, terms_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How fast this kernel was beside the fastest other, for calls like this on such a machine."""
+
+    instructions: str
+    dtype: str
+    training: bool
+    queries: int
+    keys: int
+    dim: int
+    speed: float
+
+
+MEASURED: tuple[Measured, ...] = ()
+"""From `benchmarks/native.py`; where nothing is measured, this kernel is taken."""
+
+
+class Native(OnePass):
+    """The C++ kernel of headwise on CPUs; float32, bfloat16 and float16."""
+
+    name = "native"
+
+    def refuse(self, call: Call) -> list[str]:
+        device = call.q.device
+        if device.type != "cpu":
+            return [f"a kernel for CPUs, and this call is on {device.type}"]
+        missing = cpu.why_not()
+        if missing:
+            return [missing]
+        reasons = []
+        extent, dim, wide = call.extent, call.q.shape[3], call.v.shape[3]
+        if call.q.dtype not in cpu.DTYPES:
+            reasons.append(f"no native kernel for {call.q.dtype}")
+        if call.dropout:
+            reasons.append("the native kernel has no dropout")
+        if dim > cpu.WIDEST or wide > cpu.WIDEST:
+            reasons.append(f"heads wider than {cpu.WIDEST} ({max(dim, wide)})")
+        if 0 in (extent.batch, extent.queries, extent.keys) or wide == 0:
+            return [*reasons, "the native kernel does not take empty tensors"]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in call.mask.tensors()):
+            reasons.append("the native kernel gives no gradient for a bias")
+        if torch.autograd.forward_ad._current_level >= 0 or _transformed():
+            reasons.append("the native kernel knows no torch.func and no forward derivative")
+        size = table_bytes(call.mask, extent, device)
+        if size > TABLE_LIMIT:
+            reasons.append(
+                f"the mask would need a table of {size / 2**20:.0f} MiB "
+                f"(at most {TABLE_LIMIT / 2**20:.0f} MiB)"
+            )
+        return reasons
+
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        out, lse = cpu_ops.compute(_problem(call, call.v), cpu_ops.BIT["lse"])[:2]
+        assert out is not None
+        assert lse is not None
+        return out, lse
+
+    def observe(self, call: Call, wishes: Iterable[str]) -> Figures:
+        """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
+        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes)))
+
+    def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
+        """The same without the output; the values are not read."""
+        return Figures(*cpu_ops.compute(_problem(call, None), _bits(wishes)))
+
+    def received(
+        self,
+        call: Call,
+        lse: Float[Tensor, "B H T"],
+        weight: Float[Tensor, " T"] | None = None,
+    ) -> Float[Tensor, "B H S"]:
+        """`Σ_i weight_i p_ij`: what each key received, given the LSE. No gradient."""
+        found, _ = cpu_ops.sums(_problem(call, None), lse, weight, True, None)
+        assert found is not None
+        return found
+
+    def block_map(
+        self,
+        call: Call,
+        lse: Float[Tensor, "B H T"],
+        query_block: Int[Tensor, " T"],
+        key_block: Int[Tensor, " S"],
+        blocks: int,
+        weight: Float[Tensor, " T"] | None = None,
+    ) -> Float[Tensor, "B H n n"]:
+        """`Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
+
+        `query_block` and `key_block` say in ascending order which of `blocks` each belongs to.
+        """
+        asked = (query_block, key_block, blocks)
+        _, found = cpu_ops.sums(_problem(call, None), lse, weight, False, asked)
+        assert found is not None
+        return found
+
+
+def faster(call: Call) -> bool:
+    """Whether the kernel was measured faster than all others for the calls most like this one."""
+    library = cpu.library() if MEASURED else None
+    if library is None:
+        return True
+    instructions, dtype = library.usable[0], str(call.q.dtype).removeprefix("torch.")
+    sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
+    alike = [
+        m
+        for m in MEASURED
+        if (m.instructions, m.dtype, m.training) == (instructions, dtype, call.needs_grad)
+    ]
+    if not alike:
+        return True
+    nearest = min(
+        alike,
+        key=lambda m: sum(
+            math.log(a / b) ** 2 for a, b in zip((m.queries, m.keys, m.dim), sizes, strict=True)
+        ),
+    )
+    return nearest.speed >= 1.0
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` is at work, whose tensors hold no memory of their own."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _problem(call: Call, v: Tensor | None) -> Problem:
+    sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+    terms = terms_of(call.mask, call.extent, call.q.device)
+    return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0)
+
+
+def _bits(wishes: Iterable[str]) -> int:
+    bits = cpu_ops.BIT["lse"]
+    for wish in wishes:
+        bits |= cpu_ops.BIT[wish]
+    return bits

@@ -1,0 +1,1 @@
+"""The kernels and their launchers, nothing else: tensors and plain numbers in, tensors out."""
