@@ -29,7 +29,7 @@ from headwise.timing import record
 from native_choice import choice
 from native_own import MATRIX, backward, decode, forward
 from native_peers import layers, peers
-from native_run import DTYPES, NATIVE, Run, Shape, show_goals, show_rows
+from native_run import DTYPES, NATIVE, Run, Shape, rates, show_goals, show_rows
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("forward", "backward", "decode", "peers", "choice")
@@ -106,7 +106,8 @@ def main() -> None:
         measure(run, part, options.lengths, options.dims)
     for part in dict.fromkeys(row["part"] for row in run.rows if "goal" not in row):
         show_rows(run.rows, part)
-    show_goals(run)
+    if run.goals:
+        show_goals(run)
     if "choice" in parts:
         rows = choice(options.seconds / 4)
         run.rows += [{"part": "choice", **asdict(row)} for row in rows]
@@ -115,6 +116,7 @@ def main() -> None:
         clock = "CPU time of the process, one thread" if options.cpu_time else "wall time"
         settings = {**vars(options), **versions(), "clock": clock}
         settings["instructions"] = library.usable[0] if library else None
+        settings["rates_by_this_clock"] = rates(run)
         name = "native" if options.part is None else f"native-{'-'.join(options.part)}"
         print("recorded in", record(name, settings, run.rows, RESULTS))
 

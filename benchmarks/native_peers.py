@@ -115,7 +115,9 @@ def layers(run: Run, length: int) -> None:
     assert_same(kinds, x, pull)
     for module in (ours, by_hand, theirs):
         module.eval()
-    kinds[NATIVE] = kinds.pop(OURS)
+    calls: dict[str, Work] = {
+        f"float32: {NATIVE if name == OURS else name}": partial(layer, x)
+        for name, layer in kinds.items()
+    }
     with torch.inference_mode():
-        calls: dict[str, Work] = {f"float32: {n}": partial(f, x) for n, f in kinds.items()}
         run.keep("layers", shape, run.take(calls), {})

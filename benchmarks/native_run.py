@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,6 +164,19 @@ class Run:
         self.rows.append({"goal": name, "where": where, "ratio": found, "kept": reached})
 
 
+def rates(run: Run) -> dict[str, float]:
+    """What the machine does by the clock of the run: matmuls in both dtypes, and a copy."""
+    source = torch.ones(2**25)  # 128 MiB, larger than caches
+    target = torch.empty_like(source)
+    calls: dict[str, Work] = {"copy": lambda: target.copy_(source)}
+    for name, dtype in DTYPES.items():
+        a, b = torch.randn(2, 1024, 1024).to(dtype)
+        calls[name] = partial(torch.mm, a, b)
+    best = {name: min(seconds) for name, seconds in run.take(calls).items()}
+    found = {f"{name}_matmul_gflops": 2e-9 * 1024**3 / best[name] for name in DTYPES}
+    return {**found, "copy_gb_per_s": 2e-9 * source.nbytes / best["copy"]}  # read and written
+
+
 def show_goals(run: Run) -> None:
     """What was asked for, the worst found and where, and how often it was kept."""
     lines = []
@@ -194,5 +208,6 @@ def show_rows(rows: list[dict[str, Any]], part: str) -> None:
             cells[row["contender"]] = f"{row['times_native'].median:.2f}"
     table = [[where, *(cells.get(name, "") for name in names)] for where, cells in lines.items()]
     show(f"{part}: ms, and multiples of native's time", ["", *names], table)
-    for row in {(r["contender"], r["refused"]): r for r in mine if "refused" in r}.values():
-        print(f"{row['contender']}, {row['dtype']}: {row['refused']}")
+    reasons = (f"{r['contender']}, {r['dtype']}: {r['refused']}" for r in mine if "refused" in r)
+    for reason in dict.fromkeys(reasons):
+        print(reason)

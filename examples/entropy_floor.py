@@ -13,8 +13,6 @@ is the mean entropy of head h over the batch, in nats. Heads above the floor are
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,28 +45,6 @@ class Settings:
     measured: int = 20
 
 
-@contextmanager
-def observed(model: nn.Module, *statistics: Any) -> Iterator[list[hw.Seen]]:
-    """What every attention layer saw of a forward pass, layer by layer, with gradients.
-
-    `hw.watch` is for looking and detaches what it sees; a loss needs the graph.
-    """
-    found: list[hw.Seen] = []
-
-    def observer(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
-        found.append(hw.observe(q, k, v, *statistics, **keywords))
-        return found[-1].out
-
-    layers = [module for module in model.modules() if isinstance(module, hw.MultiHeadAttention)]
-    for layer in layers:
-        layer.observer = observer
-    try:
-        yield found
-    finally:
-        for layer in layers:
-            layer.observer = None
-
-
 def below(entropies: list[Tensor], floor: float) -> Tensor:
     """How far heads lie below the floor, in all: `entropies` are `[B, H, T]`, one a layer."""
     return torch.stack([F.relu(floor - one.mean((0, 2))).sum() for one in entropies]).sum()
@@ -83,9 +59,9 @@ def step(run: Run, floor: float | None, strength: float) -> None:
     if floor is None:
         loss = next_token_loss(run.model(batch[:, :-1]), batch)
     else:
-        with observed(run.model, hw.Entropy()) as seen:
+        with hw.watch(run.model, hw.Entropy(), gradients=True) as seen:
             logits = run.model(batch[:, :-1])
-        penalty = below([one["entropy"] for one in seen], floor)
+        penalty = below([seen[name]["entropy"] for name in seen.modules], floor)
         loss = next_token_loss(logits, batch) + strength * penalty
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()

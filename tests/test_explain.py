@@ -12,6 +12,7 @@ import headwise as hw
 from headwise import evidence as module
 from headwise.backends import BACKENDS
 from headwise.evidence import Evidence, Statistic
+from headwise.masses import Masses
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
 FEW = "of few queries it costs less than a call, which pads and copies all keys"
@@ -33,8 +34,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(module, "sweep", spied("pass", module.sweep))
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "run", spied("call", type(backend).run))
-    for name in ("_by_rows", "_mass_of_rows", "_mass_of_pairs", "_mass_of_one_key"):
-        monkeypatch.setattr(Evidence, name, spied(name, getattr(Evidence, name)))
+    monkeypatch.setattr(Evidence, "_by_rows", spied("_by_rows", Evidence._by_rows))
+    for name in ("_of_rows", "_of_pairs", "_of_one_key"):
+        monkeypatch.setattr(Masses, name, spied(f"_mass{name}", getattr(Masses, name)))
     return count
 
 

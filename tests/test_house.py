@@ -23,9 +23,19 @@ ORDER = [
         "backends.native",
         "backends",
     ),
-    *("readings", "sweep", "evidence", "attend", "statistics", "patterns", "running"),
+    *("readings", "scores", "masses", "sweep", "evidence", "attend", "statistics", "patterns"),
+    *("running",),
     *("rope", "cache", "layer", "layouts", "packing", "convert", "watch"),
-    *("__init__",),
+    *(
+        f"check.{name}"
+        for name in (
+            *("ingredients", "names", "building", "calling", "rules", "verdict", "subject"),
+            *("lab", "behaviour", "advice", "arguments", "projections", "oracle", "watching"),
+            *("case", "keeping", "mistakes", "rearranged", "search", "diagnosis", "joining"),
+            *("handling", "probes", "masking", "functions", "taking"),
+        )
+    ),
+    *("check", "__init__", "testing"),
     *(
         "systems.scalar",
         "systems._checks",
@@ -34,6 +44,12 @@ ORDER = [
         "systems.functional",
     ),
     *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
+    *("check.syntax", "check.loading", "check.sandbox", "check.files", "check.lessons"),
+    *(
+        f"check.steps.{name}"
+        for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")
+    ),
+    *("check.steps", "check.command"),
     *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
     *(
         "weight_files",

@@ -198,13 +198,14 @@ def test_a_floor_under_all_heads_changes_nothing() -> None:
 
 def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     run = floor.Run(floor.toy().config)
-    with entropy_floor.observed(run.model, hw.Entropy()) as seen:
+    with hw.watch(run.model, hw.Entropy(), gradients=True) as seen:
         logits = run.model(run.inputs[:2])
+    entropy = seen[seen.modules[0]]["entropy"]
     assert [layer.observer for layer in run.model.modules() if hasattr(layer, "observer")] == [None]
     assert torch.equal(logits, run.model(run.inputs[:2]))
-    means = seen[0]["entropy"].mean((0, 2))
+    means = entropy.mean((0, 2))
     bar = means.max().item() + 0.25
-    penalty = entropy_floor.below([seen[0]["entropy"]], bar)
+    penalty = entropy_floor.below([entropy], bar)
     torch.testing.assert_close(penalty, (bar - means).sum())
     penalty.backward()
     gradient = run.model.transformer.h[0].attn.c_attn.weight.grad
@@ -213,7 +214,7 @@ def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     assert q.norm() > 0
     assert k.norm() > 0
     assert v.norm() == 0
-    assert entropy_floor.below([seen[0]["entropy"]], means.min().item() - 0.01) == 0
+    assert entropy_floor.below([entropy], means.min().item() - 0.01) == 0
 
 
 def test_the_page_says_what_came_out(toy: dict[str, Any], tmp_path: Path) -> None:

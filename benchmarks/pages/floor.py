@@ -30,15 +30,10 @@ SNIPPET = """
 ```python
 >>> import torch, headwise as hw
 >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
->>> seen = []
->>> def observer(layer, q, k, v, keywords):       # called in place of `attend`
-...     seen.append(hw.observe(q, k, v, hw.Entropy(), **keywords))
-...     return seen[-1].out
->>> layer.observer = observer
->>> loss = layer(x, mask=hw.Causal()).square().mean()
->>> entropy = seen[0]["entropy"].mean((0, 2))     # of each head
->>> (loss + torch.relu(2.0 - entropy).sum()).backward()
->>> layer.observer = None
+>>> with hw.watch(layer, hw.Entropy(), gradients=True) as seen:
+...     loss = layer(x, mask=hw.Causal()).square().mean()
+>>> entropies = [seen[name]["entropy"].mean((0, 2)) for name in seen.modules]   # of each head
+>>> (loss + sum(torch.relu(2.0 - one).sum() for one in entropies)).backward()
 
 ```
 """.strip()
@@ -155,11 +150,6 @@ def _page(run: dict[str, Any]) -> str:
             over the batch in nats. Heads above the floor are left alone."""
         ),
         SNIPPET,
-        prose(
-            """`hw.watch` only looks: what it sees carries no gradient. `layer.observer` is called
-            in place of `attend` and may keep the graph; `examples/entropy_floor.py` has it as a
-            context manager for a whole model."""
-        ),
         "## What was run",
         prose(
             f"""A GPT of {config["layers"]} layers of {config["heads"]} heads, width

@@ -2,6 +2,7 @@
 
 from .attend import Explanation, Seen, attend, explain, observe
 from .cache import KVCache
+from .check import Verdict, check
 from .convert import convert, detect_layout
 from .evidence import Statistic
 from .layer import MultiHeadAttention
@@ -62,8 +63,10 @@ __all__ = [
     "Sink",
     "Statistic",
     "TopKeys",
+    "Verdict",
     "Window",
     "attend",
+    "check",
     "convert",
     "detect_layout",
     "explain",

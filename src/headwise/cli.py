@@ -1,4 +1,4 @@
-"""The command line: `headwise look`, `convert`, `ladder`, `train` and `generate`.
+"""The command line: `headwise look`, `check`, `convert`, `ladder`, `train` and `generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -479,3 +479,57 @@ def ladder(
     if out is not None:
         print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def check(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE.py[:Name] [--ARGUMENT VALUE]...",
+            help="The file, the class or function in it, and arguments of its constructor.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Follow a step: scalar, per_head, split or gpt2.")
+    ] = None,
+    new: Annotated[
+        str | None, typer.Option(help="Write FILE.py, a step's file with blanks to fill in.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="RULE", help="A short lesson on one rule.")
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An argument, in another way; may be given again."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds the file may take. [default: 60]")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB of memory the file may take. [default: 4]")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdict as one JSON object.")
+    ] = False,
+) -> int:
+    """Say what is wrong with an attention that you wrote, where it shows, and what to change.
+
+    The file is run in a process of its own. 0: right; 1: not right; 2: what was asked for makes no
+    sense.
+
+    Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
+    """
+    from .check.command import command
+
+    return command(
+        words or [],
+        step=step,
+        new=new,
+        explain=explain,
+        arguments=arg or [],
+        seconds=timeout,
+        memory=memory,
+        as_json=as_json,
+    )

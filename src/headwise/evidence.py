@@ -12,7 +12,7 @@ are among the keys alone; `_left` is the share of a row that the sink leaves to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from torch.utils.checkpoint import checkpoint
 
 from ._axes import Extent, statistics_dtype
 from ._index import grid
@@ -28,16 +27,11 @@ from .backends import Backend, Call, Figures, OnePass, choose
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
 from .definition import Definition, finish_scores
 from .masks import Mask
-from .readings import Reading, Way
+from .masses import Masses, Runs
+from .readings import CALL, KERNEL, KERNEL_PASS, PAIRS, PASS, ROWS, Reading, Way
 from .sampling import Rows
+from .scores import Scores, probability
 from .sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of, sweep
-
-KERNEL = "the kernel's own"
-CALL = "identity: one more call"
-PASS = "a pass over the scores"
-KERNEL_PASS = "the kernel's pass over the scores"
-ROWS = "rows of scores"
-PAIRS = "the chosen scores alone"
 
 KERNEL_FIGURES = {
     "entropy": "entropy",
@@ -48,29 +42,8 @@ KERNEL_FIGURES = {
     "self": "self",
 }
 """The figures that can be wished for, and what one-pass backends call them."""
-OUTPUT = "from the output"
-"""The roads by which figures are read (`Way.road`)."""
-
 LARGE = 1e30
 """Farther apart no two logits are; finite, so that 0 times it is 0."""
-
-CROWDED = 1 / 64
-"""The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
-
-    `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
-    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
-    `omit` leaves out one key per query (−1 for none).
-    """
-
-    order: Int[Tensor, "#B S"]
-    start: Int[Tensor, "#B T"]
-    stop: Int[Tensor, "#B T"]
-    omit: Int[Tensor, "#B T"] | None = None
 
 
 @runtime_checkable
@@ -143,6 +116,8 @@ class Evidence:
         # The statistics' own calls are in float32; not every backend serves that.
         self.backend = choose(self.call) if backend.refuse(self.call) else backend
         self.extent = call.extent
+        self.scores = Scores(self.call, gradients)
+        self._masses = Masses(self.scores, lambda: self.lse)
         self._given: Figures | None = None
         self._waiting: dict[str, Callable[[], Accumulator]] = {}
         self._done: dict[str, Accumulator] = {}
@@ -555,7 +530,7 @@ class Evidence:
             scores = scores[:, h]
         else:
             scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
-        return self._probability(scores, self.lse.detach()[:, h][:, :, i, None])
+        return probability(scores, self.lse.detach()[:, h][:, :, i, None])
 
     def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H n C"]:
         """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
@@ -619,7 +594,7 @@ class Evidence:
         i = known.topk(count, dim=-1).indices
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         j = torch.arange(extent.keys, device=self.device).view(1, 1, 1, -1)
-        best = self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
+        best = self.scores.logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
         if (left := int((known > best[..., None]).sum(-1).max())) == 0:
             return best
         if left * 4 <= extent.queries:  # those rows alone, each head's own
@@ -627,14 +602,14 @@ class Evidence:
             for i in rows.split(max(1, SCORES_AT_A_TIME // row), dim=-1):
                 q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
                 best = torch.maximum(
-                    best, self._logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
+                    best, self.scores.logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
                 )
             return best
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
             if bool((known[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
                 continue
             i, j = grid(extent, self.device, block.rows, block.keys)
-            found, _ = self._logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
+            found, _ = self.scores.logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
             best = torch.maximum(best, found.amax((-1, -2)))
         return best
 
@@ -648,12 +623,6 @@ class Evidence:
             return bound
         taken = self.sinks.detach()[:, None] - bound.masked_fill(dead, torch.inf)
         return bound + torch.log(-torch.expm1(taken))
-
-    def _logits(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores that enter the softmax at these rows and keys, and where they are allowed."""
-        scores = _grouped_scores(q, k, self.extent) * self.call.scale
-        mask, softcap = self.call.mask, self.call.softcap
-        return finish_scores(scores, mask, self.extent, i, j, softcap=softcap)
 
     def received(self, weight: Tensor) -> Float[Tensor, "B H S"]:
         """`Σ_i weight_i p_ij`: what every key receives, from queries that count so much `[n]`."""
@@ -705,161 +674,21 @@ class Evidence:
 
         `p_ij = exp(s_ij − lse_i)` for the chosen pairs alone: O(D) a pair.
         """
-        return self._reader_of(runs)[1]()
+        return self._masses.reader_of(runs)[1]()
 
     def mass_of_pattern(self, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """`mass` of a pattern's keys; from the kernel's own pass, where it has them."""
         figure = getattr(pattern, "figure", None)
         if figure is None or self.way(figure).road != KERNEL:
             return self.mass(self.runs(pattern))
-        return self._figure(figure), self._count_of_one_key(self.runs(pattern))
+        return self._figure(figure), self._masses.count_of_one_key(self.runs(pattern))
 
     def way_of_mass(self, pattern: Pattern) -> Way:
         """How the mass on a pattern's keys is read."""
         figure = getattr(pattern, "figure", None)
         if figure is not None and self.way(figure).road == KERNEL:
             return self.way(figure)
-        return self._reader_of(self.runs(pattern))[0]
-
-    def _count_of_one_key(self, runs: Runs) -> Int[Tensor, "#B #H n"]:
-        """1 where a query chose a key that it may attend to, else 0; of one key each at most."""
-        extent = self.extent
-        i, _ = grid(extent, self.device)
-        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)][:, None]
-        allowed = self.call.mask.allowed(i, key, extent)
-        chosen = (runs.stop[0] > runs.start[0])[:, None]
-        count = chosen if allowed is None else allowed & chosen
-        return count[(None,) * (4 - count.dim())][..., 0].long()
-
-    def _reader_of(self, runs: Runs) -> tuple[Way, Callable[[], tuple[Tensor, Tensor]]]:
-        """The road to the mass on chosen keys, and who takes it."""
-        pairs = Way(PAIRS)
-        if not self.extent.queries or not self.extent.keys:
-            return pairs, self._mass_of_none
-        first, last = int(runs.start.amin()), int(runs.stop.amax())
-        if last <= first:
-            return pairs, self._mass_of_none
-        if runs.omit is None and runs.order.shape[0] == 1:
-            if bool((runs.start == first).all() & (runs.stop == last).all()) and last - first <= 64:
-                return pairs, lambda: self._mass_of_columns(runs.order[0, first:last])
-            if bool(((runs.stop - runs.start) <= 1).all()):
-                return pairs, lambda: self._mass_of_one_key(runs)
-        width = (runs.stop - runs.start).clamp(min=0)
-        if float(width.float().mean()) > CROWDED * self.extent.keys:
-            why = "so many keys are chosen that one by one they would cost more"
-            return Way(ROWS, why), lambda: self._mass_of_rows(runs)
-        return pairs, lambda: self._mass_of_pairs(runs)
-
-    def _mass_of_none(self) -> tuple[Tensor, Tensor]:
-        zero = torch.zeros_like(self.lse)
-        return zero, zero[:1, :1].long()
-
-    def _mass_of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """All queries chose the same few keys: a thin matrix of scores."""
-        call = self.call
-        i, _ = grid(self.extent, self.device)
-        scores, allowed = self._logits(call.q, call.k[:, :, keys], i, keys[None, :])
-        return self._probability(scores, self.lse[..., None]).sum(-1), allowed.sum(-1)
-
-    def _mass_of_one_key(self, runs: Runs) -> tuple[Tensor, Tensor]:
-        """Each query chose one key at most: one dot product a row."""
-        call, extent = self.call, self.extent
-        chosen = runs.stop[0] > runs.start[0]
-        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)]
-        kept = call.k.index_select(2, key)
-        q = call.q.unflatten(1, (extent.kv_heads, extent.group))
-        scores = torch.einsum("bgrtd,bgtd->bgrt", q, kept).flatten(1, 2)[..., None] * call.scale
-        i, _ = grid(extent, self.device)
-        scores, allowed = finish_scores(
-            scores, call.mask, extent, i[None, None], key[None, None, :, None], softcap=call.softcap
-        )
-        allowed = allowed & chosen[None, None, :, None]
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        return self._probability(scores, self.lse[..., None])[..., 0], allowed[..., 0].long()
-
-    def _mass_of_pairs(self, runs: Runs) -> tuple[Tensor, Tensor]:
-        """The general case: the pairs one after another, a bounded number at a time."""
-        extent = self.extent
-        mass = torch.zeros_like(self.lse)
-        count = torch.zeros_like(mass, dtype=torch.long)
-        start, width = torch.broadcast_tensors(runs.start, (runs.stop - runs.start).clamp(min=0))
-        size = extent.batch * extent.heads * self.call.q.shape[-1]
-        for queries in _rows_within(width.amax(0), max(1, SCORES_AT_A_TIME // size)):
-            i, step, real = _pairs(queries, width[:, queries])
-            if not i.shape[1]:
-                continue
-            rank = (start.gather(1, i) + step).clamp(max=extent.keys - 1)
-            i, rank, real = (x.expand(extent.batch, -1) for x in (i, rank, real))
-            j = runs.order.expand(extent.batch, -1).gather(1, rank)
-            if runs.omit is not None:
-                real = real & (j != runs.omit.expand(extent.batch, -1).gather(1, i))
-            p, allowed = self._probability_of_pairs(i, j)
-            place = i[:, None].expand(-1, extent.heads, -1)
-            mass.scatter_add_(2, place, torch.where(real[:, None], p, 0.0))
-            count.scatter_add_(2, place, (allowed & real[:, None]).long())
-        return mass, count
-
-    def _mass_of_rows(self, runs: Runs) -> tuple[Tensor, Tensor]:
-        """When the pairs are a good part of the matrix: blocks of whole rows, a GEMM each."""
-        call, extent = self.call, self.extent
-        place = torch.arange(extent.keys, device=self.device).expand_as(runs.order)
-        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
-
-        def of(block: Any) -> tuple[Tensor, Tensor]:
-            i, j = grid(extent, self.device, block.rows, block.keys)
-            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
-            ranks = rank[..., block.keys]
-            chosen = (ranks >= start) & (ranks < stop)
-            if runs.omit is not None:
-                chosen = chosen & (j != runs.omit[:, block.rows, None])
-            q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
-            logits, allowed = self._logits(q, k, i, j)
-            p = self._probability(logits, self.lse[:, :, block.rows, None])
-            mass = torch.where(chosen[:, None], p, 0.0).sum(-1)
-            return mass, (chosen[:, None] & allowed).sum(-1)
-
-        return self._in_blocks(of, SCORES_IN_CACHE, (call.q.dtype, torch.long))
-
-    def _in_blocks(
-        self, of: Callable[[Any], tuple[Tensor, ...]], scores: int, dtypes: Sequence[torch.dtype]
-    ) -> tuple[Any, ...]:
-        """Figures `[B, H, t]` of blocks of rows, joined.
-
-        For a gradient a block is computed again in the backward pass, so that no T×T matrix is
-        kept. Without, results go where room was made beforehand: small ones left between the
-        passing large ones would keep the heap from closing up.
-        """
-        e, cut = self.extent, blocks(self.call.mask, self.extent, self.device, scores)
-        if self.gradients:
-            parts: list[Any] = [checkpoint(of, block, use_reentrant=False) for block in cut]
-            if parts:
-                return tuple(torch.cat(figure, dim=2) for figure in zip(*parts, strict=True))
-        shape = (e.batch, e.heads, e.queries)
-        whole = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for dtype in dtypes)
-        for block in cut:
-            for figure, part in zip(whole, of(block), strict=True):
-                figure[:, :, block.rows] = part
-        return whole
-
-    def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""
-        call, extent = self.call, self.extent
-        ii, jj = i[:, None, :, None], j[:, None, :, None]
-        q = call.q.gather(2, ii.expand(-1, extent.heads, -1, call.q.shape[-1]))
-        k = call.k.gather(2, jj.expand(-1, extent.kv_heads, -1, call.k.shape[-1]))
-        grouped = q.unflatten(1, (extent.kv_heads, extent.group))
-        scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]
-        scores, allowed = finish_scores(
-            scores * call.scale, call.mask, extent, ii, jj, softcap=call.softcap
-        )
-        lse = self.lse.gather(2, i[:, None].expand(-1, extent.heads, -1))
-        return self._probability(scores[..., 0], lse), allowed[..., 0]
-
-    def _probability(self, logits: Tensor, lse: Tensor) -> Tensor:
-        """`exp(s − lse)`, 0 in dead rows."""
-        return torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)).masked_fill(
-            lse == -torch.inf, 0.0
-        )
+        return self._masses.reader_of(self.runs(pattern))[0]
 
     def _by_rows(self, figure: Callable[[Definition], Tensor]) -> tuple[Tensor, Tensor]:
         """A figure of the definition among the keys, block by block, and their log-sum-exp."""
@@ -868,7 +697,7 @@ class Evidence:
             full = block_definition(self.call, block)
             return figure(full), full.lse
 
-        figures, lse = self._in_blocks(of, SCORES_AT_A_TIME, (self.call.q.dtype,) * 2)
+        figures, lse = self.scores.in_blocks(of, SCORES_AT_A_TIME, (self.call.q.dtype,) * 2)
         return figures, lse
 
 
@@ -892,29 +721,3 @@ def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> 
 
 def _size(part: slice) -> int:
     return part.stop - part.start
-
-
-def _grouped_scores(q: Tensor, k: Tensor, extent: Extent) -> Tensor:
-    """`q kᵀ` `[B, H, t, s]` without repeating the keys of a group."""
-    rows = q.unflatten(1, (extent.kv_heads, extent.group)).flatten(2, 3)
-    return (rows @ k.mT).unflatten(2, (extent.group, q.shape[2])).flatten(1, 2)
-
-
-def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each batch row, query `queries[n]` as often as `width[b, n]` says, side by side.
-
-    Gives the queries `[B, N]`, the place of each among its query's own, and which are no filling.
-    """
-    total = width.sum(1)
-    ends = width.cumsum(1)
-    step = torch.arange(int(total.max()), device=width.device).expand(len(width), -1).contiguous()
-    real = step < total[:, None]
-    number = torch.searchsorted(ends, step, right=True).clamp(max=len(queries) - 1)
-    return queries[number], torch.where(real, step - (ends - width).gather(1, number), 0), real
-
-
-def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
-    """Query numbers in groups whose widths sum to about the budget."""
-    group = torch.cumsum(width, 0) // budget
-    _, sizes = torch.unique_consecutive(group, return_counts=True)
-    return list(torch.arange(len(width), device=width.device).split(sizes.tolist()))

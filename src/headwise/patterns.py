@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ._axes import Extent
-from .evidence import Runs
+from .masses import Runs
 
 
 def _positions(extent: Extent, device: torch.device) -> Tensor:

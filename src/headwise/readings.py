@@ -7,6 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+KERNEL = "the kernel's own"
+CALL = "identity: one more call"
+PASS = "a pass over the scores"
+KERNEL_PASS = "the kernel's pass over the scores"
+ROWS = "rows of scores"
+PAIRS = "the chosen scores alone"
+OUTPUT = "from the output"
+"""The roads by which figures are read (`Way.road`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Reading:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
-from .evidence import CALL, OUTPUT, PASS, Evidence, Pattern
+from .evidence import Evidence, Pattern
 from .masks import Mask
-from .readings import Reading, Way
+from .readings import CALL, OUTPUT, PASS, Reading, Way
 from .sampling import draw
 from .sweep import Block
 

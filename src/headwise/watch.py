@@ -113,6 +113,7 @@ def watch(
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
     running: bool = False,
+    gradients: bool = False,
 ) -> Iterator[Watched]:
     """See every head of a model while it runs; its outputs stay bit for bit the same.
 
@@ -126,9 +127,12 @@ def watch(
         seed: of the draw.
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
             memory stays constant over a generation or a data set.
+        gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
+            loss, as in `observe()`; by default what is seen is detached.
 
     Raises:
-        ValueError: no attention layer in the model; a model that is being watched already.
+        ValueError: no attention layer in the model; a model that is being watched already;
+            `running` together with `gradients`.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -150,9 +154,14 @@ def watch(
     for name, layer in layers.items():
         if layer.observer is not None:
             raise ValueError(f"watch({type(model).__name__}): {name!r} is being watched already.")
+    if running and gradients:
+        raise ValueError(
+            f"watch({type(model).__name__}, running=True, gradients=True): sums over calls have no "
+            f"gradient; watch the calls of one loss without running."
+        )
     watched = Watched(list(layers), running)
     for name, layer in layers.items():
-        layer.observer = _observer(watched[name], statistics, queries, seed)
+        layer.observer = _observer(watched[name], statistics, queries, seed, gradients)
     try:
         yield watched
     finally:
@@ -165,6 +174,7 @@ def _observer(
     statistics: tuple[Statistic, ...],
     queries: int | Sequence[int] | Tensor | None,
     seed: int,
+    gradients: bool,
 ) -> Any:
     def run(
         layer: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]
@@ -173,7 +183,7 @@ def _observer(
             *(q, k, v, *statistics),
             queries=queries,
             seed=seed,
-            gradients=False,
+            gradients=gradients,
             projection=layer.projection,
             **keywords,
         )

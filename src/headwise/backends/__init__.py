@@ -49,8 +49,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
         if name not in ("auto", backend.name):
             continue
         reasons = backend.refuse(call)
-        slower = name == "auto" and isinstance(backend, Native) and not faster(call)
-        if not reasons and not slower:
+        if not reasons and (name != "auto" or backend.name != "native" or faster(call)):
             return backend
         if name != "auto":
             raise ValueError(

@@ -8,7 +8,6 @@ field by field, and a library whose struct has another size or version is not us
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ WIDEST = 256
 
 FIGURES: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
 """What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
-
-ELSEWHERE = "HEADWISE_LIBRARY"
-"""Environment: the path of another build of the library, such as one with sanitizers; or `off`."""
 
 empty = torch.empty  # the tests hand out poisoned memory here
 
@@ -142,17 +138,13 @@ def _load() -> Library | str:
 
 
 def _find() -> Path | str:
-    chosen = os.environ.get(ELSEWHERE, "")
-    if chosen == "off":
-        return f"the native kernel is switched off ({ELSEWHERE}=off)"
-    if chosen:
-        return Path(chosen)
     for place in places:  # of an editable install, the library may lie apart from the sources
         for name in ("libheadwise.so", "libheadwise.dylib", "headwise.dll"):
             if (Path(place) / name).is_file():
                 return Path(place) / name
     return (
-        "the native kernel was not built: install headwise with a C++17 compiler and CMake at hand"
+        "the native kernel was not built: install headwise where there is g++ 11 or clang++ 14, "
+        "or newer"
     )
 
 

@@ -55,7 +55,8 @@ const Unit *chosen(int isa) {
 bool makes_sense(const hw_call *c) {
   return c && c->batch > 0 && c->heads > 0 && c->kv_heads > 0 && c->heads % c->kv_heads == 0 && c->queries > 0 &&
          c->keys > 0 && c->keys < INT32_MAX && c->dim > 0 && c->threads > 0 && c->q && c->k &&
-         (!c->window || c->causal) && c->dtype >= HW_FLOAT32 && c->dtype <= HW_FLOAT16;
+         c->window >= 0 && (!c->window || c->causal) && (!c->v || c->value_dim > 0) &&
+         c->dtype >= HW_FLOAT32 && c->dtype <= HW_FLOAT16;
 }
 
 } // namespace
@@ -75,7 +76,7 @@ extern "C" {
 HW_PUBLIC int hw_forward(const hw_call *call, int isa) {
   const Unit *unit = chosen(isa);
   if (!unit) return HW_NO_SUCH_ISA;
-  if (!makes_sense(call) || (call->v && (!call->out || call->value_dim < 1))) return HW_BAD_CALL;
+  if (!makes_sense(call) || (call->v && !call->out)) return HW_BAD_CALL;
   return unit->forward(*call);
 }
 

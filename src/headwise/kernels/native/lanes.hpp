@@ -1,7 +1,7 @@
 // A block of queries side by side in vector lanes: where they stand, and which keys each may see.
 #pragma once
 
-#include "../native/headwise.h"
+#include "headwise.h"
 #include "simd.hpp"
 #include "team.hpp"
 

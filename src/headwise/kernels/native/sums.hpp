@@ -46,8 +46,12 @@ template <class In> struct Sums {
     auto flush = [&] {
       alignas(64) float sums[BQ];
       for (int v = 0; v < VQ; v++) store(sums + v * W, run[v]), run[v] = vf{};
-      if (block >= 0)
-        for (int j = 0; j < n; j++) map[block * c.blocks + c.key_block[j0 + j]] += sums[j];
+      for (int j = 0; block >= 0 && j < n;) { // keys of one block first, then these to the map
+        const int32_t of = c.key_block[j0 + j];
+        float part = 0.f;
+        for (; j < n && c.key_block[j0 + j] == of; j++) part += sums[j];
+        map[block * c.blocks + of] += part;
+      }
     };
     bool laid = false;
     for (int64_t i0 = 0; i0 < c.queries; i0 += ROWS) {

@@ -1,0 +1,72 @@
+"""Checking an attention that somebody wrote: what is wrong with it, in words.
+
+`check` takes whatever it is given, runs the probes (which need no weights) and the
+diagnosis (which reads them), and joins what they found in a `Verdict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .diagnosis import run as diagnose
+from .joining import joined
+from .probes import run as probe
+from .rules import RULES, explain
+from .subject import Broken
+from .taking import take
+from .verdict import Example, Finding, Verdict
+
+__all__ = ["RULES", "Example", "Finding", "Verdict", "check", "explain"]
+
+
+def check(
+    thing: Any,
+    *args: Any,
+    embed_dim: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    causal: bool | None = None,
+    seed: int = 0,
+    call: Callable[[Any, Tensor], Any] | None = None,
+    **arguments: Any,
+) -> Verdict:
+    """Says what is wrong with an attention that somebody wrote, and what to change.
+
+    Args:
+        thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments`, and
+            what they leave open worked out from the arguments' names; or a function of q, k and v.
+        embed_dim, num_heads, num_kv_heads: sizes, where they are known or wanted.
+        causal: whether later tokens must be hidden; default: what its behaviour, its name and its
+            arguments say. Where the call takes a mask, a causal one is passed.
+        seed: of all random numbers.
+        call: `call(thing, x)`, for what wants to be called in a way of its own.
+
+    Returns:
+        A verdict: `passed`, `findings` and `results`; it prints itself. Nothing that was given is
+        changed, and no gradient is left on it.
+
+    Raises:
+        ValueError: an argument that cannot be worked out, asked for by name.
+
+    >>> import headwise as hw
+    >>> verdict = hw.check(hw.MultiHeadAttention(24, num_heads=3))
+    >>> verdict.passed, verdict.findings
+    (True, ())
+    """
+    wishes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed)
+        try:
+            subject = take(thing, *args, causal=causal, seed=seed, call=call, **wishes, **arguments)
+        except Broken as broken:
+            return Verdict(_name(thing), (broken.finding,))
+        results = joined(diagnose(subject), probe(subject))
+        return Verdict(subject.name, results, tuple(subject.notes))
+
+
+def _name(thing: Any) -> str:
+    return getattr(thing, "__name__", None) or type(thing).__name__

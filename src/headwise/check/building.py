@@ -1,0 +1,369 @@
+"""Constructing what is to be checked: arguments worked out from their names.
+
+What cannot be worked out is asked for by name, once, with an example (ValueError).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import building_role
+
+CONTEXT = 16
+"""The longest sequence of a layer that asks for one: more than any probe needs but one."""
+
+
+@dataclass
+class Sizes:
+    """The values that roles get. Those that nobody gave are chosen so that no two axes agree."""
+
+    embed_dim: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    context_length: int | None = None
+    causal: bool | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def settle(self, grouped: bool) -> Sizes:
+        """The same with a width and a head count, where they were not given."""
+        embed, heads, groups = self.embed_dim, self.num_heads, self.num_kv_heads
+        if heads is None and embed is None:
+            heads = 6 if grouped else 3
+            heads = heads if groups is None else 2 * groups
+            embed = 24 if 24 % heads == 0 and heads * heads != 24 else 8 * heads
+        elif heads is None:
+            assert embed is not None
+            wanted = (3, 2, 4, 6, 5, 7, 8, 12, 1) if groups is None else (2 * groups, groups, 1)
+            wanted = (6, *wanted) if grouped and groups is None else wanted
+            fits = [n for n in wanted if embed % n == 0]
+            heads = next((n for n in fits if n * n != embed), fits[0] if fits else 1)
+        elif embed is None:
+            embed = (8 if heads != 8 else 5) * heads
+        return dataclasses.replace(self, embed_dim=embed, num_heads=heads)
+
+    def value(self, role: str) -> Any:
+        """What an argument of this role gets; `Unknown` where nothing can be said."""
+        if role in self.changes:
+            return self.changes[role]
+        embed, heads = self.embed_dim or 24, self.num_heads or 3
+        if role == "kv_heads":
+            if self.num_kv_heads is not None:
+                return self.num_kv_heads
+            return heads // 2 if heads % 2 == 0 else heads
+        known = {
+            "width": embed,
+            "out_width": embed,
+            "kv_width": embed,
+            "heads": heads,
+            "head_dim": self.head_dim or max(1, embed // heads),
+            "context": self.context_length or CONTEXT,
+            "dropout": 0.0,
+            "bias": True,
+            "causal": bool(self.causal),
+            "batch_first": True,
+            "layer": 0,
+            "device": None,
+            "dtype": None,
+            "vocabulary": 11,
+        }
+        return known.get(role, Unknown)
+
+
+class Unknown:
+    """Stands for a value that nothing is known about."""
+
+
+class Missing(AttributeError, KeyError):
+    """A config was asked for a field that nothing is known about."""
+
+    def __str__(self) -> str:
+        return f"the config has no field {self.args[0]!r}"
+
+
+class Config(dict[str, Any]):
+    """A configuration that answers to whatever name a field goes under, as attribute or as key.
+
+    >>> config = Config(Sizes(24, 3), {})
+    >>> config.n_embd, config["num_heads"], getattr(config, "flash", False)
+    (24, 3, False)
+    """
+
+    def __init__(self, sizes: Sizes, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._sizes = sizes
+        self._asked: dict[str, Any] = {}
+
+    def _look(self, name: str) -> Any:
+        if dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
+        role = building_role(name)
+        value = Unknown if role is None else self._sizes.value(role)
+        if value is Unknown:
+            raise Missing(name)
+        self._asked[name] = value
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._look(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._look(name)
+
+    def __contains__(self, name: object) -> bool:
+        return dict.__contains__(self, name) or (
+            isinstance(name, str) and building_role(name) is not None
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or the default where nothing is known about it."""
+        try:
+            return self._look(name)
+        except Missing:
+            return default
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was constructed, and from what."""
+
+    thing: Any
+    arguments: dict[str, Any]  # the constructor's, under its own names
+    roles: dict[str, Any]  # the same, by role
+
+    def __str__(self) -> str:
+        return shown(self.arguments)
+
+
+def shown(arguments: Mapping[str, Any]) -> str:
+    """Arguments as they would be typed."""
+
+    def value(given: Any) -> str:
+        if isinstance(given, Config):
+            return f"Config({shown({**given, **given._asked})})"
+        text = repr(given)
+        return text if len(text) <= 60 else f"{type(given).__name__}(…)"
+
+    return ", ".join(f"{name}={value(given)}" for name, given in arguments.items())
+
+
+def build(
+    factory: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], sizes: Sizes
+) -> Built:
+    """Calls a class or factory with arguments that are given or worked out.
+
+    Raises:
+        ValueError: an argument that has to be asked for.
+        Exception: whatever the constructor raises.
+    """
+    parameters = signature(factory)
+    sizes = _learnt(sizes, factory, parameters, args, given)
+    kwargs = _work_out(factory, parameters, args, given, sizes)
+    try:
+        thing = factory(*args, **kwargs)
+    except Missing as missing:
+        name = missing.args[0]
+        raise ValueError(_question(factory, [name], "config field")) from None
+    named = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
+    roles: dict[str, Any] = {}
+    for name, value in _flat(named):
+        role = building_role(name)
+        if role is not None and role != "config":
+            roles.setdefault(role, value)
+    return Built(thing, named, roles)
+
+
+def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a class or function; none where Python does not tell."""
+    try:
+        return list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments, and the fields of those that are configurations."""
+    for name, value in arguments.items():
+        if isinstance(value, Config):
+            yield from {**value, **value._asked}.items()
+        elif building_role(name) == "config":
+            fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            yield from fields.items()
+        else:
+            yield name, value
+
+
+def _learnt(
+    sizes: Sizes,
+    factory: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+    args: tuple[Any, ...],
+    given: Mapping[str, Any],
+) -> Sizes:
+    """The sizes, with those that stand among the arguments under other names."""
+    named = dict(zip((p.name for p in parameters), args, strict=False)) | dict(given)
+    found: dict[str, Any] = {}
+    for name, value in _flat(named):
+        role = building_role(name)
+        if role is not None and isinstance(value, int) and not isinstance(value, bool):
+            found.setdefault(role, value)
+    pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+    pairs |= {"head_dim": "head_dim", "context_length": "context"}
+    known = {
+        name: found.get(role) if getattr(sizes, name) is None else getattr(sizes, name)
+        for name, role in pairs.items()
+    }
+    grouped = any(building_role(parameter.name) == "kv_heads" for parameter in parameters)
+    return dataclasses.replace(sizes, **known).settle(grouped)
+
+
+SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"}
+"""Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
+
+
+def _work_out(
+    factory: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+    args: tuple[Any, ...],
+    given: Mapping[str, Any],
+    sizes: Sizes,
+) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    rest = dict(given)
+    unknown: list[str] = []
+    free = False
+    for parameter in parameters[len(args) :]:
+        name, role = parameter.name, building_role(parameter.name)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            free = True
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        required = parameter.default is parameter.empty
+        if name in rest:
+            kwargs[name] = rest.pop(name)
+        elif role == "config":
+            if required:
+                kwargs[name] = _config(factory, parameter, sizes, rest)
+                rest = {}
+        elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
+            value = sizes.value(role)
+            if value is not Unknown:
+                kwargs[name] = value
+        elif required:
+            unknown.append(name)
+    if unknown:
+        raise ValueError(_question(factory, unknown, "argument"))
+    if rest and not free:
+        known = ", ".join(p.name for p in parameters) or "none"
+        raise ValueError(
+            f"check({_name(factory)}, {shown(rest)}): the constructor has no argument "
+            f"{', '.join(rest)}; it has {known}"
+        )
+    return kwargs | rest
+
+
+def _gives_way(role: str, default: Any, sizes: Sizes) -> bool:
+    if role in sizes.changes:
+        return True
+    if role == "causal":
+        return sizes.causal is not None and isinstance(default, bool)
+    if role == "kv_heads":
+        return sizes.num_kv_heads is not None or default is not None
+    if role == "head_dim":
+        return sizes.head_dim is not None or isinstance(default, int)
+    if role == "out_width":
+        return isinstance(default, int)
+    return role in SET_ALWAYS and default is not None
+
+
+def _config(
+    factory: Callable[..., Any],
+    parameter: inspect.Parameter,
+    sizes: Sizes,
+    given: Mapping[str, Any],
+) -> Any:
+    """The configuration: of the annotated class if there is one, else one that answers to all."""
+    try:
+        target = factory.__init__ if inspect.isclass(factory) else factory
+        kind = typing.get_type_hints(target).get(parameter.name)
+    except Exception:  # an annotation that cannot be read is no annotation
+        kind = None
+    if inspect.isclass(kind) and _can_be_built(kind):
+        parameters = signature(kind)
+        names = {p.name for p in parameters}
+        kwargs = _work_out(kind, parameters, (), {k: v for k, v in given.items()}, sizes)
+        return kind(**{name: value for name, value in kwargs.items() if name in names})
+    return Config(sizes, given)
+
+
+def _can_be_built(kind: type) -> bool:
+    """Whether an annotation names a class of its own, not a dictionary or a protocol."""
+    known = kind.__module__ in ("builtins", "typing") or issubclass(kind, Mapping)
+    return not known and not getattr(kind, "_is_protocol", False)
+
+
+def _question(factory: Callable[..., Any], names: Iterable[str], what: str) -> str:
+    name, unknown = _name(factory), list(names)
+    plural = "s" if len(unknown) > 1 else ""
+    call = ", ".join(f"{one}=…" for one in unknown)
+    flags = " ".join(f"--{one} …" for one in unknown)
+    return (
+        f"check({name}): what is to be given for the {what}{plural} {', '.join(unknown)} cannot "
+        f"be worked out from the name{plural}; give it: hw.check({name}, {call}), or on the "
+        f"command line {flags}"
+    )
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__name__", None) or type(factory).__name__
+
+
+def facts(thing: Any) -> dict[str, Any]:
+    """Sizes that an object tells by its attributes, its config's and its children's, by role.
+
+    >>> facts(nn.MultiheadAttention(24, 3))["heads"]
+    3
+    """
+    found: dict[str, Any] = {}
+    places: list[Any] = [thing]
+    places += [getattr(thing, name, None) for name in ("config", "cfg", "args", "params")]
+    if isinstance(thing, nn.Module):
+        places += list(thing.modules())[1:]
+    for place in places:
+        fields = place if isinstance(place, Mapping) else getattr(place, "__dict__", {})
+        if isinstance(place, Config):
+            fields = {**place, **place._asked}
+        for name, value in fields.items() if isinstance(fields, Mapping) else ():
+            role = building_role(str(name))
+            number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if role is not None and number:
+                found.setdefault(role, value)
+    return found
+
+
+def input_width(module: nn.Module) -> int | None:
+    """The width of the input, from the first layer that it meets."""
+    for child in module.modules():
+        if isinstance(child, nn.LazyLinear):
+            return None
+        if isinstance(child, nn.Linear):
+            return child.in_features
+        weight = getattr(child, "weight", None)
+        if type(child).__name__ == "Conv1D" and isinstance(weight, torch.Tensor):
+            return weight.shape[0]
+    return None
+
+
+def matrix_width(module: nn.Module) -> int | None:
+    """The same where matrices are written raw, as `x @ W`."""
+    return next((p.shape[-2] for p in module.parameters() if p.ndim >= 2), None)

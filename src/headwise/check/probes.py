@@ -1,0 +1,123 @@
+"""All probes, in the order in which their results are read."""
+
+from __future__ import annotations
+
+from .advice import asserts, buffer, context, half, heads_divide, init, parameter_count
+from .arguments import cache, cross, mask, padding
+from .behaviour import (
+    batch,
+    causality,
+    equal_tokens,
+    finite,
+    gradients,
+    large_inputs,
+    one_token,
+    order,
+    past_used,
+    prefix,
+    shape,
+    weights,
+)
+from .calling import Unusable
+from .handling import (
+    contiguous,
+    deterministic,
+    dropout,
+    input_kept,
+    move,
+    registered,
+    reload,
+    train_eval,
+)
+from .lab import Failed, Lab, Probe, failed, skipped
+from .subject import Subject
+from .verdict import Finding
+
+FIRST: dict[str, Probe] = {
+    "shape": shape,
+    "finite": finite,
+    "deterministic": deterministic,
+}
+"""Where one of these fails, numbers are not compared any more."""
+
+NUMBERS: dict[str, Probe] = {
+    "causality": causality,
+    "past-used": past_used,
+    "prefix": prefix,
+    "batch": batch,
+    "equal-tokens": equal_tokens,
+    "one-token": one_token,
+    "order": order,
+    "weights": weights,
+    "mask": mask,
+    "padding": padding,
+    "cross": cross,
+    "cache": cache,
+    "gradients": gradients,
+    "large-inputs": large_inputs,
+    "input-kept": input_kept,
+    "contiguous": contiguous,
+    "reload": reload,
+    "train-eval": train_eval,
+    "dropout": dropout,
+    "half": half,
+    "context": context,
+}
+
+ALWAYS: dict[str, Probe] = {
+    "registered": registered,
+    "move": move,
+    "heads-divide": heads_divide,
+    "init": init,
+    "parameter-count": parameter_count,
+    "buffer": buffer,
+    "assert": asserts,
+}
+
+PROBES = {**FIRST, **NUMBERS, **ALWAYS}
+
+
+def run(subject: Subject) -> list[Finding]:
+    """A finding for every rule that applies.
+
+    >>> import headwise as hw
+    >>> from headwise.check.taking import take
+    >>> subject = take(hw.MultiHeadAttention, 24, num_heads=3)
+    >>> {finding.severity for finding in run(subject)} <= {"passed", "skipped"}
+    True
+    """
+    lab, results, failures = Lab(subject), [], set()
+    stopped = ""
+    for rule, probe in PROBES.items():
+        if stopped and rule in NUMBERS:
+            results.append(skipped(rule, f"Not looked at before {stopped} is right."))
+            continue
+        try:
+            found = probe(lab)
+        except Failed as failure:
+            said = str(failure)
+            if said in failures:
+                found = skipped(rule, "The same call fails.")
+            else:
+                found = failed(rule, said, _what_to_do(failure))
+            failures.add(said)
+        if found is None:
+            continue
+        results.append(found)
+        if rule in FIRST and found.severity == "error" and not _still_numbers(rule, lab):
+            stopped = rule
+    return results
+
+
+def _still_numbers(rule: str, lab: Lab) -> bool:
+    """Whether only a higher dropout changes outputs, so that they can be compared without."""
+    return rule == "deterministic" and lab.near(lab.call(lab.x), lab.call(lab.x))
+
+
+def _what_to_do(failure: Failed) -> str:
+    if isinstance(failure.error, Unusable):
+        return (
+            "The output must be [B, T, out_dim] for every B and T: look for squeeze() without an "
+            "axis, and for sizes that are written as numbers instead of taken from x.shape."
+        )
+    return "Make this call run: it is one that users make."

@@ -1,0 +1,278 @@
+"""Step mode: a tutorial's step, followed part by part while the file is still being filled in.
+
+A step is a list of parts: a class, a layer, a method. Of each part the parsed syntax says whether
+it is there and whether a placeholder is left in it; then it is run by itself, so that one part can
+be right while the next is still blank. A part that uses an unfinished one waits for it. Once all
+are right, the whole goes through every rule of `check`.
+
+What each part has to do stands in `gpt2.py`, `gpt2_max.py`, `layers.py` and `scalar.py`; the files
+to start from are in `../templates/`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..files import Report, alone, judged, split_target
+from ..loading import IMPORTING, Unusable, ended_by, load, parsed
+from ..sandbox import Limits, run
+from ..syntax import Blank, Source
+from ..verdict import Finding, Verdict
+from .base import Part, Step, Test, Trial
+from .gpt2 import GPT2
+from .gpt2_max import GPT2_MAX
+from .layers import PER_HEAD, SPLIT
+from .scalar import SCALAR
+
+Send = Callable[[dict[str, Any]], None]
+
+STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
+
+
+def template(name: str) -> str:
+    """The file with blanks that a step starts from.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+    _known(name)
+    return (files("headwise.check") / "templates" / f"{name}.py.txt").read_text("utf-8")
+
+
+def write_template(name: str, path: Path) -> None:
+    """Write the file with blanks; one that is there is left alone.
+
+    Raises:
+        ValueError: there is no such step, or the file exists, or its name is no Python file's.
+    """
+    text = template(name)
+    if path.suffix != ".py":
+        raise ValueError(f"--new {name} {path}: give the file a name that ends in .py")
+    if path.exists():
+        raise ValueError(f"--new {name} {path}: the file is there already; give another name")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--new {name} {path}: there is no folder {path.parent}")
+    path.write_text(text, "utf-8")
+
+
+def _known(name: str) -> Step:
+    if name not in STEPS:
+        raise ValueError(f"{name}: there is no such step; there are {', '.join(STEPS)}")
+    return STEPS[name]
+
+
+def check_step(
+    name: str,
+    target: str,
+    limits: Limits | None = None,
+    report: Report = lambda seconds: None,
+) -> Verdict:
+    """Follow a step in a file.
+
+    Args:
+        name: `scalar`, `per_head`, `split` or `gpt2`; for `gpt2` the file's imports say whether it
+            is the variant for PyTorch or, `gpt2-max`, for MAX.
+        target: the file.
+
+    Raises:
+        ValueError: no such step, no such file.
+    """
+    _known(name)
+    path, inside = split_target(target)
+    if inside is not None:
+        raise ValueError(f"{target}: a step says itself what is checked; leave out :{inside}")
+    limits = limits or usual_limits(name, target)
+    done = run(f"{__name__}:_child", {"file": str(path), "name": name}, limits, report=report)
+    verdict = judged(done, path, limits)
+    # What is written and wrong comes before what is still to be written.
+    ordered = sorted(verdict.results, key=lambda one: one.rule == "step-blanks")
+    return replace(verdict, results=tuple(ordered))
+
+
+def usual_limits(name: str, target: str) -> Limits:
+    """MAX compiles, which takes a minute the first time, and more memory."""
+    try:
+        source = Source(Path(target).read_text("utf-8-sig"), target)
+    except (OSError, SyntaxError, ValueError):  # check_step says what is wrong with it
+        return Limits()
+    compiles = name in STEPS and _variant(name, source) is GPT2_MAX
+    return Limits(seconds=300.0, memory=8.0) if compiles else Limits()
+
+
+# --- in the sandbox -------------------------------------------------------------------------------
+
+
+def _child(send: Send, file: str, name: str) -> None:
+    path = Path(file)
+    try:
+        source = parsed(path)
+    except Unusable as error:
+        send(alone(error.finding))
+        return
+    step = _variant(name, source)
+    send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
+    trial = Trial(step, source, path, _names(step, source))
+    for finding in _read(trial):
+        send(alone(finding))
+    try:
+        for finding in _run(trial, send):
+            send(alone(finding))
+    except MemoryError:
+        raise
+    except BaseException as error:
+        send(alone(ended_by(error, path)))
+
+
+def _variant(name: str, source: Source) -> Step:
+    return GPT2_MAX if name == GPT2.name and "max" in source.libraries else STEPS[name]
+
+
+def _names(step: Step, source: Source) -> dict[str, str]:
+    """Each part with the name that the file has for it."""
+    found: dict[str, str] = {}
+    for part in step.parts:
+        owner, dot, short = part.name.rpartition(".")
+        choices = [f"{found.get(owner, owner)}{dot}{name}" for name in (short, *part.also)]
+        found[part.name] = next((name for name in choices if source.has(name)), choices[0])
+    return found
+
+
+def _read(trial: Trial) -> Iterator[Finding]:
+    """What the syntax tells: imports, parts that are not there, placeholders."""
+    source, step = trial.source, trial.step
+    parts = {part.name for part in step.parts}
+    missing = {name: line for name, line in source.unbound.items() if name not in parts}
+    for name, line in missing.items():
+        hint = step.imports.get(name, f"Import or define `{name}` further up.")
+        said = f"Line {line} uses `{name}`, which the file neither imports nor defines."
+        yield Finding("step-imports", "error", said, hint)
+    trial.runs = not missing
+    if not missing:
+        yield Finding("step-imports", "passed", "Every name that is used is imported or defined.")
+    blank = False
+    for part in step.parts:
+        owner, _, short = part.name.rpartition(".")
+        name = trial.names[part.name]
+        if owner and not source.has(trial.names[owner]):
+            trial.waiting.append(part.name)  # its class is not there: said already
+        elif not source.has(name):
+            trial.waiting.append(part.name)
+            said = f"`{short}` is not there yet" + (
+                f" in `{trial.names[owner]}`." if owner else "."
+            )
+            yield Finding("step-parts", "error", said, part.hint)
+        left_over = source.blanks(name)
+        if left_over:
+            blank = True
+            trial.waiting.append(part.name)
+            yield from _blanks(part, left_over)
+    if not blank:
+        yield Finding("step-blanks", "passed", "No placeholder is left.")
+
+
+def _blanks(part: Part, blanks: list[Blank]) -> Iterator[Finding]:
+    """A finding for each line that has blanks, with the hint that fits."""
+    for line, row in groupby(blanks, key=lambda blank: blank.line):
+        first, *others = row
+        said = f"Line {line}: {first.says}."
+        if others:
+            names = [f"`{blank.local}`" for blank in (first, *others)]
+            said = f"Line {line}: {', '.join(names[:-1])} and {names[-1]} are still None."
+        hint = part.locals.get(first.local, part.hint)
+        yield Finding("step-blanks", "error", said, hint)
+
+
+def _run(trial: Trial, send: Send) -> Iterator[Finding]:
+    """What running it tells, part by part, then the whole."""
+    step = trial.step
+    reason = step.refuses() if trial.runs else "nothing can be run before the imports are right"
+    if reason is not None:
+        send({"subject": f"{trial.path.name}, step {step.name}, by its syntax alone"})
+        yield from _unused(trial)
+        yield Finding("step-whole", "skipped", f"Only the syntax was read: {reason}.")
+        return
+    try:
+        trial.module = load(trial.path)
+    except Unusable as error:
+        yield error.finding
+        return
+    for part in step.parts:
+        if part.test is None or part.name in trial.waiting:
+            continue
+        needs = _needs(trial, part)
+        if needs:
+            trial.waiting.append(part.name)
+            names = " and ".join(f"`{_short(need, part)}`" for need in needs)
+            yield Finding(part.rule, "skipped", f"`{part.short}` waits for {names}.")
+            continue
+        send({"phase": f"while `{part.short}` was tried"})
+        for finding in _tried(part.test, trial, part):
+            if finding.severity == "error" and part.name not in trial.waiting:
+                trial.waiting.append(part.name)
+            yield finding
+    if trial.waiting:
+        said = "The whole is checked once every part is right."
+        yield Finding("step-whole", "skipped", said)
+        return
+    send({"phase": "while the whole was checked"})
+    yield from _tried(step.whole, trial, Part("the whole", "step-whole", ""))
+
+
+def _unused(trial: Trial) -> Iterator[Finding]:
+    """Parts that are written without those that they are expected to use."""
+    for part in trial.step.parts:
+        if part.name in trial.waiting or not part.uses:
+            continue
+        used = trial.source.uses(trial.names[part.name], trial.names.values())
+        missing = [f"`{name}`" for name in part.uses if name not in used]
+        if missing:
+            said = f"`{part.short}` does not use {' and '.join(missing)}."
+            yield Finding(part.rule, "warning", said, part.hint)
+        else:
+            said = f"`{part.short}` uses {', '.join(f'`{name}`' for name in part.uses)}."
+            yield Finding(part.rule, "passed", said)
+
+
+def _needs(trial: Trial, part: Part) -> list[str]:
+    """The unfinished parts that a part's code uses, and its class where that cannot be built."""
+    source, owner = trial.source, part.name.rpartition(".")[0]
+    if source.function(trial.names[part.name]) is None:  # a class or a layer: it is only built
+        return [owner] if owner in trial.waiting else []
+    used = source.uses(trial.names[part.name], trial.names.values())
+    built = source.mentions(trial.names[owner]) if owner else set()
+    found = []
+    for other in dict.fromkeys(trial.waiting):
+        kind, _, short = other.rpartition(".")
+        if kind == owner:
+            needed = short in used
+        else:  # a class that this one builds: its methods are called, too
+            needed = (trial.names[kind] if kind else short) in used | (built if kind else set())
+        if needed or other == owner:
+            found.append(other)
+    return found
+
+
+def _short(need: str, part: Part) -> str:
+    owner, _, short = need.rpartition(".")
+    return short if owner == part.name.rpartition(".")[0] else need
+
+
+def _tried(test: Test, trial: Trial, part: Part) -> Iterator[Finding]:
+    """The test's findings; what it raises is one, too."""
+    try:
+        yield from test(trial)
+    except MemoryError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame for frame in frames if frame.filename == str(trial.path)]
+        at = f" at line {lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
+        text = " ".join(str(error).split())
+        said = f"`{part.short}` fails{at}: {type(error).__name__}: {text}"
+        yield Finding(part.rule, "error", said.rstrip(".: ") + ".", part.hint)

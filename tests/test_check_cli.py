@@ -1,0 +1,539 @@
+"""`headwise check`: verdicts, exit codes, files that do their worst, and the page on checking."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.check.files import literal, split_target
+from headwise.check.lessons import ALL, lesson
+from headwise.check.sandbox import Limits, run
+from headwise.cli import main
+
+PAGE = Path(__file__).parents[1] / "docs" / "checking.md"
+
+RIGHT = """
+import torch
+from torch import nn
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"d_model={d_model} must be a multiple of n_heads={n_heads}")
+        self.n_heads = n_heads
+        self.to_qkv = nn.Linear(d_model, 3 * d_model)
+        self.proj = nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        B, T, E = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_heads, -1).transpose(1, 2)
+            for part in self.to_qkv(x).chunk(3, dim=-1)
+        )
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(B, T, E))
+"""
+UNSCALED = RIGHT.replace(" / q.shape[-1] ** 0.5", "")
+FORWARD = "    def forward(self, x):\n"  # where things are put in that happen at a call
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return str(path)
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """The verdict as JSON; the exit code says the same."""
+    code = main(["check", "--json", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    data = json.loads(out)
+    assert code == (0 if data["passed"] else 1)
+    return data
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["check", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headwise: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def test_a_right_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert main(["check", write(tmp_path, RIGHT)]) == 0
+    assert time.monotonic() - began < 60  # 10 s on a machine that is not shared
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert re.match(r"SelfAttention\(.*\): right \(\d+ ✅\)", out)
+    assert "✅ causality: Later tokens change no earlier output." in out
+    assert "❌" not in out
+    assert "Why?" not in out
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]  # no __pycache__
+
+
+def test_a_wrong_file_gets_the_mistakes_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, UNSCALED)
+    assert main(["check", path]) == 1
+    out = capsys.readouterr().out
+    assert "❌ scale: The scores are not scaled at all" in out
+    assert "What to change:" in out
+    assert "They part at token" in out
+    assert out.endswith("Why? headwise check --explain scale\n")
+    data = checked(capsys, path)
+    assert [one["rule"] for one in data["findings"]] == ["scale"]
+    assert data["findings"][0]["example"]["expected"] != data["findings"][0]["example"]["actual"]
+
+
+def test_the_shell_sees_the_exit_codes(tmp_path: Path) -> None:
+    call = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
+    for text, code in (("def", 1), ("x = 1", 2)):
+        path = write(tmp_path, text)
+        done = subprocess.run([*call, "check", path], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+
+# --- what is checked, and with which arguments ----------------------------------------------------
+
+HEADS = """
+import torch
+from torch import nn
+from headwise.systems import per_head
+
+class Head(per_head.CausalAttention):
+    pass
+
+class FeedForward(nn.Linear):
+    pass
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, d_in, d_out, context_length, num_heads):
+        super().__init__()
+        self.heads = nn.ModuleList(
+            Head(d_in, d_out // num_heads, context_length, 0.0) for _ in range(num_heads)
+        )
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=-1)
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention = MultiHeadAttention(width, width, 16, 3)
+
+def main():
+    print("not run")
+
+ready = MultiHeadAttention(24, 24, 16, 3)
+"""
+
+
+@pytest.mark.slow
+def test_the_outermost_attention_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = checked(capsys, write(tmp_path, HEADS))
+    assert data["subject"].startswith("MultiHeadAttention(")
+    assert data["passed"]
+    assert checked(capsys, f"{tmp_path}/mine.py:ready")["passed"]
+    data = checked(capsys, f"{tmp_path}/mine.py:Head", "--d_in", "24", "--arg", "d_out=8")
+    assert data["subject"].startswith("Head(")
+    assert "d_out=8" in data["subject"]
+
+
+def test_a_function_of_q_k_and_v(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import torch\ndef attend(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v\n"
+    data = checked(capsys, write(tmp_path, text), "--num_heads", "3", "--causal=false")
+    assert data["findings"][0]["rule"] == "scale"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("x = 1", [], "no attention found in it: define a class that is an nn.Module"),
+        (
+            RIGHT + RIGHT.replace("SelfAttention", "CrossAttention"),
+            [],
+            "it has SelfAttention, Cross",
+        ),
+        (RIGHT, [":Gone"], "there is no Gone in it; it has SelfAttention"),
+        (RIGHT.replace("n_heads)", "n_heads, flavour)", 1), [], "--flavour"),
+        (RIGHT, ["--flavour", "3"], "the constructor has no argument flavour; it has d_model, n_h"),
+        (RIGHT, ["--d_model"], "--d_model: no such option; an argument of the constructor needs"),
+        (RIGHT, ["--arg", "d_model"], "give a name and a value, as in --arg num_heads=3"),
+        (RIGHT, ["--timeout", "0"], "seconds must be over 0"),
+        (RIGHT, ["other.py"], "one file at a time"),
+    ],
+)
+def test_what_cannot_be_worked_out_is_asked_for_in_one_line(
+    text: str, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, text)
+    if words and words[0].startswith(":"):
+        path, words = path + words[0], words[1:]
+    assert message in refused(capsys, path, *words)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("gone.py", "gone.py: no such file"),
+        (".", "is a folder"),
+        ("notes.txt", "give a Python file"),
+    ],
+)
+def test_targets_that_are_no_files(
+    target: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "", "notes.txt")
+    assert message in refused(capsys, target)
+
+
+def test_targets_and_values(tmp_path: Path) -> None:
+    path = Path(write(tmp_path, "", "a b:c.py"))
+    assert split_target(f"{path}") == (path, None)
+    assert split_target(f"{path}:Outer.Inner") == (path, "Outer.Inner")
+    given = {"3": 3, "-0.5": -0.5, "None": None, "FALSE": False, "relu": "relu", "[1, 2]": [1, 2]}
+    assert {text: literal(text) for text in given} == given
+
+
+@pytest.mark.slow
+def test_files_beside_it_packages_and_borrowed_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        "from dataclasses import dataclass\n@dataclass\nclass Sizes:\n    width: int = 24\n",
+        "sizes.py",
+    )
+    text = "from sizes import Sizes\n" + RIGHT.replace(
+        "d_model, n_heads)", "d_model=Sizes.width, n_heads=3)", 1
+    )
+    assert checked(capsys, write(tmp_path, text, "math.py"))["passed"]
+    write(tmp_path, "", "outer/__init__.py")
+    write(tmp_path, "", "outer/inner/__init__.py")
+    write(tmp_path, "WIDTH = 24\n", "outer/sizes.py")
+    text = "from ..sizes import WIDTH\n" + RIGHT.replace("n_heads)", "n_heads=3, width=WIDTH)", 1)
+    assert checked(capsys, write(tmp_path, text, "outer/inner/mine.py"))["passed"]
+
+
+def test_what_a_file_sets_for_everybody_is_put_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_grad_enabled(False)\n"
+    assert checked(capsys, write(tmp_path, text + RIGHT))["passed"]
+
+
+# --- files that do their worst --------------------------------------------------------------------
+
+VERDICT = '{"kind": "verdict", "passed": true, "findings": []}'
+FORGED = r"""
+import os
+for fd in range(1, 64):
+    try:
+        os.write(fd, b'["message", {"verdict": ""}]\n["end", null]\n')
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+def called(code: str) -> str:
+    """The right attention, with something that happens when it is called."""
+    lines = "".join(f"        {line}\n" for line in code.splitlines())
+    return "import os, sys, time\n" + RIGHT.replace(FORWARD, FORWARD + lines)
+
+
+WORST = {
+    "loops at import": ("x = 1\nwhile x:\n    pass\n", "file-time", r"imported, at line [23]: `"),
+    "loops when called": (
+        called("while True:\n    pass"),
+        "file-time",
+        r"after 3 s, while it was checked, at line \d+ in `forward`: `(while True:|pass)`",
+    ),
+    "sleeps": ("import time\ntime.sleep(1000)\n", "file-time", r"at line 2: `time.sleep\(1000\)`"),
+    "ignores signals": (
+        "import signal\nfor number in range(1, 65):\n    try:\n        signal.signal(number, "
+        "signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\nwhile True: pass\n",
+        "file-time",
+        "still ran after 3 s, while it was imported",
+    ),
+    "exit() at import": (
+        "exit()\n",
+        "file-exit",
+        r"calls `exit\(\)`, while it was imported, at line 1",
+    ),
+    "sys.exit when called": (
+        called("sys.exit('bye')"),
+        "file-exit",
+        "while it was checked, at line",
+    ),
+    "os._exit at import": ("import os\nos._exit(5)\n", "file-exit", r"exit code 5"),
+    "os._exit when called": (called("os._exit(0)"), "file-exit", r"checked \(exit code 0\)"),
+    "unknown name": (
+        "def f(): pass\nclass A(Modul): pass\n",
+        "file-import",
+        "at line 2.*'Modul' is not",
+    ),
+    "missing module": ("import step_01\n", "file-import", "No module named 'step_01'"),
+    "raises": ("1 / 0\n", "file-import", "at line 1: `1 / 0`: ZeroDivisionError"),
+    "asks": ("name = input('who? ')\n", "file-import", "EOFError"),
+    "interrupts": (called("raise KeyboardInterrupt"), "file-call", "KeyboardInterrupt"),
+    "is no Python": ("def f(:\n    pass\n", "file-syntax", r"Line 1 is not Python: .*`def f\(:`"),
+    "is no text": ("x = '\udcff'", "file-syntax", "not UTF-8"),
+    "prints for ever": ("while True: print('x' * 1000)\n", "file-output", "more than 16 MB"),
+    "prints a verdict and leaves": (f"print({VERDICT!r})\nexit()\n", "file-exit", "calls `exit"),
+    "writes a verdict everywhere": (FORGED, "file-exit", "exit code 0"),
+    "floods every pipe": (
+        "import os\nfor fd in range(3, 64):\n    try:\n        while True:\n"
+        "            os.write(fd, b'x' * 65536)\n    except OSError:\n        pass\n",
+        "file-output",
+        "more than 16 MB",
+    ),
+    "closes everything": (
+        "import os\nos.closerange(0, 100)\n" + RIGHT,
+        "file-exit",
+        "ended Python",
+    ),
+    "takes all memory": (
+        "import torch\nkeep = []\nwhile True: keep.append(torch.ones(8, 1024, 1024))\n",
+        "file-memory",
+        "more than 1 GiB of memory, while it was imported",
+    ),
+    "takes all memory in lists": (
+        "keep = []\nwhile True: keep.append([0] * 10**7)\n",
+        "file-memory",
+        "more than 1 GiB of memory, while it was imported",
+    ),
+    "forks for ever": ("import os\nwhile True: os.fork()\n", "file-processes", "more than 32"),
+    "forks children that leave": (
+        "import os\nwhile True:\n    if os.fork() == 0: os._exit(0)\n",
+        "file-processes",
+        "more than 32",
+    ),
+    "crashes": ("import ctypes\nctypes.string_at(0)\n", "file-crash", "signal SIGSEGV"),
+    "calls itself for ever": (called("return self.forward(x)"), "runs", "RecursionError"),
+    "starts threads": (
+        "import threading, time\nthreading.Thread(target=lambda: time.sleep(1000)).start()\n"
+        "1 / 0\n",
+        "file-import",
+        "ZeroDivisionError",
+    ),
+}
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What marks the processes of one test."""
+    mark = f"HEADWISE_TEST={time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+    return mark
+
+
+def left_over(mark: str) -> list[str]:
+    """Processes of a test's checks that are still there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            try:
+                found += [entry.name] * (mark.encode() in (entry / "environ").read_bytes())
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", WORST)
+def test_the_checker_outlives_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
+) -> None:
+    text, rule, message = WORST[name]
+    path = tmp_path / "mine.py"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    seconds = 3 if rule == "file-time" else 60
+    data = checked(capsys, path, "--timeout", seconds, "--memory", "1")
+    assert not data["passed"]
+    first = data["findings"][0]
+    assert rule in first["rule"], first
+    assert re.search(message, first["message"], re.IGNORECASE), first
+    assert first["hint"] or rule == "file-syntax"
+    assert not left_over(ours)
+
+
+def test_a_fork_that_comes_back_says_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
+) -> None:
+    text = "import os, time\nos.fork()\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
+    data = checked(capsys, write(tmp_path, text + RIGHT))
+    assert data["passed"]
+    rules = [one["rule"] for one in data["results"]]
+    assert len(rules) == len(set(rules))
+    assert not left_over(ours)
+
+
+def test_what_a_file_prints_is_counted_not_taken_for_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RIGHT.replace(FORWARD, FORWARD + f"        print({VERDICT!r})\n")
+    data = checked(capsys, write(tmp_path, text))
+    assert data["passed"]
+    assert len(data["results"]) > 10
+    assert re.fullmatch(r"It printed [\d,]+ characters, not shown here\.", data["notes"][-1])
+
+
+def test_what_it_said_before_it_ended_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import os\nprint('loading …', flush=True)\nos._exit(3)\n"
+    assert main(["check", write(tmp_path, text)]) == 1
+    assert "  It printed:\n  | loading …\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
+def test_a_checker_that_is_killed_leaves_nothing(tmp_path: Path, ours: str) -> None:
+    path = write(
+        tmp_path,
+        "import pathlib\npathlib.Path(__file__).with_name('on').touch()\nwhile True: pass\n",
+    )
+    call = "import sys; from headwise.cli import main; sys.exit(main())"
+    checker = subprocess.Popen([sys.executable, "-c", call, "check", path])
+    until = time.monotonic() + 60
+    while not (tmp_path / "on").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert len(left_over(ours)) == 2  # the checker and its child
+    checker.kill()
+    checker.wait()
+    while left_over(ours):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_limits_are_positive_and_jobs_end() -> None:
+    for name in ("seconds", "memory"):
+        with pytest.raises(ValueError, match=f"{name} must be over 0"):
+            Limits(**{name: -1.0})
+    told: list[float] = []
+    done = run("headwise.check.sandbox:_echo", {"text": "here"}, report=told.append)
+    assert (done.messages, done.ended, done.code) == (["here"], "done", 0)
+    assert told == sorted(told) or len(told) > 1
+
+
+# --- lessons --------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
+    for rule, row in ALL.items():
+        assert lesson(rule).startswith(f"{rule}: {row.says}\n\n")
+        assert row.says.endswith(".")
+        assert len(row.lesson) > 40
+    assert main(["check", "--explain", "causality"]) == 0
+    assert capsys.readouterr().out == lesson("causality") + "\n"
+    assert "did you mean causality" in refused(capsys, "--explain", "causalty")
+    assert "takes nothing beside it" in refused(capsys, "--explain", "causality", "mine.py")
+
+
+def test_help_shows_an_example_and_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--help"]) == 0
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    limits = Limits()
+    assert f"[default: {limits.seconds:g}]" in shown
+    assert f"[default: {limits.memory:g}]" in shown
+    assert "headwise check attention.py:MultiHeadAttention --d_in 24" in shown
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def sessions(page: str) -> list[tuple[str, str]]:
+    """Files and commands of the page in their order: (name, text) and ("$ …", what it prints).
+
+    A name that begins with "In " goes with one method of that file.
+    """
+    found = []
+    block = r"(?:^((?:In )?`\S+`):\n\n)?^```(\w+)\n(.*?)^```$"
+    for title, kind, body in re.findall(block, page, re.MULTILINE | re.DOTALL):
+        if kind == "console":
+            commands = re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]
+            found += [(f"$ {command}", text) for command, _, text in map(parted, commands)]
+        elif title:
+            found.append((title.replace("`", ""), body))
+    return found
+
+
+def parted(command: str) -> tuple[str, str, str]:
+    return command.partition("\n")
+
+
+def pattern(shown: str) -> str:
+    """What is shown on the page; `[…]` stands for any lines, and figures may be other figures."""
+    parts = []
+    for part in re.split(r"^\[…\]\n", shown, flags=re.MULTILINE):
+        text = re.sub(r"(?<=[ (])-?\d+\.\d{4}", "FIGURE", part)
+        text = re.sub(r"\d+ ✅", "COUNT", text)
+        text = re.sub(r"at line \d+ in `forward`: `[^`]*`", "LINE", text)  # of two, either
+        text = re.escape(text).replace("FIGURE", r"-?\d+\.\d{4}").replace("COUNT", r"\d+ ✅")
+        text = re.sub(r"(?:\\ )+(?=-\?)", r" +", text)  # a sign takes a blank's place
+        parts.append(text.replace("LINE", r"at line \d+ in `forward`: `[^`]*`"))
+    return r"(?:.*\n)*?".join(parts)
+
+
+@pytest.mark.slow
+def test_the_sessions_of_the_page_are_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for name, text in sessions(PAGE.read_text("utf-8")):
+        if name.startswith("In "):
+            path, (first, *_) = Path(name[3:]), text.splitlines()
+            before, found, after = path.read_text("utf-8").partition(first)
+            assert found
+            path.write_text(before + text + after[after.index("\n    def ") :], "utf-8")
+        elif not name.startswith("$ "):
+            Path(name).write_text(text, "utf-8")
+        else:
+            words = shlex.split(name[2:])
+            code = main(words[1:])
+            out = capsys.readouterr().out
+            assert re.fullmatch(pattern(text), out), f"{name}\n{out}"
+            assert (words[0], code) == ("headwise", 1 if "❌" in text else 0), name
+            ran.append(name)
+    assert len(ran) == 6
+
+
+def test_a_session_that_is_not_real_is_noticed() -> None:
+    shown = "x: right (3 ✅)\n\n[…]\n✅ one: It holds, 0.1234.\n"
+    real = "x: right (31 ✅)\n\n✅ two: Yes.\n✅ one: It holds, 0.4321.\n"
+    assert re.fullmatch(pattern(shown), real)
+    assert not re.fullmatch(pattern(shown), real.replace("holds", "fails"))
+    assert not re.fullmatch(pattern(shown), real + "more\n")
