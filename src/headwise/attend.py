@@ -150,9 +150,18 @@ def observe(
     return Seen(lse=lse, evidence=evidence, readings=readings, output=out)
 
 
+_STATISTICS: set[type] = set()
+"""Types that were found to be statistics: looking a protocol through takes its time."""
+
+
 def _check(statistics: Sequence[object], function: str) -> None:
     for statistic in statistics:
-        if isinstance(statistic, type) or not isinstance(statistic, Statistic):
+        kind = type(statistic)
+        if kind in _STATISTICS:
+            continue
+        if isinstance(statistic, Statistic) and not isinstance(statistic, type):
+            _STATISTICS.add(kind)
+        else:
             made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
             raise ValueError(f"{function}(…, {statistic!r}): not a statistic; did you mean {made}?")
 
