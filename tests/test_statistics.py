@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise import evidence
+from headwise import evidence, masses
 from headwise.backends import blocked
 from headwise.definition import attention
 from headwise.evidence import Statistic
@@ -223,9 +223,10 @@ def test_patterns_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = attention(q, k, v)
     ids = torch.randint(0, 2, (B, S))
     for scores, crowded in itertools.product((1, 50, 10_000), (0.0, 2.0)):
-        monkeypatch.setattr(evidence, "SCORES_AT_A_TIME", scores)
-        monkeypatch.setattr(evidence, "SCORES_IN_CACHE", scores)
-        monkeypatch.setattr(evidence, "CROWDED", crowded)  # whole rows always, or never
+        for module in (evidence, masses):
+            monkeypatch.setattr(module, "SCORES_AT_A_TIME", scores)
+            monkeypatch.setattr(module, "SCORES_IN_CACHE", scores)
+        monkeypatch.setattr(masses, "CROWDED", crowded)  # whole rows always, or never
         for statistic in everything(ids):
             seen = hw.observe(q, k, v, statistic)
             for key, want in statistic.define(exact).items():
@@ -242,7 +243,7 @@ def test_a_map_with_a_block_per_token_is_the_matrix() -> None:
 
 
 def test_extra_memory_is_linear_in_t(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (evidence, blocked):
+    for module in (evidence, masses, blocked):
         monkeypatch.setattr(module, "SCORES_AT_A_TIME", 1 << 14)
 
     # The largest tensor that observing makes, as T doubles.
