@@ -12,7 +12,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.corpus import repeated_tokens
 from headwise.gpt import builtin, load
-from headwise.look import token_texts
+from headwise.looking import token_texts
 
 HERE = Path(__file__).parent
 TEXT = 'The "with" statement is used. The "with" statement is used.'

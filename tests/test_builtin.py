@@ -5,7 +5,8 @@ import torch
 
 from headwise import corpus
 from headwise.gpt import GPT, builtin, load
-from headwise.look import Look, look
+from headwise.looked import Look
+from headwise.looking import look
 from headwise.run import windows
 
 

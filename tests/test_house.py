@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
-    *("_axes", "_index", "_files", "masks", "definition", "sampling"),
+    *("_axes", "_index", "_files", "grids", "looked", "masks", "definition", "sampling"),
     *("kernels", "kernels.cpu", "kernels.cpu_ops"),
     *(
         "backends.base",
@@ -23,9 +23,19 @@ ORDER = [
         "backends.native",
         "backends",
     ),
-    *("readings", "scores", "masses", "sweep", "evidence", "attend", "statistics", "patterns"),
-    *("running",),
-    *("rope", "cache", "layer", "layouts", "packing", "convert", "watch"),
+    *("readings", "scores", "masses", "sweep", "evidence", "reach", "attend", "statistics"),
+    *("patterns", "running"),
+    *("rope", "cache", "layer", "layouts", "packing", "convert"),
+    *(
+        f"watching.{name}"
+        for name in (
+            *("foreign", "calls", "names", "net", "roads", "nested", "own", "functional"),
+            *("handwritten", "composite", "varlen", "flexible", "hugging_arguments", "hugging"),
+            *("compiled", "backward", "catching", "seen_file", "seen", "watch"),
+            *("outputs", "ablate", "effects", "importance"),
+        )
+    ),
+    *("watching", "naming", "figures"),
     *(
         f"check.{name}"
         for name in (
@@ -35,7 +45,15 @@ ORDER = [
             *("handling", "probes", "masking", "functions", "taking"),
         )
     ),
-    *("check", "__init__", "testing"),
+    *("check", "gpt_folder", "gpt_config", "gpt", "corpus"),
+    *(
+        f"looking.{name}"
+        for name in (
+            *("tokens", "sample", "samples", "texts", "folders", "plain", "images", "hugging"),
+            *("subjects", "similar", "gather", "rows", "api"),
+        )
+    ),
+    *("looking", "__init__", "testing"),
     *(
         "systems.scalar",
         "systems._checks",
@@ -50,18 +68,10 @@ ORDER = [
         for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")
     ),
     *("check.steps", "check.command"),
-    *("gpt_folder", "gpt_config", "gpt", "corpus", "checkpoint", "run", "training", "generation"),
-    *(
-        "weight_files",
-        "rungs",
-        "ladder",
-        "figures",
-        "look",
-        "page",
-        "page.ladder",
-        "console",
-        "cli",
-    ),
+    *("checkpoint", "run", "training", "generation"),
+    *("weight_files", "rungs", "ladder", "page.parts", "page.report", "page", "page.ladder"),
+    *(f"looking.{name}" for name in ("compare", "terminal", "command")),
+    *("console", "cli"),
 ]
 
 OPTIONAL = [
@@ -72,6 +82,8 @@ OPTIONAL = [
     "max",
     "x_transformers",
     "matplotlib",
+    "pandas",
+    "PIL",
 ]
 
 
@@ -109,7 +121,7 @@ def test_a_file_imports_only_files_above_it(path: Path) -> None:
 def test_every_kind_of_import_is_seen() -> None:
     assert imports("from .attend import attend") == {"attend"}
     assert imports("def f():\n    import headwise.layer") == {"layer"}
-    assert imports("from . import watch") == {"watch"}
+    assert imports("from . import attend") == {"attend"}
     assert imports("from ..masks import Mask", ("backends",)) == {"masks"}
     assert imports("from .base import Call", ("backends",)) == {"backends.base"}
     assert imports("import torch, numpy") == set()

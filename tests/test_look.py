@@ -1,4 +1,4 @@
-"""`look()` against attention written out by hand, and the rule that names a head."""
+"""`look()` at headwise's own GPT, against attention written out by hand; what a terminal shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headwise import figures
-from headwise import look as look_module
+from headwise import looked
 from headwise.corpus import TextError, repeated_tokens, train_tokenizer
-from headwise.figures import COLUMNS, NO_LABEL, RULES, name_head
+from headwise.figures import COLUMNS
 from headwise.gpt import GPT, GPTConfig, load
-from headwise.look import LookError, finite, look, map_side, table, token_texts
+from headwise.looked import finite
+from headwise.looking import LookError, look, token_texts
+from headwise.looking.similar import similarity
+from headwise.looking.terminal import module_lines, table
+from headwise.looking.tokens import _byte_of_letter, _piece_text
+from headwise.naming import NO_LABEL, label_head
 
 LAYERS, HEADS, DIM, CONTEXT, VOCAB = 2, 3, 5, 23, 263
 TEXT = "so much, so much naïve, so naïve and much so, and so on and on\n"
@@ -107,7 +112,9 @@ def mass(p: Tensor, ids: list[list[int]], pattern: str) -> tuple[float, float]:
 def test_figures_and_maps_equal_attention_written_by_hand(model: GPT, tokenizer) -> None:
     seen = look(model, tokenizer, TEXT)
     ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
-    maps, scores, _ = by_hand(model, ids)
+    maps, scores, logits = by_hand(model, ids)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    assert seen.provenance["loss_text"] == pytest.approx(float(loss), abs=1e-11)
     assert [(r["layer"], r["head"]) for r in seen.rows] == [
         (0, 0),
         (0, 1),
@@ -119,10 +126,10 @@ def test_figures_and_maps_equal_attention_written_by_hand(model: GPT, tokenizer)
     place = torch.arange(CONTEXT)
     for row in seen.rows:
         p, s = maps[row["layer"]][:, row["head"]], scores[row["layer"]][:, row["head"]]
-        torch.testing.assert_close(
-            torch.tensor(seen.maps[row["layer"]][row["head"]]), p[0], rtol=0.0, atol=1e-12
-        )
-        entropy = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)[0]
+        layer, entropy = seen.layers[row["layer"]], -torch.where(p > 0, p * p.log(), 0.0).sum(-1)[0]
+        np.testing.assert_allclose(layer.maps[row["head"]], p[0], atol=1e-7)
+        np.testing.assert_allclose(layer.entropy[row["head"]], entropy, atol=1e-6)
+        np.testing.assert_allclose(layer.received[row["head"]], p[0].sum(0), atol=1e-5)
         assert row["entropy"] == pytest.approx(float(entropy.mean()), abs=1e-12)
         share = float((entropy[1:] / (place[1:] + 1).double().log()).mean())
         assert row["entropy_share"] == pytest.approx(share, abs=1e-12)
@@ -134,7 +141,8 @@ def test_figures_and_maps_equal_attention_written_by_hand(model: GPT, tokenizer)
             assert row[pattern] == pytest.approx(expected, abs=1e-12), pattern
             assert row[f"{pattern}_coverage"] == pytest.approx(coverage, abs=1e-7), pattern
         assert 0 < row["induction_coverage"] < 1
-        assert row["module"] == f"transformer.h.{row['layer']}.attn"
+        assert row["module"] == layer.name == f"transformer.h.{row['layer']}.attn"
+        assert (layer.kind, layer.causal, layer.queries, layer.keys) == ("self", True, 0, 0)
 
 
 def test_figures_on_random_repeats_equal_attention_written_by_hand(model: GPT, tokenizer) -> None:
@@ -163,7 +171,7 @@ def test_figures_on_random_repeats_equal_attention_written_by_hand(model: GPT, t
 def test_a_long_text_is_shown_in_blocks(
     model: GPT, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_module, "MAP_SIDE", 5)
+    monkeypatch.setattr(looked, "MAP_SIDE", 5)
     seen = look(model, tokenizer, TEXT)
     ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
     block = [i * 5 // CONTEXT for i in range(CONTEXT)]
@@ -172,26 +180,57 @@ def test_a_long_text_is_shown_in_blocks(
         for i in range(CONTEXT):
             for j in range(CONTEXT):
                 expected[:, block[i], block[j]] += p[0, :, i, j] / block.count(block[i])
-        torch.testing.assert_close(torch.tensor(seen.maps[layer]), expected, rtol=0.0, atol=1e-12)
+        np.testing.assert_allclose(seen.layers[layer].maps, expected, atol=1e-7)
     assert seen.provenance["map_side"] == 5
 
 
-@pytest.mark.parametrize("tokens", [2, 255, 256, 257, 1021, 50_000])
-@pytest.mark.parametrize("heads", [1, 6, 144, 1200])
-def test_map_side_is_exact_where_it_can_be_and_bounded(tokens: int, heads: int) -> None:
-    side = map_side(tokens, heads)
-    assert side <= min(tokens, 256)
-    assert heads * side**2 <= look_module.MAP_CELLS
-    if tokens <= 256 and heads * tokens**2 <= look_module.MAP_CELLS:
-        assert side == tokens
+def test_top_keys_and_mass_by_offset_equal_attention_written_by_hand(model: GPT, tokenizer) -> None:
+    seen = look(model, tokenizer, TEXT)
+    ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
+    apart = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
+    assert seen.offsets == [0, 1, 2, 4, 8, 16]  # nobody looks ahead
+    for layer, p in zip(seen.layers, by_hand(model, ids)[0], strict=True):
+        for head in range(HEADS):
+            for i in range(CONTEXT):
+                best = sorted(range(i + 1), key=lambda j: -float(p[0, head, i, j]))
+                keys = [j for j in layer.top_keys[head, i].tolist() if j >= 0]
+                assert keys == best[: len(keys)]
+                assert len(keys) == min(i + 1, layer.top_keys.shape[2])
+        ends = [*seen.offsets[1:], CONTEXT]
+        expected = [
+            torch.where((apart >= start) & (apart < end), p[0], 0.0).sum((1, 2)) / CONTEXT
+            for start, end in zip(seen.offsets, ends, strict=True)
+        ]
+        np.testing.assert_allclose(layer.offsets, torch.stack(expected, 1), atol=1e-7)
+
+
+def test_similarity_of_all_heads_written_by_hand(model: GPT, tokenizer) -> None:
+    seen = look(model, tokenizer, TEXT)
+    ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
+    heads = torch.cat([p[0] for p in by_hand(model, ids)[0]])
+    assert seen.similarity is not None
+    for a in range(LAYERS * HEADS):
+        for b in range(LAYERS * HEADS):
+            expected = float((heads[a] * heads[b]).sqrt().sum(-1).mean())
+            assert seen.similarity[a, b] == pytest.approx(expected, abs=1e-6)
+    other = replace(seen.layers[1], queries=1, keys=1)
+    apart = similarity([seen.layers[0], other])
+    assert np.isnan(apart[:HEADS, HEADS:]).all()
+    assert np.isfinite(apart[HEADS:, HEADS:]).all()
+
+
+def test_a_mass_that_is_lost_to_a_sink_keeps_equal_heads_alike(model: GPT, tokenizer) -> None:
+    seen = look(model, tokenizer, TEXT)
+    half = replace(seen.layers[0], maps=seen.layers[0].maps[[0, 0]] * 0.5)
+    np.testing.assert_allclose(similarity([half]), 1.0, atol=1e-6)
 
 
 def test_context_is_obeyed_and_said(model: GPT, tokenizer) -> None:
     whole = len(tokenizer.encode(TEXT).ids)
     assert whole > CONTEXT
     seen = look(model, tokenizer, TEXT, context=7)
-    assert len(seen.tokens) == 7
-    assert seen.maps[1].shape == (HEADS, 7, 7)
+    assert len(seen.streams[0].tokens) == 7
+    assert seen.layers[1].maps.shape == (HEADS, 7, 7)
     assert f"first 7 of the text's {whole} tokens" in seen.provenance["notice"]
     assert "asked for" in seen.provenance["notice"]
     assert "the model's context" in look(model, tokenizer, TEXT).provenance["notice"]
@@ -213,7 +252,7 @@ def test_a_text_of_fewer_than_two_tokens_is_refused(model: GPT, tokenizer, text:
 def test_a_damaged_model_is_named_not_drawn(model: GPT, tokenizer) -> None:
     with torch.no_grad():
         model.get_parameter("transformer.h.1.attn.c_attn.weight")[0, 0] = math.nan
-    with pytest.raises(LookError, match="attention of layer 1 is not finite"):
+    with pytest.raises(LookError, match=r"layer 1 \(transformer.h.1.attn\) is not finite"):
         look(model, tokenizer, TEXT, model_name="tiny")
 
 
@@ -225,25 +264,23 @@ def test_the_model_is_left_as_it_was(model: GPT, tokenizer) -> None:
 
 
 def test_progress_is_reported_layer_by_layer(model: GPT, tokenizer) -> None:
-    shares: list[float] = []
-    look(model, tokenizer, TEXT, report=shares.append)
-    assert shares == [0.25, 0.5, 0.75, 1.0]
-    look(model, tokenizer, TEXT)
-    assert len(shares) == 4
+    told: list[tuple[str, float]] = []
+    look(model, tokenizer, TEXT, report=lambda *said: told.append(said))
+    assert told == [("looking", share) for share in (0.25, 0.5, 0.75, 1.0)]
+    look(model, tokenizer, [TEXT, TEXT, TEXT], report=lambda *said: told.append(said))
+    assert told[4:] == [("looking", share / 8) for share in range(1, 9)]
 
 
 def test_a_figure_without_any_target_is_null_not_zero(model: GPT, tokenizer) -> None:
     seen = look(model, tokenizer, "abcdef")
     assert [row["same_token_coverage"] for row in seen.rows] == [0.0] * 6
-    rows = json.loads(seen.to_json())
-    assert [row["same_token"] for row in rows] == [None] * 6
-    assert rows == finite(seen.rows)
-    assert all(
-        isinstance(row[c.key], float)
-        for row in rows
-        for c in COLUMNS
-        if "same" not in c.key and c.key != "induction"
-    )
+    assert [row["same_token"] for row in seen.rows] == [None] * 6
+    absent = {"same_token", "induction", "importance", "ablation", "ablation_estimate"}
+    absent |= {"next", "ahead_2", "ahead_3", "delimiters"}
+    keys = {column.key for column in COLUMNS}
+    for row in seen.rows:
+        assert {key for key in keys if row.get(key) is None} == absent
+    assert {column["key"] for column in seen.columns} == keys - absent
 
 
 def test_tokens_are_decoded_one_by_one(tokenizer) -> None:
@@ -263,59 +300,24 @@ def test_tokens_are_decoded_one_by_one(tokenizer) -> None:
 def test_every_byte_has_its_letter() -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    letters = look_module._byte_of_letter()
+    letters = _byte_of_letter()
     assert sorted(letters.values()) == list(range(256))
     assert set(letters) == set(ByteLevel.alphabet())
     for text in ("é", "\n", " ", "\u00ad"):
         piece = ByteLevel(add_prefix_space=False).pre_tokenize_str(text)[0][0]
-        assert look_module._piece_text(piece) == text
+        assert _piece_text(piece, True) == text
+        assert _piece_text(text, False) == text
+    assert _piece_text("\u2581so", False) == " so"
+    assert [_piece_text(f"<0x{byte}>", False) for byte in ("0A", "E2")] == ["\n", "\\xe2"]
 
 
-# --- the rule --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
-def test_a_label_holds_from_its_threshold_on(rule: figures.Rule) -> None:
-    step = 1e-6 if rule.sign == "≥" else -1e-6
-    name = name_head({rule.key: rule.threshold, f"{rule.key}_coverage": 0.5})
-    assert (name.label, name.key, name.score, name.coverage) == (
-        rule.label,
-        rule.key,
-        rule.threshold,
-        0.5,
-    )
-    assert name_head({rule.key: rule.threshold - step}).label == NO_LABEL
-
-
-def test_the_first_rule_that_holds_names_the_head() -> None:
-    everything = {
-        "induction_random": 0.4,
-        "same_token_random": 0.9,
-        "previous": 0.9,
-        "first": 0.9,
-        "self": 0.9,
-        "entropy_share": 0.9,
-        "distance": 1.0,
-    }
-    for rule in RULES:
-        assert name_head(everything).label == rule.label
-        del everything[rule.key]
-    assert name_head(everything) == figures.HeadName(NO_LABEL)
-
-
-@pytest.mark.parametrize("score", [None, math.nan, -math.inf])
-def test_a_missing_figure_names_nothing(score: float | None) -> None:
-    assert name_head({rule.key: score for rule in RULES}).label == NO_LABEL
-
-
-def test_labels_in_rows_follow_the_rule(model: GPT, tokenizer) -> None:
+def test_labels_in_rows_follow_the_rules(model: GPT, tokenizer) -> None:
     for row in look(model, tokenizer, TEXT).rows:
-        name = name_head(row)
-        assert (row["label"], row["label_key"], row["label_score"]) == (
-            name.label,
-            name.key,
-            name.score,
-        )
+        labels = label_head(row)
+        assert [label["label"] for label in row["labels"]] == [one.label for one in labels]
+        for label, one in zip(row["labels"], labels, strict=True):
+            assert label["score"] == row[label["key"]] == one.score
+            assert label["coverage"] == row.get(f"{label['key']}_coverage", 1.0)
 
 
 # --- the terminal ----------------------------------------------------------------------------
@@ -325,24 +327,55 @@ def test_the_table_shows_every_figure_and_says_what_a_narrow_one_leaves_out(
     model: GPT, tokenizer
 ) -> None:
     seen = look(model, tokenizer, TEXT)
-    wide, left_out = table(seen, 120)
+    figures = len(seen.columns)
+    wide, left_out = table(seen, 160)
     assert left_out == []
-    assert len(wide.columns) == 2 + len(COLUMNS)
-    narrow, left_out = table(seen, 80)
-    assert len(narrow.columns) + len(left_out) == 2 + len(COLUMNS)
-    text = _printed(narrow, 80)
-    assert max(map(len, text.splitlines())) <= 80
-    for row in seen.rows:
-        assert f"{row['layer']}.{row['head']} {row['label']}" in text
-        assert f"{row['entropy']:.2f}" in text
+    assert len(wide.columns) == 2 + figures
+    for width in (120, 80):
+        narrow, left_out = table(seen, width)
+        assert len(narrow.columns) + len(left_out) == 2 + figures
+        text = _printed(narrow, width)
+        assert max(map(len, text.splitlines())) <= width
+        for row in seen.rows:
+            assert f"{row['layer']}.{row['head']} {first_label(row)}" in text
+            assert f"{row['entropy']:.2f}" in text
+    text = _printed(wide, 160)
     assert f"{100 * seen.rows[0]['same_token_coverage']:.0f}%" in text
+
+
+def first_label(row: dict[str, Any]) -> str:
+    return row["labels"][0]["label"] if row["labels"] else NO_LABEL
+
+
+def test_all_labels_are_told_where_there_is_room(model: GPT, tokenizer) -> None:
+    seen = look(model, tokenizer, TEXT)
+    labels = [{"label": name} for name in ("previous token", "local", "[i]")]
+    named = replace(seen, rows=[{**seen.rows[0], "labels": labels}])
+    assert "previous token, local, [i]" in _printed(table(named, 200)[0], 200)
+    assert "previous token +2" in _printed(table(named, 120)[0], 120)
+
+
+def test_the_layers_of_several_kinds_are_told_apart(model: GPT, tokenizer) -> None:
+    seen = look(model, tokenizer, TEXT)
+    assert module_lines(seen) == []
+    layers = [
+        replace(seen.layers[0], name=name)
+        for name in ("enc.0.attn", "enc.1.attn", "dec.0.self", "dec.0.cross", "dec.1.self")
+    ]
+    assert module_lines(replace(seen, layers=layers)) == [
+        "0–1: enc.*.attn",
+        "2, 4: dec.*.self",
+        "3: dec.0.cross",
+    ]
 
 
 def test_a_missing_figure_is_a_dash_in_the_table(model: GPT, tokenizer) -> None:
     seen = look(model, tokenizer, TEXT)
-    bare = replace(seen, rows=[{**row, "distance": math.nan, "first": None} for row in seen.rows])
-    lines = _printed(table(bare, 120)[0], 120).splitlines()
-    assert [line.count("–") for line in lines if line.strip().startswith(("0.", "1."))] == [2] * 6
+    missing = ({"distance": math.nan, "first": None}, {"distance": math.nan})
+    bare = replace(seen, rows=[{**row, **missing[row["layer"]]} for row in seen.rows])
+    lines = _printed(table(bare, 160)[0], 160).splitlines()
+    heads = [line for line in lines if line.strip().startswith(("0.", "1."))]
+    assert [line.count("–") for line in heads] == [2] * 3 + [1] * 3
 
 
 def _printed(drawn, width: int) -> str:
@@ -381,7 +414,7 @@ def test_the_command_prints_a_table_and_writes_the_page(
     assert "Only the first 23 of the text's" in out
     assert out.rstrip().endswith(f"page: {page}")
     for row in look(*load(folder), TEXT).rows:
-        assert f"{row['layer']}.{row['head']} {row['label']}" in out
+        assert f"{row['layer']}.{row['head']} {first_label(row)}" in out
     html = page.read_text("utf-8")
     assert str(tmp_path) not in html
     assert str(folder) not in html

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing fetched, nothing broken, the data as `Look` has them."""
+"""The page in a real browser: nothing fetched, nothing broken, every view as the look has it."""
 
 from __future__ import annotations
 
@@ -7,66 +7,50 @@ import gzip
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from headwise.corpus import train_tokenizer
-from headwise.figures import COLUMNS, NO_LABEL, RULES
-from headwise.gpt import GPT, GPTConfig
-from headwise.look import Look, finite, look
-from headwise.page import LEVELS, PageError, check_out, pack, render_page, write_page
+from browser import Tab, chromium
+from headwise.looked import Look, document
+from headwise.page import PageError, check_out, render_page, write_page
+from looks import decoder, words
 
 LAYERS, HEADS, TOKENS = 2, 3, 23
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = [
     "<script>alert(1)</script>",
     "<img src=x onerror=alert(2)>",
     "</script><script>alert(3)</script>",
     "<!--",
     "&lt;b&gt;",
+    "<b>x</b>",
     "\u2028'\"`${alert(4)}",
     '<a href="javascript:alert(5)">x</a>',
     "$&",
     "@@plotly@@",
 ]
+NONE = "none of these"
 
 
-def tiny_look(tokens: int = TOKENS) -> Look:
-    """What a small random model does, with tokens and names that try to be more than text."""
-    text = "so much, so much naïve, so naïve and much so, and so on and on\n"
-    tokenizer = train_tokenizer([text], vocab_size=263)
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=263, n_positions=TOKENS, n_embd=5 * HEADS, n_layer=LAYERS, n_head=HEADS
+def hostile_look() -> Look:
+    """A small model's look, with tokens and names that try to be more than text."""
+    look = decoder(LAYERS, HEADS, [*words(TOKENS - len(HOSTILE), 0), *HOSTILE])
+    look.provenance.update(model="<b>tiny", text=HOSTILE[2], loss_text=2.5)
+    for row in look.rows:
+        row["module"] = f"<i>{row['module']}"
+    look.rows[1]["labels"].append(
+        {"label": HOSTILE[0], "key": "entropy", "score": 1.0, "threshold": 2.0, "coverage": 1.0}
     )
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.6)
-    seen = look(model, tokenizer, text, context=tokens, model_name="<b>tiny", text_name=HOSTILE[2])
-    return replace(seen, tokens=[*seen.tokens[: tokens - len(HOSTILE)], *HOSTILE])
+    return look
 
 
 @pytest.fixture(scope="module")
 def seen() -> Look:
-    return tiny_look()
+    return hostile_look()
 
 
 @pytest.fixture(scope="module")
@@ -77,47 +61,45 @@ def page_file(seen: Look, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the file --------------------------------------------------------------------------------
 
 
-def test_the_data_in_the_file_are_those_of_the_look(seen: Look, page_file: Path) -> None:
-    text = page_file.read_text("utf-8")
-    data = json.loads(_script(text, "data"))
-    assert data["rows"] == finite(seen.rows)
-    assert data["tokens"] == seen.tokens
-    assert data["provenance"] == finite(seen.provenance)
-    assert (data["layers"], data["heads"], data["side"]) == (LAYERS, HEADS, TOKENS)
-    for layer, expected in seen.maps.items():
-        planes = np.frombuffer(
-            gzip.decompress(base64.b64decode(_script(text, f"map-{layer}"))), np.uint8
-        )
-        high, low = planes.astype(int).reshape(2, HEADS, TOKENS, TOKENS)
-        np.testing.assert_allclose((256 * high + low) / LEVELS, expected, atol=0.5 / LEVELS + 1e-9)
+def results(text: str) -> Any:
+    found = re.search(r'<script type="text/plain" id="results">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
 
-def test_pack_keeps_the_ends_exactly() -> None:
-    planes = np.frombuffer(pack(np.array([[[0.0, 1.0], [1.0 + 1e-6, -1e-9]]])), np.uint8)
-    assert (planes[:4].astype(int) * 256 + planes[4:]).tolist() == [0, LEVELS, LEVELS, 0]
+def test_the_file_holds_the_looks_own_document(seen: Look, page_file: Path) -> None:
+    (found,) = results(page_file.read_text("utf-8"))
+    made = dict(found.pop("made"))
+    assert found == document(seen)
+    assert made["Model"] == "<b>tiny: 2 attention layers, 3 heads each"
+    assert made["Versions"].startswith("headwise 0, torch 2, plotly ")
+    assert made["Seed"] == "0"
+    assert made["Options"] == "one, two"
+    assert "loss_text" not in made
 
 
-def test_the_file_names_no_address_and_states_how_it_was_made(seen: Look, page_file: Path) -> None:
+def test_two_looks_are_two_documents(seen: Look) -> None:
+    found = results(render_page(seen, other=decoder(1, 2, 5)))
+    assert [len(look["rows"]) for look in found] == [LAYERS * HEADS, 2]
+
+
+def test_the_file_names_no_address(page_file: Path) -> None:
     text = page_file.read_text("utf-8")
     own = re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
-    assert not re.search(r"https?://|//cdn|<link|\bsrc=(?!x onerror)", own)
+    assert not re.search(r"https?://|//cdn|<link|\bsrc=", own)
     assert "default-src 'none'" in own
     assert str(Path.home()) not in own
-    made = json.loads(_script(text, "data"))["made"]
-    assert "seed 0" in dict(made)["Random repeats"]
-    assert f"torch {torch.__version__}" in dict(made)["Versions"]
-    assert "float32" in dict(made)["Numbers"]
 
 
 def test_the_same_look_gives_the_same_file(seen: Look, page_file: Path) -> None:
     assert render_page(seen) == page_file.read_text("utf-8")
 
 
-def test_what_comes_from_outside_cannot_end_its_script(page_file: Path) -> None:
+def test_what_comes_from_outside_is_packed_or_escaped(page_file: Path) -> None:
     text = page_file.read_text("utf-8")
-    assert "<" not in _script(text, "data")
-    assert "<title>&lt;b&gt;tiny" in text
-    assert "</script><script>alert" not in text
+    assert "<title>&lt;b&gt;tiny on &lt;/script&gt;" in text
+    assert text.count("alert(") == 1  # in the title
+    assert "<b>tiny" not in text
 
 
 def test_nothing_is_left_behind_where_no_page_can_be(seen: Look, tmp_path: Path) -> None:
@@ -152,72 +134,13 @@ def test_without_plotly_the_message_says_what_to_install(
         check_out(tmp_path / "page.html")
 
 
-def _script(text: str, name: str) -> str:
-    found = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', text, re.DOTALL)
-    assert found, name
-    return found[1]
-
-
 # --- the browser -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium") or "/usr/bin/chromium"
-    if not Path(chromium).exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is missing: apt-get install chromium")
-        pytest.skip("needs Chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+    with chromium() as opened:
         yield opened
-        opened.close()
-
-
-class Tab:
-    """A page opened from its file, and all it said, asked for and popped up meanwhile."""
-
-    def __init__(self, browser: Any, file: Path, **context: Any) -> None:
-        context.setdefault("viewport", {"width": 1280, "height": 900})
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(8_000)
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.dialogs: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda box: (self.dialogs.append(box.message), box.dismiss()))
-        self.page.route("**/*", self._route)
-        self.address = file.as_uri()
-        self.page.goto(self.address)
-        self.page.wait_for_selector("html[data-ready=yes]", timeout=20_000)
-
-    def _route(self, route: Any) -> None:
-        self.asked.append(route.request.url)
-        route.continue_() if route.request.url.startswith("file:") else route.abort()
-
-    def close(self) -> None:
-        self.context.close()
-        self.check()
-
-    def check(self) -> None:
-        """Nothing may have gone wrong, whatever a test did."""
-        said, asked, dialogs = self.said[:], set(self.asked), self.dialogs[:]
-        self.said.clear()
-        self.dialogs.clear()
-        assert said == []
-        assert asked == {self.address}
-        assert dialogs == []
-
-    def text(self, selector: str) -> str:
-        return self.page.locator(selector).inner_text()
-
-    def shown(self, plot: str) -> Any:
-        """The numbers that Plotly drew."""
-        return self.page.evaluate(f"document.getElementById('{plot}').data[0].z")
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +152,7 @@ def opened(browser: Any, page_file: Path) -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(opened: Tab) -> Iterator[Tab]:
-    """One tab for all tests (Plotly takes seconds to start), with its switches as at first."""
-    for name in ("scales", "directions"):
-        opened.page.locator(f"#{name} label").nth(0).click()
+    """One tab for all tests: Plotly takes seconds to start."""
     opened.page.mouse.move(2, 2)
     yield opened
     opened.check()
@@ -262,7 +183,7 @@ def test_a_wrong_page_would_be_noticed(browser: Any, tmp_path: Path, wrong: str)
 def test_a_fault_is_shown_and_logged(browser: Any, page_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     text = page_file.read_text("utf-8")
-    broken.write_text(text.replace('id="map-0">', 'id="map-0">AAAA'))
+    broken.write_text(text.replace('id="results">', 'id="results">AAAA'))
     page = browser.new_page()
     page.goto(broken.as_uri())
     page.wait_for_selector("#fault:not([hidden])")
@@ -270,205 +191,146 @@ def test_a_fault_is_shown_and_logged(browser: Any, page_file: Path, tmp_path: Pa
     page.close()
 
 
-@pytest.mark.browser
-def test_every_statistic_can_be_put_on_the_map_of_heads(tab: Tab, seen: Look) -> None:
-    chips = tab.page.locator("#statistics label")
-    assert chips.count() == 1 + len(COLUMNS)
-    labels = [*[rule.label for rule in RULES], NO_LABEL]
-    keys = ["label", *[column.key for column in COLUMNS]]
-    assert sorted(_values(tab, "statistic")) == sorted(keys)
-    for index, key in enumerate(_values(tab, "statistic")):
-        chips.nth(index).click()
-        expected = [
-            [_cell(seen.rows[layer * HEADS + head], key, labels) for head in range(HEADS)]
-            for layer in range(LAYERS)
-        ]
-        assert tab.shown("heads") == expected, key
-        assert tab.page.locator("#legend").is_visible() == (key == "label")
+def first_label(row: dict[str, Any]) -> str:
+    return row["labels"][0]["label"] if row["labels"] else NONE
 
 
-def _cell(row: dict[str, Any], key: str, labels: list[str]) -> Any:
-    return labels.index(row["label"]) if key == "label" else row[key]
+def has_label(row: dict[str, Any], label: str) -> bool:
+    return label in ([one["label"] for one in row["labels"]] or [NONE])
 
 
-def _values(tab: Tab, name: str) -> list[str]:
-    script = f"[...document.getElementsByName('{name}')].map((input) => input.value)"
-    return tab.page.evaluate(script)
+def flat(lines: list[list[Any]]) -> list[Any]:
+    return [cell for line in lines for cell in line]
 
 
-@pytest.mark.browser
-def test_a_head_is_chosen_by_button_key_click_row_and_address(tab: Tab, seen: Look) -> None:
-    page = tab.page
-    page.locator("#table tbody tr[data-row='0'] button").click()
-    _head_is(tab, seen, 0, 0)
-    page.locator("#next-head").click()
-    _head_is(tab, seen, 0, 1)
-    page.locator("#previous-head").click()
-    page.locator("#previous-head").click()
-    _head_is(tab, seen, LAYERS - 1, HEADS - 1)
-    page.locator("#heads").focus()
-    page.keyboard.press("ArrowUp")
-    _head_is(tab, seen, LAYERS - 2, HEADS - 1)
-    page.locator("#heads").focus()
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")  # the edge holds
-    _head_is(tab, seen, LAYERS - 1, HEADS - 2)
-    _click_cell(tab, "heads", column=0, row=1, columns=HEADS, rows=LAYERS)
-    _head_is(tab, seen, 1, 0)
-    assert page.url.endswith("#1.0")
-    page.reload()
-    page.wait_for_selector("html[data-ready=yes]")
-    _head_is(tab, seen, 1, 0)
+def head_of(look: Look, index: int) -> tuple[Any, int]:
+    row = look.rows[index]
+    return look.layers[row["layer"]], row["head"]
 
 
-def _head_is(tab: Tab, seen: Look, layer: int, head: int) -> None:
-    """The figures, the label and the map shown are those of this head."""
-    row = seen.rows[layer * HEADS + head]
-    title = f"Where layer {layer}, head {head} looks"
-    tab.page.locator("#attention-title", has_text=title).wait_for()
-    assert tab.text("#head-title") == f"Layer {layer}, head {head}"
-    assert tab.text("#head-label").startswith(row["label"])
-    values = tab.page.locator("#readout dd").all_inner_texts()
-    for column, value in zip(COLUMNS, values, strict=True):
-        figure = row[column.key]
-        assert value.split()[0] == (f"{figure:.2f}" if figure < 9.995 else f"{figure:.1f}"), (
-            column.key
-        )
-    tab.page.locator("#scales label").nth(1).click()
-    shown = tab.shown("attention")
-    for query in range(TOKENS):
-        assert shown[query][query + 1 :] == [None] * (TOKENS - query - 1)
-        expected = seen.maps[layer][head][query, : query + 1]
-        np.testing.assert_allclose(shown[query][: query + 1], expected, atol=0.5 / LEVELS + 1e-9)
-    assert tab.page.locator("#table tr.chosen").get_attribute("data-row") == str(
-        layer * HEADS + head
-    )
+def figure(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
-def _click_cell(tab: Tab, plot: str, column: float, row: float, columns: int, rows: int) -> None:
-    _move(tab, plot, column, row, columns, rows)
-    place = f"at {row:g}key" if plot == "attention" else f"Layer {row:g}, head {column:g}"
-    tab.page.locator("#tip", has_text=place).wait_for()  # Plotly has seen the pointer
-    tab.page.mouse.down()
-    tab.page.mouse.up()
+def weight(value: float) -> str:
+    return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
 
 
-def _move(tab: Tab, plot: str, column: float, row: float, columns: int, rows: int) -> None:
-    area = tab.page.locator(f"#{plot} .nsewdrag").first
-    area.scroll_into_view_if_needed()
-    box = area.bounding_box()
-    tab.page.mouse.move(
-        box["x"] + (column + 0.5) / columns * box["width"],
-        box["y"] + (row + 0.5) / rows * box["height"],
-        steps=3,
-    )
-
-
-@pytest.mark.browser
-def test_hovering_names_query_key_and_weight(tab: Tab, seen: Look) -> None:
-    tab.page.locator("#table tbody tr[data-row='4']").click()
-    _move(tab, "attention", 3, 12, TOKENS, TOKENS)
-    tab.page.locator("#tip", has_text="at 12").wait_for()
-    lines = tab.text("#tip").splitlines()
-    assert lines[0] == f"query {_visible(seen.tokens[12])} at 12"
-    assert lines[1] == f"key {_visible(seen.tokens[3])} at 3"
-    value = seen.maps[1][1][12, 3]
-    shown = lines[2].removeprefix("weight ")
-    assert shown == ("<0.001" if value < 0.0005 else f"{value:.3f}")
-    tab.page.mouse.move(2, 2, steps=3)
-    tab.page.wait_for_selector("#tip", state="hidden")
-    _move(tab, "heads", 1, 1, HEADS, LAYERS)
-    tab.page.locator("#tip", has_text="Layer 1, head 1").wait_for()
-
-
-def _visible(token: str) -> str:
+def visible(token: str) -> str:
     return token.replace(" ", "·").replace("\n", "↵").replace("\u2028", "\\u{2028}")
 
 
+def choose(tab: Tab, seen: Look, index: int) -> None:
+    """Choose a head by its row in the table, then come back."""
+    tab.show("table")
+    tab.click(f"#table tbody tr[data-row='{index}'] button")
+    row = seen.rows[index]
+    assert tab.text("#bar-head") == f"{row['layer']}.{row['head']}"
+
+
 @pytest.mark.browser
-def test_a_token_shows_where_it_looks_and_who_looks_at_it(tab: Tab, seen: Look) -> None:
+def test_every_statistic_can_be_put_on_the_map_of_heads(tab: Tab, seen: Look) -> None:
+    tab.show("heads")
+    chips = tab.page.locator("#statistics label")
+    keys = ["label", *[column["key"] for column in seen.columns]]
+    shown = tab.page.evaluate("[...document.getElementsByName('statistic')].map((i) => i.value)")
+    assert sorted(shown) == sorted(keys)
+    labels = [*[rule["label"] for rule in seen.rules], HOSTILE[0], NONE]
+    for index, key in enumerate(shown):
+        chips.nth(index).click()
+        expected = [
+            labels.index(first_label(row)) if key == "label" else row[key] for row in seen.rows
+        ]
+        assert flat(tab.plotted("heads")) == expected, key
+        written = [words.replace("&lt;", "<") for words in tab.plotted("heads", "text", 1)]
+        assert len(written) == len(seen.rows)
+        assert key != "first" or written == [figure(row[key], 2) for row in seen.rows]
+    chips.nth(0).click()
+
+
+@pytest.mark.browser
+def test_a_label_is_singled_out_in_the_map_the_table_and_the_scatter(tab: Tab, seen: Look) -> None:
+    tab.show("heads")
+    counts = {name: sum(has_label(row, name) for row in seen.rows) for name in (NONE, HOSTILE[0])}
+    for name in [first_label(seen.rows[0]), HOSTILE[0]]:
+        button = tab.page.locator("#legend button", has_text=name)
+        button.click()
+        shown = flat(tab.plotted("heads"))
+        mine = [has_label(row, name) for row in seen.rows]
+        assert [value is not None for value in shown] == mine
+        tab.show("table")
+        assert tab.page.locator("#table tbody tr:visible").count() == sum(mine)
+        tab.show("scatter")
+        assert [size == 1 for size in tab.plotted("scatter", "marker.opacity")] == mine
+        tab.show("heads")
+        tab.page.locator("#legend button", has_text=name).click()
+        assert None not in flat(tab.plotted("heads"))
+    assert counts[HOSTILE[0]] == 1
+
+
+@pytest.mark.browser
+def test_a_head_is_chosen_by_row_button_key_click_and_address(tab: Tab, seen: Look) -> None:
     page = tab.page
-    page.locator("#table tbody tr[data-row='2']").click()
-    page.locator("#tokens button[data-token='11']").click()
-    weights = seen.maps[0][2]
-    _strongest_are(tab, weights[11, :12], seen)
-    page.locator("#directions label").nth(1).click()
-    _strongest_are(tab, np.concatenate([np.zeros(11), weights[11:, 11]]), seen)
-    page.locator("#tokens button[data-token='11']").focus()
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#tokens button[aria-pressed='true']").get_attribute("data-token") == "12"
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowLeft")
-    assert page.locator("#tokens [aria-pressed='true']").get_attribute("data-token") == "0"
-    page.keyboard.press("End")
-    assert page.evaluate("document.activeElement.dataset.token") == str(TOKENS - 1)
-    _click_cell(tab, "attention", 2, 7, TOKENS, TOKENS)
-    assert page.locator("#tokens [aria-pressed='true']").get_attribute("data-token") == "2"
-    page.locator("#directions label").nth(0).click()
-    _click_cell(tab, "attention", 2, 7, TOKENS, TOKENS)
-    assert page.locator("#tokens [aria-pressed='true']").get_attribute("data-token") == "7"
+    choose(tab, seen, 0)
+    tab.click("#next-head")
+    assert tab.text("#bar-head") == "0.1"
+    tab.click("#previous-head")
+    tab.click("#previous-head")
+    assert tab.text("#bar-head") == f"{LAYERS - 1}.{HEADS - 1}"
+    tab.show("heads")
+    page.locator("#heads").focus()
+    tab.press("ArrowUp")
+    assert tab.text("#glance-title") == f"Layer {LAYERS - 2}, head {HEADS - 1}"
+    tab.press("ArrowRight", "ArrowUp")  # the edges hold
+    assert tab.text("#bar-head") == f"0.{HEADS - 1}"
+    tab.press("ArrowLeft", "ArrowDown")
+    assert tab.text("#bar-head") == f"1.{HEADS - 2}"
+    tab.click_cell("heads", 0, 1, HEADS, LAYERS, tip="Layer 1, head 0")
+    assert tab.text("#glance-title") == "Layer 1, head 0"
+    assert tab.text("#glance-module") == seen.rows[3]["module"]
+    tab.click("#glance-open")
+    page.locator("#view-head").wait_for()
+    assert page.url.split("#")[1].startswith("head/1.0/")
+    tab.click("#nav a[data-view=text]")
+    page.locator("#view-text").wait_for()
+    page.go_back()
+    page.locator("#view-head").wait_for()
+    page.goto(f"{tab.address}#head/0.2/7")
+    tab.drawn()
+    page.locator("#head-title", has_text="Layer 0, head 2").wait_for()
+    assert "at 7 looks at" in tab.text("#query-title")
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]")
+    assert tab.text("#head-title") == "Layer 0, head 2"
+    page.goto(f"{tab.address}#nonsense/9.9/999")
+    page.wait_for_timeout(50)
+    assert tab.text("#head-title") == "Layer 0, head 2"
 
 
-def _strongest_are(tab: Tab, weights: np.ndarray, seen: Look) -> None:
-    order = np.argsort(-weights, kind="stable")[:6]
-    shown = tab.page.locator("#strongest li").all()
-    for item, other in zip(shown, [o for o in order if weights[o] > 0.5 / LEVELS], strict=True):
-        value = weights[other]
-        assert item.locator("b").inner_text() == (f"{value:.3f}" if value >= 0.0005 else "<0.001")
-        assert item.locator("code").inner_text() == _visible(seen.tokens[other])
-    np.testing.assert_allclose(_colours(tab)[: len(weights)], np.sqrt(weights), atol=0.005)
-
-
-def _colours(tab: Tab) -> list[float]:
-    """How strongly each token of the text view is coloured, 0 to 1."""
-    buttons = "[...document.querySelectorAll('#tokens button')]"
-    return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
-
-
-@pytest.mark.browser
-def test_the_map_zooms_and_comes_back(tab: Tab) -> None:
-    page = tab.page
-    button = page.locator("#zoom-out")
-    assert button.is_disabled()
-    _move(tab, "attention", 2, 10, TOKENS, TOKENS)
-    page.mouse.down()
-    _move(tab, "attention", 8, 16, TOKENS, TOKENS)
-    page.mouse.up()
-    page.wait_for_selector("#zoom-out:enabled")
-    low, high = page.evaluate("document.getElementById('attention').layout.xaxis.range")
-    assert 1 < low < 3
-    assert 7 < high < 9
-    ticks = page.evaluate("document.getElementById('attention').layout.xaxis.tickvals")
-    assert ticks == list(range(int(np.ceil(low)), int(high) + 1))  # every token is named now
-    button.click()
-    assert page.evaluate("document.getElementById('attention').layout.xaxis.range") == [
-        -0.5,
-        TOKENS - 0.5,
-    ]
-    assert button.is_disabled()
-
-
-@pytest.mark.browser
-def test_the_scale_of_the_map_switches(tab: Tab) -> None:
-    root = np.array(tab.shown("attention"), dtype=float)
-    tab.page.locator("#scales label").nth(1).click()
-    linear = np.array(tab.shown("attention"), dtype=float)
-    np.testing.assert_allclose(root**2, linear, atol=1e-12)
+# --- the table -------------------------------------------------------------------------------
 
 
 @pytest.mark.browser
 def test_every_column_sorts_both_ways(tab: Tab, seen: Look) -> None:
-    heads = tab.page.locator("#table th")
-    assert heads.count() == 2 + len(COLUMNS)
+    tab.show("table")
+    heads = tab.page.locator("#table thead th")
+    assert heads.count() == 2 + len(seen.columns)
+    labels = [*[rule["label"] for rule in seen.rules], HOSTILE[0], NONE]
     for index in range(heads.count()):
-        key = heads.nth(index).get_attribute("data-key")
+        key = heads.nth(index).get_attribute("data-key") or ""
         orders = []
         for _ in range(2):
             heads.nth(index).locator("button").click()
             lines = "[...document.querySelectorAll('#table tbody tr')]"
             rows = tab.page.evaluate(f"{lines}.map((line) => Number(line.dataset.row))")
-            values = rows if key == "place" else [seen.rows[row][key] for row in rows]
+            values = [
+                row
+                if key == "place"
+                else labels.index(first_label(seen.rows[row]))
+                if key == "label"
+                else seen.rows[row][key]
+                for row in rows
+            ]
             orders.append(heads.nth(index).get_attribute("aria-sort"))
             assert values == sorted(values, reverse=orders[-1] == "descending"), key
         assert sorted(orders) == ["ascending", "descending"]
@@ -476,96 +338,432 @@ def test_every_column_sorts_both_ways(tab: Tab, seen: Look) -> None:
 
 
 @pytest.mark.browser
-def test_hostile_tokens_stay_text(tab: Tab, seen: Look) -> None:
+def test_the_table_shows_figures_coverage_and_errors(tab: Tab, seen: Look) -> None:
+    tab.show("table")
+    cells = tab.page.locator("#table tbody tr[data-row='1'] td").all_inner_texts()
+    row = seen.rows[1]
+    assert cells[0].endswith(HOSTILE[0])
+    shown = dict(zip([column["key"] for column in seen.columns], cells[1:], strict=True))
+    assert shown["first"] == figure(row["first"], 2)
+    coverage = f"{row['same_token_coverage']:.0%}".replace("%", "\u202f%")
+    assert shown["same_token"] == f"{figure(row['same_token'], 2)} {coverage}"
+    assert re.fullmatch(r"−?0\.\d{4} ± 0\.0020", shown["ablation"])
+    shared = tab.page.locator("#table th[data-key=previous]").inner_text()
+    assert "96\u202f%" in shared  # one coverage for all heads stands in the heading
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("words", "holds"),
+    [
+        ("H.1", lambda row: row["layer"] == 1),
+        ("entropy>1.5", lambda row: row["entropy"] > 1.5),
+        ("first<0.2 h.0", lambda row: row["first"] < 0.2 and row["layer"] == 0),
+        ("ablation<=-0.0001", lambda row: row["ablation"] <= -0.0001),
+        ("no such head", lambda row: False),
+        ("", lambda row: True),
+    ],
+)
+def test_the_table_is_filtered(tab: Tab, seen: Look, words: str, holds: Any) -> None:
+    tab.show("table")
+    tab.page.locator("#filter").fill(words)
+    expected = [index for index, row in enumerate(seen.rows) if holds(row)]
+    shown = tab.page.locator("#table tbody tr:visible").evaluate_all(
+        "(lines) => lines.map((line) => Number(line.dataset.row)).sort()"
+    )
+    assert shown == expected
+    count = f"{len(expected)} of {len(seen.rows)} heads"
+    assert tab.text("#found") == (count if len(expected) < len(seen.rows) else "6 heads")
+
+
+@pytest.mark.browser
+def test_the_table_is_filtered_by_label(tab: Tab, seen: Look) -> None:
+    tab.show("table")
+    tab.page.select_option("#only", NONE)
+    assert tab.page.locator("#table tbody tr:visible").count() == sum(
+        not row["labels"] for row in seen.rows
+    )
+    tab.page.select_option("#only", "")
+
+
+# --- one head --------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_a_head_shows_its_own_map_and_figures(tab: Tab, seen: Look) -> None:
+    for index in (1, 4):
+        choose(tab, seen, index)
+        tab.show("head")
+        row, (layer, head) = seen.rows[index], head_of(seen, index)
+        assert tab.text("#head-title") == f"Layer {row['layer']}, head {row['head']}"
+        labels = tab.texts("#head-labels b")
+        assert labels == ([one["label"] for one in row["labels"]] or [NONE])
+        tab.click("#scales label", 1)
+        shown = tab.plotted("map")
+        for query in range(TOKENS):
+            assert shown[query][query + 1 :] == [None] * (TOKENS - query - 1)
+            np.testing.assert_allclose(
+                np.sqrt(shown[query][: query + 1]),
+                np.sqrt(layer.maps[head, query, : query + 1]),
+                atol=0.5 / 254 + 1e-6,
+            )
+        tab.click("#scales label", 0)
+        root = np.array(tab.plotted("map"), dtype=float)
+        np.testing.assert_allclose(root**2, np.array(shown, dtype=float), atol=1e-6)
+        tab.click("#scales label", 2)
+        assert tab.plotted("map", "zmax") == pytest.approx(np.nanmax(root))
+        tab.click("#scales label", 0)
+        terms = [text.split(" on ")[0] for text in tab.texts("#readout dt")]
+        values = dict(zip(terms, tab.texts("#readout dd"), strict=False))
+        assert values["First token"] == figure(row["first"], 2)
+        assert values["Entropy"] == f"{figure(row['entropy'], 2)} nats"
+
+
+@pytest.mark.browser
+def test_a_query_shows_its_exact_keys(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 2)
+    tab.show("head")
+    layer, head = head_of(seen, 2)
+    tab.click_cell("map", 3, 12, TOKENS, TOKENS, tip="at 12")
+    keys, weights = layer.top_keys[head, 12], layer.top_weights[head, 12]
+    assert tab.texts("#query-keys b") == [weight(value) for value in weights]
+    assert tab.texts("#query-keys code") == [visible(seen.streams[0].tokens[key]) for key in keys]
+    where = ["itself" if key == 12 else f"{12 - key} back" for key in keys]
+    assert tab.texts("#query-keys small") == [
+        f"{place} · at {key}" for place, key in zip(where, keys, strict=True)
+    ]
+    rest = 1 - weights.sum()
+    said = f"{rest:.3f} on all other keys." if rest > 0.0005 else "Nothing on other keys."
+    assert tab.text("#query-rest") == said
+    tab.page.locator("#map").focus()
+    tab.press("ArrowDown")
+    assert "at 13 looks at" in tab.text("#query-title")
+    tab.press("ArrowUp", "ArrowUp")
+    assert "at 11 looks at" in tab.text("#query-title")
+    tab.click("#query-keys button", 0)
+    assert f"at {layer.top_keys[head, 11, 0]} looks at" in tab.text("#query-title")
+
+
+@pytest.mark.browser
+def test_hovering_names_query_key_and_weight(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 4)
+    tab.show("head")
+    layer, head = head_of(seen, 4)
+    tab.move("map", 3, 12, TOKENS, TOKENS)
+    tab.page.locator("#tip", has_text="at 12").wait_for()
+    lines = tab.text("#tip").splitlines()
+    assert lines[0] == f"query {visible(seen.streams[0].tokens[12])} at 12"
+    assert lines[1] == f"key {visible(seen.streams[0].tokens[3])} at 3"
+    code = round(float(np.sqrt(layer.maps[head, 12, 3])) * 254)
+    assert lines[2] == f"weight {weight((code / 254) ** 2)}"
+    tab.page.mouse.move(2, 2, steps=3)
+    tab.page.wait_for_selector("#tip", state="hidden")
+
+
+@pytest.mark.browser
+def test_the_map_zooms_by_pointer_and_by_button_and_comes_back(tab: Tab) -> None:
+    tab.show("head")
+    page = tab.page
+    assert page.locator("#zoom-whole").is_disabled()
+    tab.move("map", 2, 10, TOKENS, TOKENS)
+    page.mouse.down()
+    tab.move("map", 8, 16, TOKENS, TOKENS)
+    page.mouse.up()
+    page.wait_for_selector("#zoom-whole:enabled")
+    low, high = tab.page.evaluate("document.getElementById('map').layout.xaxis.range")
+    assert 1 < low < 3
+    assert 7 < high < 9
+    ticks = page.evaluate("document.getElementById('map').layout.xaxis.tickvals")
+    assert ticks == list(range(int(np.ceil(low)), int(high) + 1))  # every token is named now
+    page.locator("#zoom-whole").click()
+    whole = [-0.5, TOKENS - 0.5]
+    assert page.evaluate("document.getElementById('map').layout.xaxis.range") == whole
+    page.locator("#zoom-in").click()
+    low, high = page.evaluate("document.getElementById('map').layout.xaxis.range")
+    assert high - low == pytest.approx(TOKENS / 2)
+    page.locator("#zoom-out").click()
+    assert page.evaluate("document.getElementById('map').layout.xaxis.range") == whole
+    assert page.locator("#zoom-out").is_disabled()
+
+
+@pytest.mark.browser
+def test_offsets_entropy_and_pairs_are_those_of_the_head(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 5)
+    tab.show("head")
+    layer, head = head_of(seen, 5)
+    assert tab.plotted("offsets", "x") == ["0", "1", "2–3", "4–7", "8–15", "16–31"]
+    np.testing.assert_allclose(tab.plotted("offsets", "y"), layer.offsets[head, :6], atol=0.005)
+    entropy = tab.plotted("entropies", "y", 1)
+    np.testing.assert_allclose(entropy, layer.entropy[head], atol=0.01)
+    bound = tab.plotted("entropies", "y", 0)
+    np.testing.assert_allclose(bound, np.log(np.arange(TOKENS) + 1), atol=1e-6)
+    tokens, mass = seen.streams[0].tokens, dict[tuple[str, str], list[float]]()
+    for query in range(TOKENS):
+        found = zip(layer.top_keys[head, query], layer.top_weights[head, query], strict=True)
+        for key, value in found:
+            if key >= 0:
+                mass.setdefault((tokens[query], tokens[key]), []).append(float(value))
+    best = sorted(mass.items(), key=lambda pair: -sum(pair[1]))[:12]
+    assert tab.texts("#pairs b") == [weight(sum(v) / len(v)) for _, v in best]
+    assert tab.texts("#pairs code") == [visible(token) for pair, _ in best for token in pair]
+    assert tab.texts("#pairs small") == [f"× {len(v)}" if len(v) > 1 else "" for _, v in best]
+    tab.click("#pairs button", 0)
+    assert visible(best[0][0][0]) in tab.text("#query-title")
+
+
+# --- the text --------------------------------------------------------------------------------
+
+
+def colours(tab: Tab) -> list[float]:
+    """How strongly each token is coloured, 0 to 1."""
+    buttons = "[...document.querySelectorAll('#streams button')]"
+    return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
+
+
+def pressed(tab: Tab) -> str | None:
+    return tab.page.locator("#streams [aria-pressed='true']").get_attribute("data-token")
+
+
+@pytest.mark.browser
+def test_a_token_shows_where_it_looks_and_who_looks_at_it(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 2)
+    tab.show("text")
+    layer, head = head_of(seen, 2)
+    tab.click("#streams button[data-token='11']")
+    assert "at 11 looks at" in tab.text("#strongest-title")
+    np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, 11]), atol=0.003)
+    order = np.argsort(-layer.maps[head, 11])[:8]
+    assert tab.texts("#strongest b")[:8] == [weight(v) for v in layer.top_weights[head, 11]]
+    tokens = seen.streams[0].tokens
+    assert tab.texts("#strongest code")[:8] == [visible(tokens[key]) for key in order]
+    tab.click("#directions label", 1)
+    assert "at 11 is looked at by" in tab.text("#strongest-title")
+    np.testing.assert_allclose(colours(tab), np.sqrt(layer.maps[head, :, 11]), atol=0.003)
+    tab.click("#directions label", 2)
+    received = layer.received[head]
+    np.testing.assert_allclose(colours(tab), np.sqrt(received / received.max()), atol=0.003)
+    strongest = tokens[int(received.argmax())]
+    assert tab.texts("#strongest code")[0] == visible(strongest)
+    tab.click("#directions label", 0)
+
+
+@pytest.mark.browser
+def test_all_heads_of_a_layer_are_their_mean(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 1)
+    tab.show("text")
+    tab.click("#scopes label", 1)
+    tab.click("#streams button[data-token='17']")
+    assert tab.text("#text-title") == f"Layer 0, mean of its {HEADS} heads"
+    np.testing.assert_allclose(
+        colours(tab), np.sqrt(seen.layers[0].maps[:, 17].mean(0)), atol=0.003
+    )
+    tab.click("#scopes label", 0)
+
+
+@pytest.mark.browser
+def test_arrow_keys_walk_through_the_text(tab: Tab) -> None:
+    tab.show("text")
+    tab.click("#streams button[data-token='11']")
+    tab.press("ArrowRight")
+    assert pressed(tab) == "12"
+    tab.press("Home", "ArrowLeft")
+    assert pressed(tab) == "0"
+    tab.press("End")
+    assert tab.page.evaluate("document.activeElement.dataset.token") == str(TOKENS - 1)
+    assert pressed(tab) == str(TOKENS - 1)
+    assert tab.page.url.endswith(f"/{TOKENS - 1}")
+    tab.page.mouse.move(2, 2)
+    tab.page.locator("#streams button[data-token='3']").hover()
+    tab.page.locator("#tip", has_text="at 3").wait_for()
+    assert "gets" in tab.text("#tip")
+
+
+# --- mosaic, likeness, scatter ---------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_the_mosaic_is_one_trace_of_all_maps(tab: Tab, seen: Look) -> None:
+    tab.show("mosaic")
+    assert tab.page.evaluate("document.getElementById('mosaic').data.length") == 1
+    z = np.array(tab.plotted("mosaic"), dtype=float)
+    step = z.shape[0] // LAYERS
+    assert z.shape == (LAYERS * step, HEADS * step)
+    for row in seen.rows:
+        down, across = row["layer"] * step, row["head"] * step
+        tile = z[down : down + TOKENS, across : across + TOKENS]
+        expected = np.sqrt(seen.layers[row["layer"]].maps[row["head"]])
+        lower = np.tri(TOKENS, dtype=bool)
+        np.testing.assert_allclose(tile[lower], expected[lower], atol=0.003)
+        assert np.isnan(tile[~lower]).all()
+    tab.click_cell("mosaic", 1, 1, HEADS, LAYERS, tip="Layer 1, head 1")
+    assert tab.text("#mosaic-head").startswith("Layer 1, head 1: ")
+    tab.click("#mosaic-orders label", 1)
+    labels = [*[rule["label"] for rule in seen.rules], HOSTILE[0], NONE]
+    order = sorted(range(6), key=lambda row: (labels.index(first_label(seen.rows[row])), row))
+    row = seen.rows[order[0]]
+    tip = f"Layer {row['layer']}, head {row['head']}"
+    tab.click_cell("mosaic", 0, 0, HEADS, LAYERS, tip=tip)
+    assert tab.text("#mosaic-head").startswith(tip)
+    tab.click("#mosaic-orders label", 0)
+    tab.click("#mosaic-head a")
+    tab.page.locator("#view-head").wait_for()
+    assert tab.text("#head-title") == tip
+
+
+@pytest.mark.browser
+def test_likeness_is_the_looks_own_in_every_order(tab: Tab, seen: Look) -> None:
+    choose(tab, seen, 3)
+    tab.show("likeness")
+    assert seen.similarity is not None
+    for index in range(3):
+        tab.click("#likeness-orders label", index)
+        names = tab.page.evaluate("document.getElementById('likeness').layout.yaxis.ticktext")
+        order = [HEADS * int(name[0]) + int(name[2]) for name in names]
+        assert sorted(order) == list(range(6))
+        assert index or order == list(range(6))
+        np.testing.assert_allclose(
+            tab.plotted("likeness"), seen.similarity[np.ix_(order, order)], atol=0.003
+        )
+    others = [row for row in np.argsort(-seen.similarity[3]) if row != 3]
+    shown = tab.texts("#alike button")
+    assert shown == [f"{seen.rows[row]['layer']}.{seen.rows[row]['head']}" for row in others]
+    tab.click("#likeness-orders label", 0)
+    tab.click("#alike button", 0)
+    assert tab.text("#bar-head") == shown[0]
+    tab.click_cell("likeness", 1, 4, 6, 6, tip=re.compile("^Layer 1, head 1"))
+    assert tab.text("#bar-head") == "1.1"
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    return np.argsort(np.argsort(values))
+
+
+@pytest.mark.browser
+def test_the_scatter_shows_any_two_figures(tab: Tab, seen: Look) -> None:
+    tab.show("scatter")
+    axes = [tab.page.locator(f"#axis-{name}").input_value() for name in "xy"]
+    assert axes == ["importance", "ablation"]
+    for x, y in (("importance", "ablation"), ("entropy", "distance")):
+        tab.page.select_option("#axis-x", x)
+        tab.page.select_option("#axis-y", y)
+        across, up = ([row[key] for row in seen.rows] for key in (x, y))
+        assert (tab.plotted("scatter", "x"), tab.plotted("scatter", "y")) == (across, up)
+        expected = np.corrcoef(ranks(across), ranks(up))[0, 1]
+        assert tab.text("#scatter-what") == f"6 heads, rank correlation {expected:.2f} (Spearman)."
+        best = seen.rows[int(np.argmax(up))]
+        assert tab.texts("#highest button")[0] == f"{best['layer']}.{best['head']}"
+    tab.click("#highest button", 1)
+    sizes = tab.plotted("scatter", "marker.size")
+    assert sizes.index(max(sizes)) == int(np.argsort(up)[-2])
+    tab.page.select_option("#axis-x", "importance")
+    tab.page.select_option("#axis-y", "ablation")
+    assert tab.plotted("scatter", "error_y.array") == [0.002] * 6
+
+
+# --- all of it -------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_the_page_says_what_it_shows(tab: Tab, seen: Look) -> None:
+    assert tab.text("#facts") == "6 heads in 2 layers\n23 tokens\n2.50 nats on each token"
+    assert tab.text("#notice") == seen.provenance["notice"]
+    tab.show("about")
+    rules = tab.texts("#rules li")
+    for rule, shown in zip(seen.rules, rules, strict=False):
+        assert rule["label"] in shown
+        assert f"{rule['sign']} {rule['threshold']:g}" in shown
+        assert rule["why"] in shown
+    assert len(rules) == len(seen.rules) + 1
+    titles = [column["title"] for column in seen.columns]
+    assert tab.page.locator("#formulas dt").all_inner_texts() == titles
+    assert tab.page.locator("#formulas sub").count() > 5
+    assert "headwise 0, torch 2" in tab.text("#made")
+
+
+@pytest.mark.browser
+def test_hostile_tokens_stay_text_in_every_view(tab: Tab, seen: Look) -> None:
     page = tab.page
     assert tab.text("#model") == "<b>tiny"
     assert tab.text("#text") == HOSTILE[2]
+    choose(tab, seen, 1)
+    assert (
+        page.locator("#table tbody tr[data-row='1']").get_attribute("title")
+        == (seen.rows[1]["module"])
+    )
+    for view in ("heads", "head", "text", "mosaic", "likeness", "scatter", "about"):
+        tab.show(view)
     first = TOKENS - len(HOSTILE)
+    tab.show("text")
     for index, token in enumerate(HOSTILE, start=first):
-        button = page.locator(f"#tokens button[data-token='{index}']")
+        button = page.locator(f"#streams button[data-token='{index}']")
         assert button.evaluate("(node) => node.children.length") == 0
         assert button.text_content() == token.replace("\u2028", "\\u{2028}")
-        button.click()
-        assert page.locator("#strongest-title code").text_content() == _visible(token)
-        _move(tab, "attention", index, index, TOKENS, TOKENS)
-    ticks = page.locator("#attention .xaxislayer-above text").all_text_contents()
-    assert any(tick.startswith("<script>") for tick in ticks)
-    assert page.locator("#attention a, #attention image[href^=x], img").count() == 0
+    tab.click(f"#streams button[data-token='{first}']")
+    assert page.locator("#strongest-title code").text_content() == HOSTILE[0]
+    tab.show("head")
+    for index in range(first, TOKENS):
+        tab.move("map", index, index, TOKENS, TOKENS)
+    ticks = page.locator("#map .xaxislayer-above text").all_text_contents()
+    texts = [visible(token) for token in seen.streams[0].tokens]
+    assert ticks == [text if len(text) <= 10 else f"{text[:9]}…" for text in texts]
+    foreign = "#map a, image[href^=x], img, #views script, #views b b, #views i i"
+    assert page.locator(foreign).count() == 0
     scripts = page.locator("script").count()
-    assert scripts == 1 + LAYERS + 1 + 1 + 1  # data, maps, packed plotly, ours, unpacked plotly
-
-
-@pytest.mark.browser
-def test_the_rule_and_the_formulas_are_on_the_page(tab: Tab) -> None:
-    rules = tab.text("#rules")
-    for rule in RULES:
-        assert rule.label in rules
-        assert f"{rule.sign} {rule.threshold:g}" in rules
-    assert tab.page.locator("#formulas dt").all_inner_texts() == [c.title for c in COLUMNS]
-    assert "seed 0" in tab.text("#made")
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_all_without_scrolling_sideways(
-    browser: Any, page_file: Path, seen: Look, scheme: str
-) -> None:
-    tab = Tab(
-        browser,
-        page_file,
-        viewport={"width": 390, "height": 844},
-        color_scheme=scheme,
-        has_touch=True,
-        is_mobile=True,
-    )
-    assert tab.page.evaluate("document.documentElement.scrollWidth") == 390
-    background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
-    assert lightness < 40 if scheme == "dark" else lightness > 230
-    tab.page.locator("#next-head").tap()
-    tab.page.locator("#tokens button[data-token='9']").tap()
-    assert tab.page.locator("#tokens [aria-pressed='true']").get_attribute("data-token") == "9"
-    assert seen.provenance["notice"] == tab.text("#notice")
-    area = tab.page.locator("#heads .nsewdrag").first
-    area.scroll_into_view_if_needed()
-    box = area.bounding_box()
-    tab.page.touchscreen.tap(box["x"] + 0.9 * box["width"], box["y"] + 0.9 * box["height"])
-    tab.page.locator("#head-title", has_text=f"Layer {LAYERS - 1}, head {HEADS - 1}").wait_for()
-    tab.close()
+    assert scripts == 4  # packed results, packed plotly, ours, unpacked plotly
 
 
 @pytest.mark.browser
 def test_every_control_has_a_name_and_can_be_reached(tab: Tab) -> None:
     nameless = tab.page.evaluate(
-        """[...document.querySelectorAll('button, input')].filter((node) =>
-             !node.textContent.trim() && !node.getAttribute('aria-label')
-             && !node.closest('label')?.textContent.trim()).length"""
+        """[...document.querySelectorAll('button, input, select, a, [role=img], [role=group]')]
+             .filter((node) => !node.textContent.trim() && !node.getAttribute('aria-label')
+               && !node.closest('label')?.textContent.trim() && !node.closest('[hidden]'))
+             .map((node) => node.outerHTML.slice(0, 90))"""
     )
-    assert nameless == 0
-    tab.page.locator("h1").click()  # what Tab reaches next follows the title
-    reached = set()
-    for _ in range(60):
-        tab.page.keyboard.press("Tab")
-        reached.add(tab.page.evaluate("document.activeElement.closest('[id]')?.id ?? ''"))
-    expected = {"statistics", "heads", "previous-head", "scales", "directions", "tokens", "table"}
-    assert expected <= reached
+    assert nameless == []
+    expected = {
+        "heads": {"nav", "previous-head", "bar-head", "next-head", "statistics", "heads", "legend"},
+        "table": {"filter", "only", "table"},
+        "head": {"scales", "zoom-in", "map", "query-keys", "pairs"},
+        "text": {"directions", "scopes", "streams", "strongest"},
+        "mosaic": {"mosaic-orders", "mosaic-head"},
+        "likeness": {"likeness-orders", "alike"},
+        "scatter": {"axis-x", "axis-y", "highest"},
+    }
+    for view, ids in expected.items():
+        tab.show(view)
+        tab.page.locator("h1").click()  # what Tab reaches next follows the title
+        reached = set()
+        for _ in range(60):
+            tab.page.keyboard.press("Tab")
+            place = tab.page.evaluate("document.activeElement.closest('[id]')?.id ?? ''")
+            reached.add(place)
+            if ids <= reached:
+                break
+        assert ids <= reached, view
 
 
 @pytest.mark.browser
-def test_a_long_text_is_shown_in_blocks(
-    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headwise.look.MAP_SIDE", 5)
-    blocks = tiny_look()
-    tab = Tab(browser, write_page(blocks, tmp_path / "blocks.html"))
-    assert "a block of 4 or 5 tokens" in tab.text("#attention-what")
-    tab.page.locator("#table tbody tr[data-row='0']").click()
-    assert len(tab.shown("attention")) == 5
-    starts = [0, 5, 10, 14, 19]  # where floor(5 i / 23) steps up
-    tab.page.locator("#tokens button[data-token='13']").click()
-    assert "at 10–13" in tab.text("#strongest-title")
-    expected = [
-        np.sqrt(blocks.maps[0][0][2, np.searchsorted(starts, i, "right") - 1]) for i in range(14)
-    ]
-    np.testing.assert_allclose(_colours(tab)[:14], expected, atol=0.005)
-    tab.close()
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_colour_schemes_are_legible(tab: Tab, scheme: str) -> None:
+    tab.page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
+    tab.drawn()
+    shades = tab.page.evaluate(
+        """['body', '.panel', 'small', 'nav a[aria-current]'].map((selector) => {
+             const style = getComputedStyle(document.querySelector(selector));
+             return [style.color, style.backgroundColor];
+           })"""
+    )
+    (ink, ground), (_, panel), (muted, _), current = shades
+    assert (luminance(ground) < 0.05) == (scheme == "dark")
+    for one, other in ((ink, ground), (ink, panel), (muted, panel), (muted, ground), current):
+        light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, level AA
+    tab.page.emulate_media(color_scheme="light")
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of `rgb(…)`, as WCAG 2 defines it."""
+    parts = np.array([int(part) for part in re.findall(r"\d+", colour)[:3]]) / 255
+    linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])

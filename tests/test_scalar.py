@@ -478,7 +478,12 @@ def test_bad_input_is_one_line_and_code_2(
 def test_ctrl_c_ends_it_tidily() -> None:
     command = [sys.executable, str(FILE), "--steps", "1000000"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         assert running.stdout is not None
         running.stdout.readline()  # it says what it has before it begins

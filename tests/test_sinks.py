@@ -37,11 +37,11 @@ def everything(ids: Tensor) -> list[Statistic]:
         hw.Mass(hw.First(2)),
         hw.Mass(hw.SameToken(ids)),
         hw.Mass(hw.Window(3), name="near"),
-        hw.Distance(spread=True),
+        hw.Distance(spread=True, absolute=True),
         hw.Map(4),
         hw.TopKeys(3),
         hw.Received(),
-        hw.OffsetHistogram(5),
+        hw.OffsetHistogram(5, ahead=True),
         hw.Similarity(),
     ]
 
@@ -57,7 +57,7 @@ def test_one_row_by_hand() -> None:
         hw.MaxLogit(),
         hw.Sink(),
         hw.Mass(hw.Self()),
-        hw.Distance(spread=True),
+        hw.Distance(spread=True, absolute=True),
     ]
     seen = hw.observe(q, k, v, *statistics, hw.Received(), mask=hw.Causal(), scale=1.0, sinks=sinks)
     found = {name: seen[name].flatten().tolist() for name in seen.names}

@@ -13,6 +13,7 @@ from headwise import evidence, masses
 from headwise.backends import blocked
 from headwise.definition import attention
 from headwise.evidence import Statistic
+from headwise.patterns import At
 from support import (
     BACKENDS,
     MASKS_WITH_POSITIONS,
@@ -28,6 +29,9 @@ from support import (
     truth,
 )
 
+SIZED = ("distance", "distance_spread", "distance_absolute", "received")
+"""Figures whose scale is the number of keys."""
+
 
 def everything(ids: torch.Tensor) -> list[Statistic]:
     return [
@@ -39,14 +43,15 @@ def everything(ids: torch.Tensor) -> list[Statistic]:
         hw.Mass(hw.First(), name="first key"),
         hw.Mass(hw.Previous(), name="one back"),
         hw.Mass(hw.Self()),
+        *(hw.Mass(At(offset)) for offset in (-2, 1, 3)),
         hw.Mass(hw.SameToken(ids)),
         hw.Mass(hw.Induction(ids)),
         hw.Mass(hw.Window(3), name="near"),
-        hw.Distance(spread=True),
+        hw.Distance(spread=True, absolute=True),
         hw.Map(4),
         hw.TopKeys(3),
         hw.Received(),
-        hw.OffsetHistogram(5),
+        hw.OffsetHistogram(5, ahead=True),
         hw.Similarity(),
     ]
 
@@ -70,7 +75,7 @@ def test_equal_to_the_definition(backend: str, name: str, dtype: torch.dtype) ->
                 assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
                 # q, k and v are exact in float32, so the statistics of bf16 are as good as those
                 # of float32. Distances are differences of positions: their scale is S.
-                scale = {"distance": s, "distance_spread": s, "received": s}.get(key, 1)
+                scale = s if key in SIZED else 1
                 assert_as_good(got / scale, plain_one / scale, want / scale, got.dtype, 8)
 
 
@@ -197,6 +202,7 @@ def test_uniform_heads_by_hand() -> None:
         hw.Distance(),
         hw.Mass(hw.First()),
         hw.Mass(hw.Previous()),
+        *(hw.Mass(At(offset)) for offset in (-2, 1, 3)),
         hw.Mass(hw.SameToken(ids)),
         hw.Mass(hw.Induction(ids)),
         mask=hw.Causal(),

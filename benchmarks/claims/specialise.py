@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise import corpus
-from headwise.figures import NO_LABEL, RULES
 from headwise.gpt import GPT, builtin
-from headwise.look import Look, look
+from headwise.looked import Look
+from headwise.looking import look
+from headwise.naming import NO_LABEL
 from headwise.run import Run, TrainConfig
 
 from . import draw
@@ -29,6 +30,16 @@ KEPT = (
     "entropy_share",
     "distance",
 )
+ROLES = {
+    "induction": ("induction_random", "≥", 0.4),
+    "duplicate token": ("same_token_random", "≥", 0.4),
+    "previous token": ("previous", "≥", 0.4),
+    "first token": ("first", "≥", 0.5),
+    "itself": ("self", "≥", 0.4),
+    "broad": ("entropy_share", "≥", 0.8),
+    "local": ("distance", "≤", 8.0),
+}
+"""A head's role is the first of these that holds: a figure, and its threshold."""
 FOLLOWED = ("previous token", "induction")
 IDLE = ("broad", NO_LABEL)
 
@@ -83,7 +94,7 @@ def measure(settings: Settings, told: Callable[[str], None] = print) -> dict[str
 
 
 def seen(run: Run) -> dict[str, Any]:
-    """What `headwise look` shows of the model as it stands, and its losses."""
+    """What `headwise look` shows of the model as it stands, its heads' roles and its losses."""
     shown = look(run.model, run.tokenizer, corpus.manual_passage())
     first, second = run.repeat_losses()
     return {
@@ -92,9 +103,22 @@ def seen(run: Run) -> dict[str, Any]:
         "first_copy": first,
         "second_copy": second,
         "apart": apart(shown),
-        "label": [row["label"] for row in shown.rows],
+        "label": [role(row) for row in shown.rows],
         **{key: [row[key] for row in shown.rows] for key in KEPT},
     }
+
+
+def role(row: dict[str, Any]) -> str:
+    """The role of a head with these figures.
+
+    >>> role({"induction_random": 0.1, "previous": 0.6, "distance": 1.4})
+    'previous token'
+    """
+    for name, (key, sign, threshold) in ROLES.items():
+        score = row.get(key)
+        if score is not None and (score >= threshold if sign == "≥" else score <= threshold):
+            return name
+    return NO_LABEL
 
 
 def heads_of(config: TrainConfig) -> list[str]:
@@ -107,7 +131,7 @@ def apart(shown: Look) -> list[float]:
 
     The total variation `½ Σ_j |p_ij − p'_ij|` of two heads' rows, mean over rows and pairs.
     """
-    return [total_variation(torch.from_numpy(drawn)) for drawn in shown.maps.values()]
+    return [total_variation(torch.from_numpy(layer.maps)) for layer in shown.layers]
 
 
 def total_variation(maps: Tensor) -> float:
@@ -141,7 +165,7 @@ def roles(one: dict[str, Any]) -> dict[str, list[tuple[str, int]]]:
         labels = [mark["label"][index] for mark in marks]
         since = next(n for n in range(len(marks)) if set(labels[n:]) == {labels[-1]})
         found.setdefault(labels[-1], []).append((name, marks[since]["step"]))
-    order = [*(rule.label for rule in RULES), NO_LABEL]
+    order = [*ROLES, NO_LABEL]
     return {label: found[label] for label in order if label in found}
 
 
@@ -155,7 +179,7 @@ def section(run: dict[str, Any]) -> str:
         for label, heads in roles(one).items()
         if label not in IDLE
     ]
-    rules = "; ".join(f"*{r.label}*: {r.key} {r.sign} {r.threshold:g}" for r in RULES)
+    rules = "; ".join(f"*{name}*: {key} {sign} {t:g}" for name, (key, sign, t) in ROLES.items())
     same = any(one["off_builtin"] == 0 for one in run["runs"])
     again = "The first run ended with the shipped weights, bit for bit." if same else ""
     head = [
@@ -174,7 +198,7 @@ def section(run: dict[str, Any]) -> str:
                 {config["heads"]} heads) is trained again by its recorded settings,
                 {config["steps"]:,} steps, and looked at {len(run["runs"][0]["marks"])} times on the
                 way; then with another seed, and on text alone, without the rows of repeated random
-                tokens. Labels are those of `headwise look`, the first rule that holds: {rules}.
+                tokens. A head's label is the first of these rules that holds: {rules}.
                 {again}"""
             ),
             table(head, lines),

@@ -6,8 +6,10 @@ from .check import Verdict, check
 from .convert import convert, detect_layout
 from .evidence import Statistic
 from .layer import MultiHeadAttention
+from .looking import look
 from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix, Window
-from .patterns import First, Induction, Previous, SameToken, Self
+from .naming import HeadName, Label, is_delimiter, name_heads, naming_statistics
+from .patterns import At, First, Induction, Previous, SameToken, Self
 from .readings import Reading
 from .rope import RoPE
 from .running import Running
@@ -25,13 +27,25 @@ from .statistics import (
     Sink,
     TopKeys,
 )
-from .watch import watch
+from .watching import (
+    HeadEffects,
+    HeadOutputs,
+    Watched,
+    ablate,
+    ablation_scan,
+    head_outputs,
+    importance,
+    join_tables,
+    load_seen,
+    watch,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LSE",
     "ALiBi",
+    "At",
     "Bias",
     "Causal",
     "Dense",
@@ -40,8 +54,12 @@ __all__ = [
     "Entropy",
     "Explanation",
     "First",
+    "HeadEffects",
+    "HeadName",
+    "HeadOutputs",
     "Induction",
     "KVCache",
+    "Label",
     "Map",
     "Mask",
     "Mass",
@@ -64,12 +82,23 @@ __all__ = [
     "Statistic",
     "TopKeys",
     "Verdict",
+    "Watched",
     "Window",
+    "ablate",
+    "ablation_scan",
     "attend",
     "check",
     "convert",
     "detect_layout",
     "explain",
+    "head_outputs",
+    "importance",
+    "is_delimiter",
+    "join_tables",
+    "load_seen",
+    "look",
+    "name_heads",
+    "naming_statistics",
     "observe",
     "watch",
 ]

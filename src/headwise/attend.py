@@ -78,7 +78,7 @@ def observe(
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
-    output: bool = True,
+    output: bool | Float[Tensor, "B H T Dv"] = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
 ) -> Seen:
@@ -96,7 +96,8 @@ def observe(
             whole all the same.
         seed: of the draw.
         output: False leaves the attention output out, for calls of which only the statistics are
-            wanted; of sampled queries that costs a fraction of a call.
+            wanted; of sampled queries that costs a fraction of a call. A tensor is the output
+            itself, where somebody has computed it already.
         gradients: LSE, entropy, distance and masses can be differentiated in q, k and sinks where
             these require it, and so stand in a loss; False detaches them.
         projection: weight of the output projection `[O, H · Dv]`, for `OutputNorm`.
@@ -114,7 +115,7 @@ def observe(
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
     tensor([1., 2., 3., 4.])
     """
-    _check(statistics, "observe")
+    check_statistics(statistics, "observe")
     call = Call.of(
         *(q, k, v),
         mask=mask,
@@ -127,11 +128,13 @@ def observe(
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     chosen = choose(call, backend)
     gradients = gradients and call.needs_grad
+    made = output if isinstance(output, Tensor) else None
     readings: dict[str, Reading] = {}
     with as_given(q.device):
         evidence = Evidence(
             *(call, chosen),
-            output=output,
+            output=output is True,
+            made=made,
             rows=None if sample is None else sample.rows,
             gradients=gradients,
             projection=projection,
@@ -147,14 +150,15 @@ def observe(
                     reading = _with_error(reading, sample)
                 readings[name] = reading
         lse = evidence.lse if lse is None else lse
-    return Seen(lse=lse, evidence=evidence, readings=readings, output=out)
+    return Seen(lse, evidence, readings, output=out if made is None else made)
 
 
 _STATISTICS: set[type] = set()
 """Types that were found to be statistics: looking a protocol through takes its time."""
 
 
-def _check(statistics: Sequence[object], function: str) -> None:
+def check_statistics(statistics: Sequence[object], function: str) -> None:
+    """Raise ValueError for what is no statistic, quoting `function`."""
     for statistic in statistics:
         kind = type(statistic)
         if kind in _STATISTICS:
@@ -265,9 +269,14 @@ class Seen:
         return [{"head": h, **row} for h, row in enumerate(rows)]
 
 
-def table_rows(readings: dict[str, list[Reading]], heads: int) -> list[dict[str, float]]:
-    """The figures of each head over calls; statistics that are maps are left out."""
-    return figure_rows({name: summarise(calls) for name, calls in readings.items()}, heads)
+def table_rows(
+    readings: dict[str, list[Reading]], heads: int, texts: bool = False
+) -> list[dict[str, float]]:
+    """The figures of each head over calls; statistics that are maps are left out.
+
+    With `texts`, standard errors are those over texts, each a batch row of a call.
+    """
+    return figure_rows({name: summarise(calls, texts) for name, calls in readings.items()}, heads)
 
 
 def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
@@ -348,7 +357,7 @@ def explain(
     entropy_share: a pass over the scores: softcap is not linear in the scores
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
-    _check(statistics, "explain")
+    check_statistics(statistics, "explain")
     call = Call.of(
         *(q, k, v),
         mask=mask,

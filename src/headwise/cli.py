@@ -279,69 +279,78 @@ def generate(
 def look(
     model: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
+        typer.Option(help="A Hugging Face folder of any architecture; none: the built-in model."),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(metavar="FILE|-", help="A UTF-8 file, - for a pipe; none: Python's manual."),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens to look at; none: as many as the model can.")
-    ] = None,
-    out: Annotated[
+    texts: Annotated[
         Path | None,
-        typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
+        typer.Option(metavar="FILE|FOLDER", help="Many: a file's lines, or a folder's .txt files."),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An image, for vision transformers.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What the decoder reads; none: what the model writes."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens to look at; none: what the model can, up to 2048.")
+    ] = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="How much the loss minds each head, by gradient.")
+    ] = False,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="The loss without each head: a forward a head.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
     ] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an array instead: a row for each head.")
     ] = False,
 ) -> int:
     """See what every head of a model does on a text: a table, and one page that needs no network.
 
+    Takes causal models, encoders and encoder–decoders with a text, vision transformers with an
+    image. Of many texts, figures are means with standard errors, and maps are of the first.
+
     Example: `headwise look --model notes-gpt --text notes.txt --out notes.html`
     """
-    from . import corpus, gpt
-    from .look import look as look_at
-    from .look import summary, table
-    from .page import check_out, write_page
+    from .looking.command import command
 
-    if out is None and not as_json:
-        out = Path("headwise-look.html")
-    if out is not None:
-        check_out(out)  # before the slow part
-    errors = Console(stderr=True)
-    columns = (TextColumn("looking"), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("looking", total=1.0)
-        network, tokenizer = gpt.load(model or gpt.builtin())
-        seen = look_at(
-            network,
-            tokenizer,
-            corpus.manual_passage() if text is None else corpus.read_text(text),
-            model_name="the built-in model" if model is None else model.resolve().name,
-            text_name={None: "Python's manual: with", "-": "standard input"}.get(text)
-            or Path(text or "").name,
-            context=context,
-            seed=seed,
-            report=lambda share: bar.update(task, completed=share),
-        )
-        if out is not None:
-            write_page(seen, out)
-    if as_json:
-        print(seen.to_json())
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        drawn, left_out = table(seen, console.width)
-        before, after = summary(seen, left_out)
-        console.print(before, markup=False, highlight=False, soft_wrap=True)
-        console.print(drawn)
-        console.print(after, markup=False, highlight=False, soft_wrap=True)
-    if out is not None:
-        print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
-    return 0
+    return command(
+        model=model,
+        text=text,
+        texts=texts,
+        image=image,
+        target=target,
+        context=context,
+        seed=seed,
+        importance=importance,
+        ablation=ablation,
+        compare=compare,
+        dtype=dtype,
+        device=device,
+        save=save,
+        out=out,
+        as_json=as_json,
+    )
 
 
 @app.command()

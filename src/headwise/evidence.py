@@ -65,7 +65,8 @@ class Statistic(Protocol):
     """A statistic: its names, its reading from evidence, and its definition on P.
 
     It may also have `prepare(evidence)`, called before anything is read, to `wish` for figures and
-    `gather` sums; and `ways(evidence)`, which says by name how it will be read, for `explain()`.
+    `gather` sums; `ways(evidence)`, which says by name how it will be read, for `explain()`; and
+    `reads_output = True` where it reads the heads' outputs, which `watch()` else leaves alone.
     """
 
     @property
@@ -97,9 +98,10 @@ class Evidence:
         rows: Int[Tensor, " n"] | None = None,
         gradients: bool = False,
         projection: Float[Tensor, "O HDv"] | None = None,
+        made: Float[Tensor, "B H T Dv"] | None = None,
     ) -> None:
         self.whole, self.rows, self.gradients = call.extent, rows, gradients
-        self.projection = projection
+        self.projection, self._made = projection, made
         self.output, self._asked, self._chosen = output, call, backend
         if rows is not None:
             mask = Rows(call.mask, rows, call.extent)
@@ -196,6 +198,8 @@ class Evidence:
         Raises:
             ValueError: the call was observed without its output.
         """
+        if self._made is not None:
+            return self._looked_at(self._made)
         if self._given is None or self._given.out is None:
             raise ValueError(
                 "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
@@ -212,12 +216,17 @@ class Evidence:
             found = self.backend.figures(self.call.with_(sinks=self.sinks), ()).lse
             assert found is not None
             return found
-        of_keys = self._lse_of_keys if self.linear else self._run(self.call)[1]
+        of_keys = self.lse_of_keys
         if self.sinks is None:
             return of_keys
         dead = of_keys == -torch.inf
         both = torch.logaddexp(of_keys.masked_fill(dead, 0.0), self.sinks[:, None])
         return both.masked_fill(dead, -torch.inf)
+
+    @cached_property
+    def lse_of_keys(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of each query's scores alone, without its sink."""
+        return self._lse_of_keys if self.linear else self._run(self.call)[1]
 
     @cached_property
     def _lse_of_keys(self) -> Float[Tensor, "B H n"]:

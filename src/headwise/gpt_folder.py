@@ -162,8 +162,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Path]:
     """The folder's safetensors files: one, or the shards that its index lists.
+
+    Args:
+        model_class: of `transformers`, for how to convert pickled weights.
 
     Raises:
         FolderError: there are none, or one that is listed is not there.
@@ -183,7 +186,7 @@ def weight_files(folder: Path) -> list[Path]:
     if pickled:
         target = shlex.quote(str(folder))
         code = (
-            "import sys; from transformers import GPT2LMHeadModel as M; "
+            f"import sys; from transformers import {model_class} as M; "
             "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
         )
         raise FolderError(

@@ -101,7 +101,8 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
         self.backend = backend
         self.observer: Observer | None = None
-        self.first_key = 0  # for observers: the position of the call's first key
+        self.first_key = 0  # for observers: the position of the call's first key,
+        self.own_positions = True  # and whether queries and keys are of one sequence
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
         _check_values(self)
@@ -173,6 +174,8 @@ class MultiHeadAttention(nn.Module):
                 (x and context have no common positions); and what cache and `attend` refuse.
         """
         self._check_call(x, context, cache)
+        if self.observer is not None:
+            self.own_positions = context is None
         q, k, v = self._project(x, context)
         if self.q_norm is not None and self.k_norm is not None:
             wide = self.q_norm.weight.dtype  # under autocast q is narrower than the weight

@@ -27,6 +27,14 @@ def _in_order(extent: Extent, device: torch.device) -> Tensor:
     return torch.arange(extent.keys, device=device)[None]
 
 
+def _one_key(offset: int, extent: Extent, device: torch.device) -> Runs:
+    """The key that stands so far after the query; none where that is outside the keys."""
+    key = _positions(extent, device) + offset
+    start = key.clamp(0, extent.keys)
+    stop = torch.where((key >= 0) & (key < extent.keys), start + 1, start)
+    return Runs(_in_order(extent, device), start, stop)
+
+
 @dataclass(frozen=True)
 class First:
     """The first `count` keys, where attention sinks form."""
@@ -67,9 +75,7 @@ class Previous:
             raise ValueError(f"Previous({self.distance}): distance must be at least 1.")
 
     def runs(self, extent: Extent, device: torch.device) -> Runs:
-        key = _positions(extent, device) - self.distance
-        start = key.clamp(min=0)
-        return Runs(_in_order(extent, device), start, torch.where(key >= 0, start + 1, start))
+        return _one_key(-self.distance, extent, device)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         j = torch.arange(extent.keys, device=device)
@@ -84,12 +90,42 @@ class Self:
     figure = "self"
 
     def runs(self, extent: Extent, device: torch.device) -> Runs:
-        key = _positions(extent, device)
-        start = key.clamp(min=0)
-        return Runs(_in_order(extent, device), start, torch.where(key >= 0, start + 1, start))
+        return _one_key(0, extent, device)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         return torch.arange(extent.keys, device=device) == _positions(extent, device)[..., None]
+
+
+@dataclass(frozen=True)
+class At:
+    """The key at a fixed offset from the query's own position: ahead where it is positive.
+
+    It is called `next` and `ahead_2`, `ahead_3`, …; `previous` and `back_2`, `back_3`, …; `self`.
+
+    >>> [At(offset).name for offset in (-2, -1, 0, 1, 2)]
+    ['back_2', 'previous', 'self', 'next', 'ahead_2']
+
+    Source: Voita et al. 2019, §4 (positional heads).
+    """
+
+    offset: int
+
+    @property
+    def name(self) -> str:
+        if abs(self.offset) < 2:
+            return {-1: "previous", 0: "self", 1: "next"}[self.offset]
+        return f"{'ahead' if self.offset > 0 else 'back'}_{abs(self.offset)}"
+
+    @property
+    def figure(self) -> str | None:
+        return self.name if self.offset in (-1, 0) else None
+
+    def runs(self, extent: Extent, device: torch.device) -> Runs:
+        return _one_key(self.offset, extent, device)
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        j = torch.arange(extent.keys, device=device)
+        return j == (_positions(extent, device) + self.offset)[..., None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .definition import Definition
 from .evidence import Evidence, Pattern
 from .masks import Mask
+from .reach import apart, even_apart, gather_apart, way_of_apart
 from .readings import CALL, OUTPUT, PASS, Reading, Way
 from .sampling import draw
 from .sweep import Block
@@ -182,45 +183,75 @@ class Distance:
     """How far back each query looks on average, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
 
     Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
-    position as the value. With `spread`, also the standard deviation of the key's position,
-    `distance_spread`, from a pass over the scores (no gradient). What a learned sink takes adds
-    nothing to the distance; the spread is that among the keys.
+    position as the value. What a learned sink takes adds nothing to the distance.
+
+    Args:
+        spread: also the standard deviation of the key's position, `distance_spread`, among the
+            keys, from a pass over the scores (no gradient).
+        absolute: also `distance_absolute`, `E|i + S − T − j|` among the keys, ahead and behind; and
+            `distance_share`, the same as a share of what even attention over the keys in sight
+            would have (1 as far, over 1 farther), of queries that see more than their own
+            position. From a pass over the scores where keys ahead are in sight (no gradient).
+
+    Source: Dosovitskiy et al. 2020, §4.5 (mean attention distance).
     """
 
     spread: bool = False
+    absolute: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("distance", "distance_spread") if self.spread else ("distance",)
+        spread = ("distance_spread",) if self.spread else ()
+        return ("distance", *spread, *(_ABSOLUTE if self.absolute else ()))
 
     def prepare(self, evidence: Evidence) -> None:
         evidence.wish("position")
         if self.spread:
             evidence.gather_spread()
+        if self.absolute:
+            gather_apart(evidence)
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         alive = evidence.alive
         readings = {"distance": Reading(-evidence.position, alive)}
         if self.spread:
             readings["distance_spread"] = Reading(evidence.spread, alive)
+        if self.absolute:
+            away, even = apart(evidence), even_apart(evidence)
+            far = even > 0
+            share = torch.where(far, away / torch.where(far, even, 1.0), 0.0)
+            readings["distance_absolute"] = Reading(away, alive)
+            readings["distance_share"] = Reading(share, far)
         return readings
 
     def ways(self, evidence: Evidence) -> dict[str, Way]:
         ways = {"distance": evidence.way("position")}
-        return ways | {"distance_spread": Way(PASS)} if self.spread else ways
+        if self.spread:
+            ways["distance_spread"] = Way(PASS)
+        if self.absolute:
+            ways |= dict.fromkeys(_ABSOLUTE, way_of_apart(evidence))
+        return ways
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
         i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
-        j = torch.arange(extent.keys, device=device)
-        distance = (full.weights * (i - j)).sum(-1)
-        figures = {"distance": distance}
+        back = i - torch.arange(extent.keys, device=device)
+        figures = {"distance": (full.weights * back).sum(-1)}
+        alive = full.allowed.any(-1, keepdim=True)
+        among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
         if self.spread:
-            alive = full.allowed.any(-1, keepdim=True)
-            among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
-            mean = (among * (i - j)).sum(-1, keepdim=True)
-            figures["distance_spread"] = (among * (i - j - mean).square()).sum(-1).sqrt()
+            mean = (among * back).sum(-1, keepdim=True)
+            figures["distance_spread"] = (among * (back - mean).square()).sum(-1).sqrt()
+        if self.absolute:
+            away = (among * back.abs()).sum(-1)
+            total, count = (full.allowed * back.abs()).sum(-1), full.allowed.sum(-1)
+            far = torch.where(total > 0, total, 1)
+            figures["distance_absolute"] = away
+            figures["distance_share"] = torch.where(total > 0, away * count / far, 0.0)
         return figures
+
+
+_ABSOLUTE = ("distance_absolute", "distance_share")
 
 
 @dataclass(frozen=True)
@@ -336,41 +367,55 @@ class OffsetHistogram:
 
     Args:
         bins: how many, at least 2; 18 reach back 65,536 tokens and beyond.
+        ahead: also `offsets_ahead` `[B, H, bins]`, the same for what lies ahead; its bin 0 is 0.
 
     Source: Press et al. 2021, §4 and its kin (effective context).
     """
 
     bins: int = 18
-    names = ("offsets",)
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.bins < 2:
             raise ValueError(f"OffsetHistogram({self.bins}): there must be at least two bins.")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("offsets", "offsets_ahead") if self.ahead else ("offsets",)
+
     def prepare(self, evidence: Evidence) -> None:
-        positions = evidence.positions
-        evidence.gather("offsets", lambda: _Offsets(evidence.zeros(self.bins), positions))
+        shape, positions = (len(self.names), self.bins), evidence.positions
+        evidence.gather("_".join(self.names), lambda: _Offsets(evidence.zeros(*shape), positions))
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         self.prepare(evidence)
         extent = evidence.extent
-        total = evidence.by_head(evidence.gathered("offsets").total)
+        total = evidence.by_head(evidence.gathered("_".join(self.names)).total)
         alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
         count = alive.sum(-1, keepdim=True)
-        return {"offsets": Reading(total / count.clamp(min=1), over=count)}
+        means = (total / count.clamp(min=1)[..., None]).unbind(2)
+        return {
+            name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
+        }
 
     def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"offsets": Way(PASS)}
+        return dict.fromkeys(self.names, Way(PASS))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
         i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
-        bins = _bin_of(i - torch.arange(extent.keys, device=device), self.bins)
-        total = torch.stack(
-            [torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)], -1
-        )
+        distance = i - torch.arange(extent.keys, device=device)
         alive = full.allowed.any(-1).sum(-1, keepdim=True)
-        return {"offsets": total / alive.clamp(min=1)}
+        figures = {}
+        for name, away in zip(self.names, (distance, -distance), strict=False):
+            bins = _bin_of(away, self.bins)
+            if name == "offsets_ahead":
+                bins = torch.where(away == 0, self.bins, bins)
+            sums = [
+                torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)
+            ]
+            figures[name] = torch.stack(sums, -1) / alive.clamp(min=1)
+        return figures
 
 
 def _bin_of(distance: Tensor, bins: int) -> Tensor:
@@ -381,22 +426,27 @@ def _bin_of(distance: Tensor, bins: int) -> Tensor:
 
 
 class _Offsets:
-    """Sums of P by distance."""
+    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`."""
 
     def __init__(self, total: Tensor, positions: Tensor) -> None:
         self.total, self.positions = total, positions
 
     def add(self, block: Block) -> None:
         j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
-        bins = _bin_of(self.positions[block.rows, None] - j, self.total.shape[1])
+        _, sides, size = self.total.shape
+        distance = self.positions[block.rows, None] - j
+        bins = _bin_of(distance, size)
+        if sides == 2:
+            bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
         low, high = int(bins.amin()), int(bins.amax())
+        total = self.total[block.heads].view(-1, sides * size)
         if low == high:
-            if low < self.total.shape[1]:
-                self.total[block.heads, low] += block.p.sum((-1, -2))
-            return
-        found = block.p.new_zeros(len(block.p), self.total.shape[1] + 1)
-        found.index_add_(1, bins.flatten(), block.p.flatten(1))
-        self.total[block.heads] += found[:, :-1]
+            if low < sides * size:
+                total[:, low] += block.p.sum((-1, -2))
+        else:
+            found = block.p.new_zeros(len(block.p), sides * size + 1)
+            found.index_add_(1, bins.flatten(), block.p.flatten(1))
+            total += found[:, :-1]
 
 
 @dataclass(frozen=True)
@@ -484,6 +534,7 @@ class OutputNorm:
     """
 
     projection: Tensor | None = None
+    reads_output = True
 
     @property
     def names(self) -> tuple[str, ...]:

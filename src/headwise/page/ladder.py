@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import html
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headwise.ladder import Ladder, notes
-from headwise.page import _file, _json, _packed, _plotly, _version, check_out, write_html
+from headwise.page.parts import (
+    check_out,
+    fill,
+    json_text,
+    packed,
+    part,
+    plotly,
+    version,
+    write_html,
+)
 
 __all__ = ["render_ladder", "write_ladder"]
 
@@ -32,13 +40,12 @@ def render_ladder(ladder: Ladder) -> str:
     """The whole page as a string. The same `ladder` gives the same string."""
     parts = {
         "title": html.escape(f"the ladder on {_where(ladder)}"),
-        "style": _file("style.css"),
-        "data": _json(page_data(ladder)),
-        "plotly": _packed("plotly", _plotly().encode("utf-8")),
-        "script": _file("ladder.js"),
+        "style": part("style.css"),
+        "data": json_text(page_data(ladder)),
+        "plotly": packed("plotly", plotly().encode("utf-8")),
+        "script": part("ladder.js"),
     }
-    # One pass: what is put in is never searched for further marks.
-    return re.sub(r"@@(\w+)@@", lambda mark: parts[mark[1]], _file("ladder.html"))
+    return fill(part("ladder.html"), parts)
 
 
 def page_data(ladder: Ladder) -> dict[str, Any]:
@@ -64,7 +71,7 @@ def made(ladder: Ladder) -> list[tuple[str, str]]:
     """How the figures came about, as names and values to read."""
     facts = ladder.provenance
     machine, limits, settings = facts["machine"], facts["limits"], facts["settings"]
-    versions = {"Python": machine["python"], **machine["versions"], "plotly": _version("plotly")}
+    versions = {"Python": machine["python"], **machine["versions"], "plotly": version("plotly")}
     compiled = "every rung but the scalar one compiled" if settings["compile"] else "not compiled"
     return [
         ("Machine", f"{_where(ladder)}; threads {machine['threads']}, cores {machine['cores']}"),

@@ -1,0 +1,114 @@
+"""Arrays in JSON: short, and read by a browser as well as by Python.
+
+A *grid* is a dict: `shape`; `planes`, how many bytes a number has; and `data`, all high bytes, then
+the lower ones, packed with gzip and base64 (apart, because high bytes repeat and gzip finds that
+out). What the whole numbers stand for is said by the other keys, see `pack` and `pack_whole`.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = ["pack", "pack_whole", "pooled", "squeeze", "stretch", "unpack"]
+
+BYTE = 254  # the highest level of one byte; 255 is for no number
+TWO_BYTES = 65534
+
+
+def pack(values: np.ndarray, levels: int = BYTE, *, root: bool = False) -> dict[str, Any]:
+    """Numbers from 0 up as whole steps of 1/`levels` of the largest in each `values[n]`.
+
+    With `root` the steps are of the square root: small numbers keep more of theirs. The code
+    `levels + 1` stands for NaN.
+
+    >>> grid = pack(np.array([[0.0, 0.5, 2.0, math.nan]]))
+    >>> grid["shape"], grid["scale"], grid["planes"]
+    ([1, 4], [2.0], 1)
+    >>> unpack(grid).round(2).tolist()
+    [[0.0, 0.5, 2.0, nan]]
+    """
+    values = np.asarray(values, dtype=np.float64)
+    known = np.isfinite(values)
+    filled = np.where(known, values, 0.0).clip(min=0.0)
+    scale = filled.reshape(len(values), -1).max(axis=1, initial=0.0)
+    share = filled / np.where(scale > 0, scale, 1.0).reshape(-1, *[1] * (values.ndim - 1))
+    codes = np.rint((np.sqrt(share) if root else share) * levels)
+    coding = {"levels": levels, "root": root, "scale": scale.tolist()}
+    return coding | _planes(np.where(known, codes, levels + 1), 1 if levels <= BYTE else 2)
+
+
+def pack_whole(values: np.ndarray) -> dict[str, Any]:
+    """Whole numbers from −1 up, exactly.
+
+    >>> unpack(pack_whole(np.array([[-1, 0, 700]]))).tolist()
+    [[-1, 0, 700]]
+    """
+    codes = np.asarray(values) + 1
+    highest = int(codes.max(initial=0))
+    return _planes(codes, 1 if highest < 1 << 8 else 2 if highest < 1 << 16 else 4)
+
+
+def _planes(codes: np.ndarray, planes: int) -> dict[str, Any]:
+    whole = np.ascontiguousarray(codes.ravel(), dtype=f">u{planes}")
+    apart = whole.view(np.uint8).reshape(-1, planes).T
+    return {"shape": list(codes.shape), "planes": planes, "data": squeeze(apart.tobytes())}
+
+
+def unpack(grid: dict[str, Any]) -> np.ndarray:
+    """The array of a grid, float32 or int64.
+
+    Raises:
+        ValueError: bytes that do not fill the shape.
+    """
+    shape, planes = tuple(grid["shape"]), grid["planes"]
+    content = stretch(grid["data"])
+    if len(content) != math.prod(shape) * planes:
+        raise ValueError(f"{len(content)} bytes do not fill {list(shape)} of {planes} bytes each")
+    apart = np.frombuffer(content, np.uint8).reshape(planes, -1)
+    codes = np.ascontiguousarray(apart.T).view(f">u{planes}").reshape(shape)
+    if "levels" not in grid:
+        return codes.astype(np.int64) - 1
+    share = codes / grid["levels"]
+    scale = np.asarray(grid["scale"]).reshape(-1, *[1] * (len(shape) - 1))
+    values = (share**2 if grid["root"] else share) * scale
+    return np.where(codes > grid["levels"], np.nan, values).astype(np.float32)
+
+
+def pooled(values: np.ndarray, most: int) -> np.ndarray:
+    """Means over at most `most` blocks of the last axis; entry i lies in block `i · n // T`.
+
+    NaN is left out of a mean, and stays where there is nothing else.
+
+    >>> pooled(np.array([[1.0, 3.0, 5.0, math.nan]]), 2).tolist()
+    [[2.0, 5.0]]
+    """
+    length = values.shape[-1]
+    if length <= most:
+        return values
+    starts = np.ceil(np.arange(most) * length / most).astype(int)
+    known = np.isfinite(values)
+    total = np.add.reduceat(np.where(known, values, 0.0), starts, axis=-1)
+    count = np.add.reduceat(known, starts, axis=-1, dtype=np.int64)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def squeeze(content: bytes) -> str:
+    """Bytes as text, gzip within base64. The same bytes give the same text."""
+    return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode("ascii")
+
+
+def stretch(text: str) -> bytes:
+    """What `squeeze` was given.
+
+    Raises:
+        ValueError: text that `squeeze` did not make.
+    """
+    try:
+        return gzip.decompress(base64.b64decode(text, validate=True))
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"packed data are damaged: {error}") from error

@@ -1,0 +1,41 @@
+// The header, and what the page says of itself: how it was made, the rules, the formulas.
+
+views.about = { title: "About", draw: drawAbout };
+
+function drawHeader() {
+  const made = data.provenance;
+  $("model").textContent = made.model;
+  $("text").textContent = made.text;
+  const fact = (value, words) => el("li", {}, el("b", {}, value), ` ${words}`);
+  const facts = [fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`)];
+  for (const stream of data.read) {
+    const what = stream.grid ? "tokens of the image" : data.read.length > 1 ? `${stream.name} tokens` : "tokens";
+    facts.push(fact(whole(stream.tokens.length), what));
+  }
+  if (made.texts > 1) facts.push(fact(whole(made.texts), "texts"));
+  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats on ${made.loss ?? "each token"}`));
+  if (typeof made.loss_first_copy === "number") {
+    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats a token, random tokens → their repeat"));
+  }
+  $("facts").replaceChildren(...facts);
+  $("notice").hidden = !made.notice;
+  $("notice").textContent = made.notice ?? "";
+}
+
+function drawAbout() {
+  const tried = data.rules.filter(({ key }) => data.column.has(key));  // others need what this model does not have
+  const limit = (key, sign, threshold) => `${(data.column.get(key)?.title ?? key).toLowerCase()} ${sign} ${threshold}`;
+  const conditions = ({ key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
+  $("rules").replaceChildren(...tried.map((rule) => el("li", {}, el("b", {}, rule.label), el("span", {}, conditions(rule), el("br"),
+    el("small", {}, [rule.why, rule.source].filter(Boolean).join(" · "))))),
+  el("li", {}, el("b", {}, NONE), el("span", {}, "otherwise")));
+  $("formulas").replaceChildren(...data.columns.map((column) => el("div", {}, el("dt", {}, column.title),
+    el("dd", {}, formula(column.formula)), el("dd", {}, column.meaning))));
+  const lines = (made) => made.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, ...subscripts(value))]);
+  $("made").replaceChildren(...lines(runs[0].made));
+  if (runs.length === 1) return;
+  const before = new Set(runs[0].made.map(String));
+  const other = runs[1].made.filter((line) => !before.has(String(line)));
+  $("made").prepend(el("dt", {}, el("b", {}, "A")), el("dd", {}));
+  $("made").append(el("dt", {}, el("b", {}, "B")), el("dd", {}, other.length ? "as A, but:" : "as A"), ...lines(other));
+}

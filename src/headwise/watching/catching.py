@@ -1,0 +1,67 @@
+"""`catch(model, listener)`: every attention call of a model, whatever function makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backward import functions as backward_passes
+from .calls import Listener
+from .compiled import compiled_functions, refuse_compiled
+from .composite import functions as composite_functions
+from .flexible import flex_calls
+from .functional import functions as fused_attention
+from .handwritten import functions as steps_by_hand
+from .hugging import attention_functions
+from .net import Functions, Net
+from .own import own_layers
+from .varlen import functions as varlen_attention
+
+
+@contextmanager
+def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
+    """Tell `listener` of every attention call that `model` makes in this thread.
+
+    Everything is restored on exit, also after an exception.
+
+    Raises:
+        ValueError: a model, or a part of one, that is compiled.
+    """
+    refuse_compiled(model)
+    always = backward_passes()
+    roads = always | fused_attention() | composite_functions() | steps_by_hand()
+    net = Net(model, listener, roads | varlen_attention(), always)
+    with ExitStack() as stack:
+        stack.enter_context(net.names.following())
+        stack.enter_context(own_layers(net))
+        stack.enter_context(attention_functions(net))
+        stack.enter_context(flex_calls(net))
+        stack.enter_context(compiled_functions(net))
+        stack.enter_context(fused_layers())
+        stack.enter_context(net.functions)
+        yield net
+
+
+@contextmanager
+def fused_layers() -> Iterator[None]:
+    """Let PyTorch take its fused layers as if no function mode of headwise were there."""
+    before = torch.overrides.has_torch_function
+    torch.overrides.has_torch_function = _has_torch_function
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = before
+
+
+def _has_torch_function(tensors: Any) -> bool:
+    """`torch.overrides.has_torch_function`, which knows nothing of headwise's own modes."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(not isinstance(mode, Functions) for mode in modes):
+        return True
+    disabled = torch._C._disabled_torch_function_impl
+    kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
+    return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)

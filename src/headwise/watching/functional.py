@@ -1,0 +1,135 @@
+"""`F.scaled_dot_product_attention`, in all its uses, as calls of headwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._axes import Extent
+from ..masks import Mask
+from .calls import HeadsCall
+from .foreign import as_mask, at_the_end, reach, without_padding
+from .nested import nested_like, padded
+from .net import Net, Road
+from .roads import composite, leading
+
+
+def scaled_dot_product_attention(
+    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
+    out = function(*args, **kwargs)
+    asked = _asked(*args, **kwargs)
+    if out.is_nested:
+        return _of_nested(net, asked, out)
+    new = net.tell(_call(net, asked, out))
+    return out if new is None else new.reshape(out.shape)
+
+
+def _asked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """The arguments by name."""
+    return locals()
+
+
+def _call(net: Net, asked: dict[str, Any], out: Tensor) -> HeadsCall:
+    batch, heads = leading(out.shape, net.names.module)
+    lead = out.shape[:-2] if out.dim() > 3 else torch.Size((batch, heads))
+    # Under autocast the kernel has cast them all to the dtype of its output.
+    q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
+    if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
+        k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
+    q, k, v = (_four(x, lead) for x in (q, k, v))
+    made, given = _four(out, lead), _table(asked["attn_mask"], lead)
+    within = composite()
+    if within is not None and within.extra:  # keys without a position go before all others
+        k, v = k.roll(within.extra, 2), v.roll(within.extra, 2)
+        given = None if given is None else given.roll(within.extra, -1)
+    extent = Extent(batch, heads, k.shape[1], q.shape[2], k.shape[2])
+    mask, keys = mask_of(net, given, extent, out.device, causal=asked["is_causal"])
+    return HeadsCall(
+        *(net.names.current, "scaled_dot_product_attention"),
+        *(q, k[:, :, :keys], v[:, :, :keys], made),
+        keywords={"mask": mask, "scale": asked["scale"]},
+        projection=None if within is None else within.projection,
+        own_positions=False,  # the mask has seen to that
+    )
+
+
+def _four(x: Tensor, lead: torch.Size) -> Tensor:
+    """`[…, N, D]` as `[B, G, N, D]`, where `lead` is what stands before the queries' N."""
+    if x.dim() == 4 and len(lead) == 2 and x.shape[0] == lead[0]:
+        return x
+    if x.dim() <= 3 and len(lead) == 2 and x.shape[:-2].numel() == lead.numel():
+        return x.reshape(*lead, *x.shape[-2:])
+    groups = x.shape[-3] if x.dim() > 2 else 1
+    wide = x.expand(*lead[:-1], groups, *x.shape[-2:])
+    return wide.reshape(-1, groups, *x.shape[-2:])
+
+
+def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """A mask as a table that broadcasts to `[B, H, T, S]`."""
+    if mask is None or mask.dim() <= 2:
+        return mask
+    if len(lead) == 2 and mask.dim() == 3 and len(mask) == lead.numel():
+        return mask.reshape(*lead, *mask.shape[-2:])
+    if len(lead) == 2:
+        return mask
+    return mask.expand(*lead, *mask.shape[-2:]).flatten(0, -4)
+
+
+def mask_of(
+    net: Net, given: Tensor | None, extent: Extent, device: torch.device, causal: bool = False
+) -> tuple[Mask, int]:
+    """A mask without padded queries, and the number of keys that count.
+
+    Where the mask tells each query apart, the call is one of self-attention, and its last query
+    stands at the last key that anybody sees: a static cache is empty behind it.
+    """
+    within = composite()
+    own = within.own if within is not None else (False if net.names.crosses else None)
+
+    def find() -> tuple[Mask, int]:
+        mask, keys, sizes = as_mask(given, extent, causal=causal), extent.keys, extent
+        here = at_the_end(mask, extent) if own is None else own
+        if own is None and extent.offset > 0 and (here or extent.queries == 1):
+            keys = max(reach(mask, extent, device), extent.queries)
+            cut = given if given is None or given.shape[-1] == 1 else given[..., :keys]
+            sizes = Extent(*(extent.batch, extent.heads, extent.kv_heads, extent.queries, keys))
+            mask = as_mask(cut, sizes, causal=causal)
+        return (without_padding(mask, sizes, device) if here else mask), keys
+
+    return find() if given is None else net.masks.of(given, (extent, causal, own), find)
+
+
+def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
+    """Rows of different lengths `[B, H, t, D]`: padded, with a mask that knows the lengths."""
+    (q, t), (k, s), (v, _) = (padded(asked[name]) for name in ("query", "key", "value"))
+    i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    allowed = (i[:, None] < t.view(-1, 1, 1, 1)) & (j < s.view(-1, 1, 1, 1))
+    if asked["is_causal"]:
+        allowed = allowed & (j <= i[:, None])
+    plain = {"attn_mask": allowed, "is_causal": False, "query": q, "key": k, "value": v}
+    new = net.tell(_call(net, asked | plain, padded(out)[0]))
+    return out if new is None else nested_like(new, out)
+
+
+def functions() -> dict[Any, Road]:
+    """The functions of this file."""
+    return {
+        F.scaled_dot_product_attention: scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention: scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    }

@@ -1,0 +1,140 @@
+"""Whose call it is: the qualified names of the modules that are running."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as hooks
+
+_CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
+"""What modules are called whose keys are another sequence's."""
+
+
+class Names:
+    """Follows which modules of a model are running, innermost last.
+
+    Global hooks do it, so that nothing is attached to the model: hooks of a module's own would
+    switch off PyTorch's fused encoder layers and travel with copies. `begin` is called whenever
+    the outermost module starts; `watching` says of another thread whether it works for this one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        begin: Callable[[], None] = lambda: None,
+        watching: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model = model
+        self.stack: list[nn.Module] = []
+        self.calls = 0
+        self._begin, self._watching = begin, watching
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._threads = {threading.get_ident()}
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module of the model is running, in the thread that watches."""
+        return bool(self.stack) and threading.get_ident() in self._threads
+
+    @property
+    def current(self) -> str:
+        """The name of the innermost module that is running."""
+        return self._names[id(self.stack[-1])]
+
+    @property
+    def module(self) -> nn.Module:
+        """The innermost module that is running."""
+        return self.stack[-1]
+
+    @property
+    def crosses(self) -> bool:
+        """Whether that module's name says that its keys are another sequence's."""
+        return _CROSS.search(self.current) is not None
+
+    def common(self, running: Sequence[nn.Module]) -> str:
+        """The name of the innermost module that is running and was so then."""
+        inner = self.stack[-1]
+        for now, then in zip(self.stack, running, strict=False):
+            if now is not then:
+                break
+            inner = now
+        return self._names[id(inner)]
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """A module's qualified name; `None` if it is none of the model's."""
+        return self._names.get(id(module))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow while this lasts."""
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self.stack.clear()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if id(module) not in self._names:
+            return
+        if not self._here():
+            if module is self.model:
+                raise RuntimeError(
+                    f"{type(module).__name__}(…): this model is watched in another thread than the "
+                    f"one that calls it; enter headwise.watch() in the thread that calls."
+                )
+            return
+        if not self.stack:
+            self.calls += 1
+            self._begin()
+        self.stack.append(module)
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self.stack and self.stack[-1] is module and threading.get_ident() in self._threads:
+            self.stack.pop()
+
+    def _here(self) -> bool:
+        """Whether this is a thread that is watched."""
+        here = threading.get_ident()
+        if here not in self._threads and self._watching():
+            self._threads.add(here)
+        return here in self._threads
+
+    def why_nothing(self) -> str:
+        """Why no attention was seen, as a clause."""
+        if not self.calls:
+            return "the model was not called"
+        alike = [
+            f"{name or 'the model'} ({type(module).__name__})"
+            for name, module in self.model.named_modules()
+            if re.search("att(entio)?n", f"{name.rpartition('.')[2]} {type(module).__name__}", re.I)
+        ]
+        if not alike:
+            return "none of its modules called a function that is known to attend"
+        more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
+        return (
+            f"what {', '.join(alike[:3])}{more} computed was no function that is known to attend, "
+            f"nor a softmax over the last axis that values were multiplied with"
+        )
+
+
+def chosen(modules: str | Callable[[str], bool] | None) -> Callable[[str], bool]:
+    """Which names are meant: by a pattern such as `"encoder.*"`, by a function, or all.
+
+    >>> [name for name in ("low.attn", "high.attn") if chosen("high.*")(name)]
+    ['high.attn']
+    """
+    if modules is None:
+        return lambda name: True
+    if isinstance(modules, str):
+        pattern = modules
+        return lambda name: fnmatchcase(name, pattern)
+    return modules

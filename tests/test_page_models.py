@@ -1,0 +1,342 @@
+"""The page of every kind of model: two streams, images, long texts, 1,024 heads, two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from browser import PHONE, Tab, chromium
+from headwise.looked import Look
+from headwise.page import write_page
+from looks import blocks, decoder, encoder_decoder, image, large
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as opened:
+        yield opened
+
+
+def choose(tab: Tab, layer: int, head: int) -> None:
+    tab.page.goto(f"{tab.address}#{tab.page.url.split('#')[1].split('/')[0]}/{layer}.{head}")
+    tab.page.locator("#bar-head", has_text=f"{layer}.{head}").wait_for()
+    tab.drawn()
+
+
+def colours(tab: Tab, side: str) -> list[float]:
+    """How strongly the tokens of a side of cross-attention are coloured, 0 to 1."""
+    buttons = f"[...document.querySelectorAll('[data-side={side}] button')]"
+    return tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
+
+
+# --- an encoder and a decoder ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def translator(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    file = write_page(encoder_decoder(), tmp_path_factory.mktemp("page") / "page.html")
+    tab = Tab(browser, file)
+    yield tab
+    tab.close()
+
+
+def test_layers_of_different_widths_share_one_map_of_heads(translator: Tab) -> None:
+    translator.show("heads")
+    z = translator.plotted("heads")
+    assert [sum(cell is not None for cell in line) for line in z] == [4, 4, 3, 3, 3, 3]
+    names = translator.page.evaluate("document.getElementById('heads').layout.yaxis.ticktext")
+    assert names == ["encoder 0", "encoder 1", "decoder 2", "cross 3", "decoder 4", "cross 5"]
+    choose(translator, 1, 3)
+    translator.page.locator("#heads").focus()
+    translator.press("ArrowDown")  # the layer below has three heads only
+    assert translator.text("#bar-head") == "2.2"
+    translator.check()
+
+
+def test_an_encoder_looks_ahead_and_cross_attention_at_the_other_stream(translator: Tab) -> None:
+    look = encoder_decoder()
+    translator.show("head")
+    for layer, shape in ((0, (19, 19)), (3, (11, 19)), (2, (11, 11))):
+        choose(translator, layer, 1)
+        shown = np.array(translator.plotted("map"), dtype=float)
+        assert shown.shape == shape
+        visible = np.tri(*shape, dtype=bool) if layer == 2 else np.ones(shape, dtype=bool)
+        expected = np.sqrt(look.layers[layer].maps[1])
+        np.testing.assert_allclose(shown[visible], expected[visible], atol=0.003)
+        assert np.isnan(shown[~visible]).all()
+        assert translator.page.locator("#offsets-panel").is_visible() == (layer != 3)
+    choose(translator, 3, 1)
+    assert translator.text("#head-module").endswith("decoder looks at encoder")
+    tokens = look.streams[0].tokens
+    key = look.layers[3].top_keys[1, int(translator.page.url.split("/")[-1]), 0]
+    assert translator.texts("#query-keys code")[0] == tokens[key].replace(" ", "·")
+    translator.check()
+
+
+def test_cross_attention_is_shown_on_both_texts(translator: Tab) -> None:
+    maps = encoder_decoder().layers[5].maps[2]
+    translator.show("text")
+    choose(translator, 5, 2)
+    assert translator.texts("#streams h3") == ["decoder: looks", "encoder: looked at"]
+    translator.click("[data-side=queries] button[data-token='4']")
+    np.testing.assert_allclose(colours(translator, "keys"), np.sqrt(maps[4]), atol=0.003)
+    assert set(colours(translator, "queries")) == {0}
+    assert "at 4 looks at" in translator.text("#strongest-title")
+    translator.click("[data-side=keys] button[data-token='17']")
+    np.testing.assert_allclose(colours(translator, "queries"), np.sqrt(maps[:, 17]), atol=0.003)
+    assert "at 17 is looked at by" in translator.text("#strongest-title")
+    translator.click("#directions label", 2)
+    received = encoder_decoder().layers[5].received[2]
+    shown = colours(translator, "keys")
+    np.testing.assert_allclose(shown, np.sqrt(received / received.max()), atol=0.003)
+    translator.click("#directions label", 0)
+    choose(translator, 0, 0)
+    assert translator.page.locator("#streams .tokens").count() == 1
+    choose(translator, 2, 0)
+    assert translator.page.locator("#streams button").count() == 11
+    translator.check()
+
+
+def test_maps_of_different_sizes_share_one_mosaic(translator: Tab) -> None:
+    translator.show("mosaic")
+    z = np.array(translator.plotted("mosaic"), dtype=float)
+    lines, columns = z.shape[0] // 6, z.shape[1] // 4
+    shown = [
+        np.isfinite(z[n * lines : (n + 1) * lines, 3 * columns :]).any() for n in range(6)
+    ]  # the fourth head
+    assert shown == [True, True, False, False, False, False]
+    translator.show("likeness")
+    translator.show("scatter")
+    assert translator.page.locator("#axis-x").input_value() == "entropy"
+    translator.check()
+
+
+# --- an image --------------------------------------------------------------------------------
+
+
+def test_an_image_is_shown_with_its_patches(browser: Any, tmp_path: Path) -> None:
+    look = image()
+    tab = Tab(browser, write_page(look, tmp_path / "page.html"))
+    assert "Image" in tab.text("#nav")
+    tab.show("text")
+    choose(tab, 1, 3)
+    picture = tab.page.locator(".patches img")
+    assert picture.evaluate("(image) => [image.naturalWidth, image.naturalHeight]") == [240, 160]
+    patches = tab.page.locator(".patches button")
+    assert patches.count() == 24
+    box, first = picture.bounding_box(), patches.nth(0).bounding_box()
+    assert abs(box["width"] - 6 * first["width"]) < 1
+    assert abs(box["height"] - 4 * first["height"]) < 1
+    tab.click(".patches button", 7)  # row 1, column 1
+    maps = look.layers[1].maps[3]
+    buttons = "[...document.querySelectorAll('#streams button')]"
+    shown = tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
+    np.testing.assert_allclose(shown, np.sqrt(maps[8]), atol=0.003)
+    tab.press("ArrowDown")
+    assert tab.page.evaluate("document.activeElement.ariaLabel") == "patch 2,1"
+    tab.press("ArrowRight", "Home")
+    assert "[CLS]" in tab.text("#strongest-title")
+    for view in ("head", "mosaic", "table", "about"):
+        tab.show(view)
+    tab.close()
+
+
+# --- a long text -----------------------------------------------------------------------------
+
+
+def test_a_long_text_is_shown_in_blocks_with_exact_keys(browser: Any, tmp_path: Path) -> None:
+    look = decoder(1, 2, 23)
+    layer = look.layers[0]
+    coarse = np.stack([blocks(layer.maps[head], 5) for head in range(2)])
+    layers = [
+        replace(
+            layer,
+            maps=coarse,
+            top_keys=layer.top_keys[..., :2],
+            top_weights=layer.top_weights[..., :2],
+        )
+    ]
+    tab = Tab(browser, write_page(replace(look, layers=layers), tmp_path / "page.html"))
+    tab.show("head")
+    choose(tab, 0, 1)
+    assert "a block of 4 or 5 queries puts on a block of 4 or 5 keys" in tab.text("#head-what")
+    assert len(tab.plotted("map")) == 5
+    tab.show("text")
+    tab.click("#streams button[data-token='13']")
+    starts = [0, 5, 10, 14, 19, 23]  # where floor(5 i / 23) steps up
+    cell = np.searchsorted(starts, np.arange(23), "right") - 1
+    expected = np.where(np.arange(23) <= 13, coarse[1, 2, cell] / np.diff(starts)[cell], 0)
+    expected[layer.top_keys[1, 13, :2]] = layer.top_weights[1, 13, :2]
+    buttons = "[...document.querySelectorAll('#streams button')]"
+    shown = tab.page.evaluate(f"{buttons}.map((b) => Number(b.style.getPropertyValue('--w')))")
+    np.testing.assert_allclose(shown, np.sqrt(expected), atol=0.004)
+    exact = [text for text in tab.texts("#strongest b") if not text.startswith("≈")]
+    assert exact == [f"{value:.3f}" for value in layer.top_weights[1, 13, :2]]
+    tab.close()
+
+
+# --- 1,024 heads -----------------------------------------------------------------------------
+
+
+def test_a_thousand_heads_are_small_and_fast(browser: Any, tmp_path: Path) -> None:
+    look = large()
+    file = write_page(look, tmp_path / "page.html")
+    assert file.stat().st_size < 5_000_000
+    tab = Tab(browser, file)
+    # Of the whole process until the first view is drawn; a clock would time the machine's load.
+    assert tab.measured("ProcessTime") < 3
+    assert np.array(tab.plotted("heads"), dtype=float).shape == (32, 32)
+    for view in ("table", "head", "text", "mosaic", "likeness", "scatter", "about"):
+        tab.show(view)
+    tab.show("table")
+    assert tab.page.locator("#table tbody tr").count() == 1024
+    tab.page.locator("#filter").fill("h.31.")
+    assert tab.text("#found") == "32 of 1,024 heads"
+    tab.click("#table tbody tr[data-row='1023'] button")
+    tab.show("head")
+    top = look.layers[31].top_weights[31, int(tab.page.url.split("/")[-1])]
+    assert float(tab.texts("#query-keys b")[0]) == pytest.approx(top[0], abs=0.003)
+    tab.show("mosaic")
+    cells = "(({ z }) => z.length * z[0].length)(document.getElementById('mosaic').data[0])"
+    assert 500_000 < tab.page.evaluate(cells) < 1_300_000
+    tab.click_cell("mosaic", 30, 2, 32, 32, tip="Layer 2, head 30")
+    assert tab.text("#bar-head") == "2.30"
+    tab.close()
+
+
+def test_a_single_head_is_a_page_too(browser: Any, tmp_path: Path) -> None:
+    tab = Tab(browser, write_page(decoder(1, 1, 2, scores=False), tmp_path / "page.html"))
+    for view in ("table", "head", "text", "mosaic", "likeness", "scatter", "about"):
+        tab.show(view)
+        tab.click("#next-head")
+        assert tab.text("#bar-head") == "0.0"
+    tab.close()
+
+
+# --- two runs --------------------------------------------------------------------------------
+
+
+def other_run() -> Look:
+    """Another look at the same model, which lacks the last layer."""
+    found = decoder(2, 3, 23, seed=5)
+    keep = [row for row in found.rows if row["layer"] < 1]
+    similarity = None if found.similarity is None else found.similarity[:3, :3]
+    facts = found.provenance | {"model": "after"}
+    return replace(
+        found, rows=keep, layers=found.layers[:1], similarity=similarity, provenance=facts
+    )
+
+
+@pytest.fixture(scope="module")
+def compared(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    tab = Tab(browser, write_page(decoder(2, 3, 23), file, other=other_run()))
+    yield tab
+    tab.close()
+
+
+def test_differences_are_those_of_the_same_heads(compared: Tab) -> None:
+    a, b = decoder(2, 3, 23), other_run()
+    assert compared.page.locator("#view-compare").is_visible()  # what such a page begins with
+    assert "3 of 6 heads of A are in B" in compared.text("#compare-what")
+    for index, column in enumerate(a.columns):
+        compared.click("#differences-of label", index)
+        key = column["key"]
+        changes = [other[key] - one[key] for one, other in zip(a.rows, b.rows, strict=False)]
+        shown = compared.plotted("differences")
+        np.testing.assert_allclose(shown[0], changes, atol=1e-12)
+        assert shown[1] == [None] * 3
+        order = np.argsort(-np.abs(changes), kind="stable")
+        assert compared.texts("#difference-table th button") == [f"0.{head}" for head in order]
+        first = compared.texts("#difference-table tbody tr:first-child td")[2]
+        assert float(first.replace("−", "-")) == pytest.approx(changes[order[0]], abs=0.051)
+    compared.check()
+
+
+def test_maps_of_both_runs_and_their_difference(compared: Tab) -> None:
+    compared.show("compare")
+    choose(compared, 0, 2)
+    maps = [look.layers[0].maps[2] for look in (decoder(2, 3, 23), other_run())]
+    lower = np.tri(23, dtype=bool)
+    for run, expected in enumerate(maps):
+        shown = np.array(compared.plotted(f"both-map-{run}"), dtype=float)
+        np.testing.assert_allclose(shown[lower], np.sqrt(expected)[lower], atol=0.003)
+    change = np.array(compared.plotted("both-map-2"), dtype=float)
+    expected = (maps[1] - maps[0])[lower]
+    np.testing.assert_allclose(change[lower] * np.abs(change[lower]), expected, atol=0.006)
+    assert "The tokens differ between A and B" in compared.text("#both-what")
+    choose(compared, 1, 2)
+    assert "Only one of the two has this head" in compared.text("#both-what")
+    assert not compared.page.locator("#both-1").is_visible()
+    compared.check()
+
+
+def test_every_view_shows_either_run(compared: Tab) -> None:
+    choose(compared, 0, 1)
+    compared.show("heads")
+    assert len(compared.plotted("heads")) == 2
+    compared.click("#run label", 1)
+    assert len(compared.plotted("heads")) == 1
+    assert compared.text("#model") == "after"
+    assert compared.text("#bar-head") == "0.1"
+    compared.show("table")
+    assert compared.page.locator("#table tbody tr").count() == 3
+    compared.show("about")
+    assert compared.texts("#made dt").count("Model") == 2
+    assert compared.texts("#made dt").count("Numbers") == 1  # alike in both
+    compared.show("compare")
+    compared.click("#difference-table button", 1)
+    assert compared.text("#bar-head") == compared.texts("#difference-table th button")[1]
+    compared.click("#run label", 0)
+    assert compared.text("#model") == "made up"
+    compared.check()
+
+
+def test_maps_of_other_lengths_have_no_difference(browser: Any, tmp_path: Path) -> None:
+    file = write_page(decoder(1, 2, 9), tmp_path / "page.html", other=decoder(1, 2, 7))
+    tab = Tab(browser, file)
+    assert "The two maps differ in size" in tab.text("#both-what")
+    assert not tab.page.locator("#both-2").is_visible()
+    tab.close()
+
+
+# --- a phone ---------------------------------------------------------------------------------
+
+VIEWS = ("heads", "table", "head", "text", "mosaic", "likeness", "scatter", "compare", "about")
+
+
+@pytest.mark.parametrize("kind", ["two runs", "two streams"])
+def test_a_phone_shows_every_view_without_scrolling_sideways(
+    browser: Any, tmp_path: Path, kind: str
+) -> None:
+    look = decoder(4, 6, 40) if kind == "two runs" else encoder_decoder()
+    other = decoder(4, 6, 40, seed=1) if kind == "two runs" else None
+    tab = Tab(browser, write_page(look, tmp_path / "page.html", other=other), **PHONE)
+    for view in VIEWS:
+        if view == "compare" and other is None:
+            continue
+        tab.page.locator(f"#nav a[data-view={view}]").tap()
+        tab.page.locator(f"#view-{view}").wait_for()
+        tab.drawn()
+        assert tab.width() == 375, view
+    tab.page.locator("#nav a[data-view=heads]").tap()
+    tab.drawn()
+    tab.page.locator("#next-head").tap()
+    tab.drawn()
+    area = tab.page.locator("#heads .nsewdrag").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    tab.page.touchscreen.tap(box["x"] + 5, box["y"] + 5)
+    tab.page.locator("#glance-title", has_text="Layer 0, head 0").wait_for()
+    tab.page.locator("#nav a[data-view=text]").tap()
+    tab.page.locator("#streams button[data-token='9']").first.tap()
+    tab.drawn()
+    assert "at 9 looks at" in tab.text("#strongest-title")
+    tab.close()

@@ -1,0 +1,480 @@
+"""What was seen: tables over calls and texts, sums of many, files, and what an empty one says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from conftest import in_ci
+from headwise.readings import Reading
+from headwise.watching import seen_file
+from headwise.watching.seen import Watched, load_seen
+
+HEADS = 3
+
+
+def a_layer(seed: int = 0) -> hw.MultiHeadAttention:
+    torch.manual_seed(seed)
+    return hw.MultiHeadAttention(24, num_heads=HEADS)
+
+
+def per_query(ids: Tensor | None = None) -> list[hw.Statistic]:
+    found: list[hw.Statistic] = [hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Distance(spread=True)]
+    found += [hw.Mass(hw.Previous()), hw.Mass(hw.First(), name="tensor")]
+    return found if ids is None else [*found, hw.Mass(hw.Induction(ids))]
+
+
+def text(length: int, batch: int = 1, symbols: int = 4) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, symbols, (batch, length))
+    return torch.randn(symbols, 24)[ids], ids
+
+
+def seen_of(
+    layer: torch.nn.Module, texts: list[tuple[Tensor, Tensor]], **keywords: object
+) -> Watched:
+    """Each text watched on its own, with its own ids, and added up."""
+    parts = []
+    for x, ids in texts:
+        with torch.no_grad(), hw.watch(layer, *per_query(ids), **keywords) as seen:  # type: ignore[arg-type]
+            layer(x, mask=hw.Causal())
+        parts.append(seen)
+    return sum(parts[1:], parts[0])
+
+
+def same(one: Watched, two: Watched) -> None:
+    assert one.modules == two.modules
+    assert len(one.table()) == len(two.table())
+    for a, b in zip(one.table(), two.table(), strict=True):
+        assert list(a) == list(b)
+        assert (a.pop("layer"), a.pop("head")) == (b.pop("layer"), b.pop("head"))
+        assert a == pytest.approx(b, rel=1e-12, abs=1e-12)
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_means_over_calls_count_every_query_alike(running: bool) -> None:
+    layer = a_layer()
+    texts = [text(5, batch=2), text(9), text(2)]
+    seen = seen_of(layer, texts, running=running)
+    rows = seen.table()
+    assert [(r["layer"], r["head"], r["calls"]) for r in rows] == [("", h, 3) for h in range(3)]
+    alone = [seen_of(layer, [one]) for one in texts]
+    for head, row in enumerate(rows):
+        for name, least in (("entropy", 0), ("previous", 1)):
+            values = [one[""][name][:, head, least:].flatten() for one in alone]
+            assert row[name] == pytest.approx(float(torch.cat(values).mean()), rel=1e-6)
+        assert row["max_logit"] == max(float(one[""]["max_logit"][:, head].max()) for one in alone)
+        assert row["previous_coverage"] == pytest.approx((2 * 4 + 8 + 1) / (2 * 5 + 9 + 2))
+
+
+def by_hand(figures: list[tuple[float, int]]) -> float:
+    """The standard error over texts, from the mean and the number of queries of each."""
+    figures = [(mean, count) for mean, count in figures if count]
+    count = sum(n for _, n in figures)
+    mean = sum(m * n for m, n in figures) / count
+    squares = sum((n * (m - mean)) ** 2 for m, n in figures)
+    return math.sqrt(len(figures) / (len(figures) - 1) * squares) / count
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_standard_errors_over_texts_are_those_of_the_formula(running: bool) -> None:
+    layer = a_layer()
+    texts = [text(5, batch=2), text(9), text(2, symbols=50), text(12)]
+    seen = seen_of(layer, texts, running=running)
+    alone = [seen_of(layer, [one]) for one in texts]
+    plain, rows = seen.table(), seen.table(texts=True)
+    for head, row in enumerate(rows):
+        assert row["max_logit"] == plain[head]["max_logit"]
+        assert "max_logit_se" not in row
+        assert "entropy_se" not in plain[head]
+        for name in ("entropy", "lse", "distance", "induction"):
+            assert row[name] == plain[head][name]
+            figures = []
+            for one in alone:
+                reading = one[""].calls[0][name]
+                assert reading.rows is not None
+                values = reading.values[:, head].double()
+                for b, kept in enumerate(reading.rows.expand(reading.values.shape)[:, head]):
+                    mean = float(values[b][kept].mean()) if kept.any() else 0.0
+                    figures.append((mean, int(kept.sum())))
+            assert row[f"{name}_se"] == pytest.approx(by_hand(figures), rel=1e-9), name
+    # The text of two tokens has no induction target, so it is none of the texts behind that error.
+    assert not any(c["induction"].rows.any() for c in alone[2][""].calls)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_of_equally_long_texts_it_is_the_deviation_of_their_means(running: bool) -> None:
+    seen = Watched(running)
+    means = [1.0, 2.0, 4.0, 5.0]
+    for mean in means:
+        values = torch.full((1, 2, 3), mean) + torch.tensor([-0.5, 0.0, 0.5])
+        seen.add("m", {"x": Reading(values, torch.ones(1, 1, 3, dtype=torch.bool))}, heads=2)
+    row = seen.table(texts=True)[1]
+    assert row["x"] == pytest.approx(3.0)
+    deviation = math.sqrt(sum((m - 3) ** 2 for m in means) / 3)
+    assert row["x_se"] == pytest.approx(deviation / math.sqrt(4), rel=1e-12)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_one_text_has_no_error_and_equal_texts_none_to_speak_of(running: bool) -> None:
+    layer, one = a_layer(), text(7)
+    assert "entropy_se" not in seen_of(layer, [one], running=running).table(texts=True)[0]
+    row = seen_of(layer, [one] * 5, running=running).table(texts=True)[0]
+    assert 0 <= row["entropy_se"] < 1e-9 * row["entropy"]
+
+
+def test_one_number_a_head_has_an_error_over_texts_too() -> None:
+    kept, running = Watched(), Watched(running=True)
+    for seen in (kept, running):
+        for values in ([[1.0, 5.0], [3.0, 5.0]], [[8.0, 5.0]]):
+            seen.add("m", {"x": Reading(torch.tensor(values))}, heads=2)
+        first, second = seen.table(texts=True)
+        assert first["x"] == pytest.approx(4.0)
+        assert first["x_se"] == pytest.approx(math.sqrt((9 + 1 + 16) / 2) / math.sqrt(3))
+        assert (second["x"], second["x_se"]) == pytest.approx((5.0, 0.0))
+
+
+def test_pandas_has_the_same_rows() -> None:
+    if not in_ci():
+        pytest.importorskip("pandas")
+    seen = seen_of(a_layer(), [text(5), text(6)])
+    for texts in (False, True):
+        frame = seen.to_pandas(texts)
+        assert list(frame.columns) == list(seen.table(texts)[0])
+        assert frame.to_dict("records") == seen.table(texts)
+
+
+def test_without_pandas_it_says_so() -> None:
+    code = (
+        "import sys; sys.modules['pandas'] = None\n"
+        "from headwise.watching.seen import Watched\n"
+        "try: Watched().to_pandas()\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        "seen.to_pandas(): pandas is not installed; `pip install pandas`, or take seen.table()"
+    )
+
+
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pair(torch.nn.Module):
+    """Two attention modules, called in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = a_layer(1), a_layer(2)
+
+    def forward(self, x: Tensor, order: str) -> None:
+        for name in order:
+            getattr(self, name)(x, mask=hw.Causal())
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_what_two_have_seen_is_what_one_would_have(running: bool) -> None:
+    model, x = Pair(), torch.randn(2, 6, 24)
+    statistics = [*per_query(), hw.Received(), hw.Map(3), hw.OffsetHistogram(3)]
+    parts = []
+    for order in ("b", "ab", "bb"):
+        with torch.no_grad(), hw.watch(model, *statistics, running=running) as seen:
+            model(x, order)
+        parts.append(seen)
+    with torch.no_grad(), hw.watch(model, *statistics, running=running) as whole:
+        for order in ("b", "ab", "bb"):
+            model(x, order)
+    before = [copy.deepcopy(part) for part in parts]
+    total = sum(parts)
+    assert isinstance(total, Watched)
+    assert total.modules == ("b", "a")
+    same(total, whole)
+    same(parts[0] + parts[1] + parts[2], whole)
+    same(parts[0] + (parts[1] + parts[2]), whole)
+    assert [row["calls"] for row in total.table()] == [4] * 3 + [1] * 3
+    for name in ("received", "map", "offsets"):
+        torch.testing.assert_close(total["b"][name], whole["b"][name])
+    total.add("c", {"x": Reading(torch.zeros(1, 2))}, heads=2)
+    for part, old in zip(parts, before, strict=True):
+        same(part, old)  # neither operand changes, whatever becomes of the sum
+
+
+def test_running_sums_are_those_of_one_that_saw_all() -> None:
+    layer = a_layer()
+    texts = [text(5, batch=2), text(9, batch=2), text(2, batch=2)]
+    runs = [hw.Running() for _ in range(4)]
+    for number, (x, ids) in enumerate(texts):
+        with torch.no_grad(), hw.watch(layer, *per_query(ids), hw.Received()) as seen:
+            layer(x, mask=hw.Causal())
+        for run in (runs[number], runs[3]):
+            run.take(seen[""].calls[0], HEADS)
+    total = sum(runs[:3])
+    assert isinstance(total, hw.Running)
+    assert total.calls == 3
+    for texts_too in (False, True):
+        rows = zip(total.table(texts_too), runs[3].table(texts_too), strict=True)
+        assert all(row == pytest.approx(want, rel=1e-10) for row, want in rows)
+    for name in ("entropy", "induction"):
+        for figure in ("deviation", "maximum", "count"):
+            got, want = (getattr(run, figure)(name) for run in (total, runs[3]))
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(total["received"], runs[3]["received"])
+    assert runs[0].calls == 1
+    assert (runs[0] + hw.Running()).table() == runs[0].table() == (hw.Running() + runs[0]).table()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_nothing_adds_nothing(running: bool) -> None:
+    seen, nothing = seen_of(a_layer(), [text(5)], running=running), Watched()
+    for total in (seen + nothing, nothing + seen, sum([seen]), sum([nothing, seen, nothing])):
+        assert isinstance(total, Watched)
+        same(total, seen)
+    with pytest.raises(ValueError, match="no attention was seen"):
+        (nothing + nothing).table()
+    with pytest.raises(TypeError):
+        seen + 1  # type: ignore[operator]
+
+
+def readings(**values: Tensor) -> dict[str, Reading]:
+    return {name: Reading(x, torch.ones(1, 1, x.shape[2]).bool()) for name, x in values.items()}
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_what_does_not_add_up_is_refused(running: bool) -> None:
+    one = Watched(running)
+    one.add("m", readings(x=torch.zeros(1, 2, 3), y=torch.zeros(1, 2, 3)), heads=2)
+    for given, heads in [
+        (readings(x=torch.zeros(1, 2, 3)), 2),
+        (readings(x=torch.zeros(1, 2, 3), z=torch.zeros(1, 2, 3)), 2),
+        (readings(x=torch.zeros(1, 4, 3), y=torch.zeros(1, 4, 3)), 4),
+    ]:
+        other = Watched(running)
+        other.add("m", given, heads)
+        says = rf"'m': {', '.join(given)} of {heads} heads does not add up with x, y of 2 heads"
+        for join in (lambda: one + other, lambda: one.add("m", given, heads)):  # noqa: B023
+            with pytest.raises(ValueError, match=says):
+                join()
+        assert one.table()[0]["calls"] == 1
+    other = Watched(not running)
+    other.add("m", readings(x=torch.zeros(1, 2, 3), y=torch.zeros(1, 2, 3)), heads=2)
+    with pytest.raises(ValueError, match="one was watched with running=True"):
+        one + other
+    elsewhere = Watched(running)
+    elsewhere.add("n", readings(z=torch.zeros(1, 4, 3)), heads=4)
+    assert (one + elsewhere).modules == ("m", "n")  # another module may have other statistics
+
+
+def test_running_sums_that_do_not_add_up_are_refused() -> None:
+    def run(**given: Reading) -> hw.Running:
+        running = hw.Running()
+        running.take(given, heads=2)
+        return running
+
+    rows = torch.ones(1, 1, 3).bool()
+    one = run(x=Reading(torch.zeros(1, 2, 3), rows))
+    with pytest.raises(ValueError, match="x of 2 heads and y of 2 heads do not add up"):
+        one + run(y=Reading(torch.zeros(1, 2, 3), rows))
+    with pytest.raises(ValueError, match="'x' is not the same figure in both"):
+        one + run(x=Reading(torch.zeros(1, 2), largest=True))
+    keys = run(x=Reading(torch.zeros(1, 2, 3), per_key=True))
+    with pytest.raises(ValueError, match="batches of 1 and 4 do not add up"):
+        keys + run(x=Reading(torch.zeros(4, 2, 3), per_key=True))
+    small, large = (
+        run(x=Reading(torch.zeros(1, 2, n, n), over=torch.ones(1, 2, n, 1))) for n in (2, 3)
+    )
+    with pytest.raises(ValueError, match=r"'x' is \[2, 3, 3\] for each batch row"):
+        small + large
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def equal(one: object, two: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        alike = one.dtype == two.dtype and one.shape == two.shape
+        bits = [x.contiguous().flatten().view(torch.uint8) for x in (one, two)]
+        return alike and torch.equal(*bits)
+    if isinstance(one, dict) and isinstance(two, dict):
+        return list(one) == list(two) and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(equal(a, b) for a, b in zip(one, two, strict=True))
+    return type(one) is type(two) and one == two
+
+
+def states(seen: Watched) -> list[object]:
+    return [seen[name].state() for name in seen.modules]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_file_gives_back_every_bit(
+    tmp_path: Path, running: bool, queries: int | None, dtype: torch.dtype
+) -> None:
+    model = Pair().to(dtype)
+    statistics = [*per_query(), hw.TopKeys(2), hw.Received(), hw.Map(3), hw.Similarity()]
+    with torch.no_grad(), hw.watch(model, *statistics, running=running, queries=queries) as seen:
+        model(torch.randn(2, 6, 24, dtype=dtype), "ab")
+        model(torch.randn(2, 6, 24, dtype=dtype), "a")
+    seen.save(tmp_path / "seen")
+    again = load_seen(str(tmp_path / "seen"))
+    assert again.modules == seen.modules
+    assert equal(states(again), states(seen))
+    assert again.table() == seen.table()
+    if queries is not None:
+        assert again.table()[0]["entropy_se"] > 0
+    same(again + seen, seen + seen)
+    assert [path.name for path in tmp_path.iterdir()] == ["seen"]
+
+
+def test_views_infinities_and_empty_tensors_are_kept(tmp_path: Path) -> None:
+    seen, rows = Watched(), torch.ones(1, 1, 1, dtype=torch.bool).expand(1, 2, 3)
+    values = torch.tensor([-math.inf, 0.0, math.nan]).expand(1, 2, 3)
+    whole = torch.randn(2, 2, 3)
+    seen.add("", {"tensor": Reading(values, rows), "": Reading(whole[:1], rows)}, heads=2)
+    seen.add("", {"tensor": Reading(values[..., :0], rows[..., :0]), "": Reading(whole)}, heads=2)
+    seen.save(tmp_path / "seen")
+    assert equal(states(load_seen(tmp_path / "seen")), states(seen))
+    Watched().save(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no attention was seen"):
+        load_seen(tmp_path / "nothing").table()
+
+
+def test_a_file_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    path = tmp_path / "seen"
+    seen_of(a_layer(), [text(5)]).save(path)
+    before = path.read_bytes()
+
+    def half(tensors: object, name: Path, metadata: object) -> None:
+        name.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", half)
+    with pytest.raises(OSError, match="disk is full"):
+        seen_of(a_layer(), [text(6)]).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_too_many_calls_for_a_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen_file, "LONGEST_HEADER", 900)
+    with pytest.raises(ValueError, match="tensors are more than one safetensors file can list"):
+        seen_of(a_layer(), [text(5)]).save(tmp_path / "seen")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "seen"
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        load_seen(path)
+    path.write_text("layer,head\n")
+    with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+        load_seen(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="was not written by save"):
+        load_seen(path)
+    header = {"format": "headwise.seen", "version": "9", "content": "{}"}
+    save_file({"weight": torch.zeros(2)}, path, metadata=header)
+    with pytest.raises(ValueError, match="is of version 9, and this headwise reads 1"):
+        load_seen(path)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_damage_is_one_error_wherever_it_is(tmp_path: Path, running: bool) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = tmp_path / "seen"
+    seen_of(a_layer(), [text(5)], running=running).save(path)
+    whole = path.read_bytes()
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="damaged"):
+            load_seen(path)
+    path.write_bytes(whole)
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    content = json.loads(header["content"])
+
+    def refused(content: object) -> None:
+        changed = header | {"content": json.dumps(content)}
+        save_file(tensors, path, metadata=changed)
+        with pytest.raises(ValueError, match="its header is damaged"):
+            load_seen(path)
+
+    module = content["modules"][0]
+    for broken in [[], {}, {"running": running}, {"running": running, "modules": [1]}]:
+        refused(broken)
+    for change in [{"heads": 2}, {"heads": "x"}, {"calls": 3}, {"running": 3}, {"running": {}}]:
+        if not running or "calls" not in change:
+            refused(content | {"modules": [module | change]})
+    refused(content | {"modules": [{k: v for k, v in module.items() if k != "name"}]})
+    refused(json.loads(header["content"].replace('{"tensor": 0}', '{"tensor": 10000}')))
+    refused(json.loads(header["content"].replace('{"tensor": 0}', "5")))
+    wrong = header | {"content": header["content"][:-1]}
+    save_file(tensors, path, metadata=wrong)
+    with pytest.raises(ValueError, match="its header is damaged"):
+        load_seen(path)
+
+
+def test_graphs_do_not_follow_into_a_file(tmp_path: Path) -> None:
+    layer = a_layer()
+    with hw.watch(layer, hw.Entropy(), gradients=True) as seen:
+        layer(torch.randn(1, 5, 24), mask=hw.Causal())
+    assert seen[""]["entropy"].requires_grad
+    seen.save(tmp_path / "seen")
+    assert not load_seen(tmp_path / "seen")[""]["entropy"].requires_grad
+
+
+# ── nothing seen ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_empty_one_says_why() -> None:
+    for ask in (lambda s: s.table(), lambda s: s["a"], lambda s: s.table(texts=True)):
+        with pytest.raises(ValueError, match="seen: the model was not called while it was watched"):
+            ask(Watched())
+        with pytest.raises(ValueError, match="no attention was seen: it was asleep"):
+            ask(Watched(why=lambda: "it was asleep"))
+    assert Watched().modules == ()
+    seen = seen_of(a_layer(), [text(5)])
+    with pytest.raises(KeyError, match="'a' was not seen; there are: "):
+        seen["a"]
+    with pytest.raises(KeyError, match="'sink' was not observed in ''; there are: lse, entropy"):
+        seen[""]["sink"]
+
+
+def test_it_can_be_sent_to_another_process() -> None:
+    seen = seen_of(a_layer(), [text(5)])
+    assert equal(states(pickle.loads(pickle.dumps(seen))), states(seen))
+    empty = pickle.loads(pickle.dumps(Watched(why=lambda: "of the model")))
+    with pytest.raises(ValueError, match="was not called"):
+        empty.table()
+
+
+def test_calls_of_different_lengths_are_no_one_tensor() -> None:
+    seen = seen_of(a_layer(), [text(5), text(6)])
+    with pytest.raises(ValueError, match="called with different lengths, so 'entropy' is no one"):
+        seen[""]["entropy"]
+    both = seen_of(a_layer(), [text(5), text(5, batch=2)])
+    assert both[""]["entropy"].shape == (3, HEADS, 5)
