@@ -34,8 +34,9 @@ endef
 run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
+# A worker for each core, and each file's tests in one of them.
 test: .venv/.dev $(COMPILED) lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py

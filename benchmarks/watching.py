@@ -44,13 +44,14 @@ def build(length: int, attention: str = "sdpa", layers: int = 12) -> Any:
     from transformers import GPT2Config, GPT2Model
 
     torch.manual_seed(0)
+    chosen: dict[str, Any] = {"attn_implementation": attention}
     config = GPT2Config(
         n_positions=length,
         vocab_size=VOCAB,
         n_layer=layers,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation=attention,
+        **chosen,
     )
     model = GPT2Model(config).eval()
     with torch.no_grad():  # attention that is not even all over

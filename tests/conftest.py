@@ -16,6 +16,10 @@ settings.register_profile(
 )
 settings.load_profile("headwise")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_random_numbers() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ from headwise.backends.native import Figures, Measured, Native, faster
 from headwise.backends.sdpa import Sdpa
 from headwise.backends.terms import TABLE_LIMIT, table_bytes, terms_of
 from headwise.definition import Definition, rows
+from headwise.evidence import Statistic
 from headwise.kernels import cpu, cpu_ops
 from headwise.masks import Mask
 from headwise.sampling import Rows
@@ -565,11 +568,30 @@ def test_every_result_is_written(instructions: str, case: Case) -> None:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Memory for results comes full of NaN."""
-    before, cpu.empty = cpu.empty, lambda *a, **k: torch.full(*a, torch.nan, **k)
+    before = cpu.empty, cpu.empty_like
+    cpu.empty = lambda *a, **k: torch.full(*a, torch.nan, **k)
+    cpu.empty_like = lambda like: torch.full_like(like, torch.nan)
     try:
         yield
     finally:
-        cpu.empty = before
+        cpu.empty, cpu.empty_like = before
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "statistic", [hw.Entropy(), hw.Mass(hw.Previous())], ids=["entropy", "mass"]
+)
+def test_what_was_observed_is_freed_at_once(statistic: Statistic) -> None:
+    call = Case().call()
+    gc.collect()
+    gc.disable()
+    try:
+        seen = hw.observe(call.q, call.k, call.v, statistic, backend="native")
+        held = weakref.ref(seen.out)
+        del seen
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_poison_is_seen() -> None:

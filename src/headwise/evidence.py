@@ -119,7 +119,6 @@ class Evidence:
         self.backend = choose(self.call) if backend.refuse(self.call) else backend
         self.extent = call.extent
         self.scores = Scores(self.call, gradients)
-        self._masses = Masses(self.scores, lambda: self.lse)
         self._given: Figures | None = None
         self._waiting: dict[str, Callable[[], Accumulator]] = {}
         self._done: dict[str, Accumulator] = {}
@@ -162,6 +161,11 @@ class Evidence:
         assert self._given is not None
         figure = getattr(self._given, KERNEL_FIGURES[name])
         return figure.to(self.call.q.dtype)
+
+    @property
+    def _masses(self) -> Masses:
+        # Kept, it would close a cycle, and all tensors would live on until that is collected.
+        return Masses(self.scores, lambda: self.lse)
 
     @property
     def device(self) -> torch.device:

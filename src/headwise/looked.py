@@ -21,10 +21,10 @@ __all__ = ["Budget", "Layer", "Look", "LookFileError", "Stream", "budget", "fini
 FORMAT = "headwise look 1"
 
 MAP_SIDE = 256  # the most cells on a side of a map
-MAP_CELLS = 900_000  # of all maps together: 29 × 29 for each of 1,024 heads
+MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
 TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
-POSITIONS = 80_000
+POSITIONS = 50_000
 FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
 FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
 
@@ -196,7 +196,7 @@ def budget(heads: int, tokens: int) -> Budget:
     >>> budget(12, 128)
     Budget(map_side=128, top_keys=8, positions=128)
     >>> budget(12 * 12, 1024), budget(32 * 32, 512)
-    (Budget(map_side=79, top_keys=4, positions=555), Budget(map_side=29, top_keys=1, positions=78))
+    (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
     """
     most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
     side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of sizes as equal as can be

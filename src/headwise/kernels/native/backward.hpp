@@ -6,10 +6,16 @@
 
 #include "forward.hpp"
 
+#include <type_traits>
+
 namespace HW_ISA {
 
-struct Backward {
-  static constexpr int BK = 48;           // keys to a block
+template <class In> struct Backward {
+  typedef typename In::element E;
+  typedef typename In::Product Product;
+  static constexpr int STEP = Product::step;
+  static_assert(MR % STEP == 0, "the keys of a pair are in one product");
+  static constexpr int BK = In::BK;       // keys to a block
   static constexpr int64_t CHUNK = 2048;  // keys whose gradients are summed side by side
   static constexpr int64_t TASKS = 32;    // heads are split over keys to come to so many
 
@@ -31,47 +37,51 @@ struct Backward {
     alignas(64) float lse[BQ], row[BQ], entropy[BQ], ahead[BQ], first[BQ], previous[BQ], self[BQ];
   };
 
+  // Blocks are [key][lane]; queries and grads are laid on their side, query_rows and grad_rows are not.
   struct Room {
-    Lanes &lanes;
-    Coefficients &co;
-    float *scores, *slopes, *capped, *queries, *grads, *query_rows, *grad_rows, *out_rows, *key_rows, *value_rows,
-        *dq, *dk, *dv;
+    Lanes *lanes;
+    Coefficients *co;
+    float *scores, *slopes, *capped, *out_grads, *out, *dq, *dk, *dv;
+    E *queries, *grads, *query_rows, *grad_rows, *keys, *key_rows, *values, *rows;
+    E *weights, *over_lanes, *over_keys; // P, and dS twice
 
-    Room(headwise::Scratch &s, const Backward &w)
-        : lanes(*s.take<Lanes>(1)), co(*s.take<Coefficients>(1)), scores(s.take<float>(BK * BQ)),
-          slopes(s.take<float>(BK * BQ)), capped(s.take<float>(BK * BQ)), queries(s.take<float>(w.wide * BQ)),
-          grads(s.take<float>(w.value_wide * BQ)), query_rows(s.take<float>(BQ * w.wide)),
-          grad_rows(s.take<float>(BQ * w.value_wide)), out_rows(s.take<float>(BQ * w.value_wide)),
-          key_rows(s.take<float>(BK * w.wide)), value_rows(s.take<float>(BK * w.value_wide)),
-          dq(s.take<float>(BQ * w.wide)), dk(s.take<float>(w.chunk_size() * w.wide)),
-          dv(s.take<float>(w.chunk_size() * w.value_wide)) {}
+    // Takes its pieces from `s`, or (where that is NULL) counts their bytes.
+    int64_t take(headwise::Scratch *s, const Backward &w) {
+      int64_t bytes = 0;
+      auto piece = [&](auto *&at, int64_t count) {
+        typedef std::remove_reference_t<decltype(*at)> T;
+        bytes += headwise::Scratch::size_of<T>(count);
+        if (s) at = s->take<T>(count);
+      };
+      const int64_t dim = w.c.dim, value_dim = w.values ? w.c.value_dim : 0;
+      piece(lanes, 1), piece(co, 1);
+      piece(scores, BK * BQ), piece(slopes, BK * BQ), piece(capped, w.c.softcap != 0 ? BK * BQ : 0);
+      piece(queries, padded(In::depth(dim)) * BQ), piece(grads, padded(In::depth(value_dim)) * BQ);
+      piece(query_rows, In::down_room(dim, BQ)), piece(grad_rows, In::down_room(value_dim, BQ));
+      piece(keys, In::across_room(dim, BK)), piece(key_rows, In::down_room(dim, BK));
+      piece(values, In::across_room(value_dim, BK));
+      piece(weights, In::block_room(BK)), piece(over_lanes, In::block_room(BK)), piece(over_keys, In::block_room(BK));
+      piece(rows, In::across_room(most(dim, value_dim), BQ));
+      piece(out_grads, BQ * padded(value_dim)), piece(out, BQ * padded(value_dim));
+      piece(dq, BQ * w.wide), piece(dk, w.chunk_size() * w.wide), piece(dv, w.chunk_size() * w.value_wide);
+      return bytes;
+    }
   };
 
   int64_t chunk_size() const { return least(CHUNK, c.keys); }
 
-  int64_t bytes() const {
-    typedef headwise::Scratch S;
-    return S::size_of<Lanes>(1) + S::size_of<Coefficients>(1) + 3 * S::size_of<float>(BK * BQ) +
-           3 * S::size_of<float>(BQ * wide) + 3 * S::size_of<float>(BQ * value_wide) + S::size_of<float>(BK * wide) +
-           S::size_of<float>(BK * value_wide) + S::size_of<float>(chunk_size() * wide) +
-           S::size_of<float>(chunk_size() * value_wide);
-  }
-
-  Rows gradients(Room &w, int64_t b, int64_t h, int64_t i0, int n) const {
-    if (!values) return {};
-    return rows_at(c, c.grad_out, place(c.grad_out_stride, b, h, i0), c.grad_out_stride[2], n, c.value_dim,
-                   value_wide, w.grad_rows);
-  }
-
   // D, and the factors of what varies along a row, zeros in lanes beyond n; the task that has key 0 also
   // sees to the sinks.
-  void coefficients(Room &w, int64_t b, int64_t h, int64_t i0, int n, const Rows &grad, bool sinks) const {
-    Coefficients &co = w.co;
+  void coefficients(Room &w, int64_t b, int64_t h, int64_t i0, int n, bool sinks) const {
+    Coefficients &co = *w.co;
     __builtin_memset(&co, 0, sizeof co);
     const int64_t row0 = (b * c.heads + h) * c.queries + i0;
-    Rows out{};
-    if (values)
-      out = rows_at(c, c.out, place(c.out_stride, b, h, i0), c.out_stride[2], n, c.value_dim, value_wide, w.out_rows);
+    Rows out{}, grad{};
+    if (values) {
+      out = rows_at(c, c.out, place(c.out_stride, b, h, i0), c.out_stride[2], n, c.value_dim, value_wide, w.out);
+      grad = rows_at(c, c.grad_out, place(c.grad_out_stride, b, h, i0), c.grad_out_stride[2], n, c.value_dim,
+                     value_wide, w.out_grads);
+    }
     for (int i = 0; i < n; i++) {
       const int64_t at = row0 + i;
       const bool dead = c.lse[at] == -INF;
@@ -106,101 +116,115 @@ struct Backward {
         if (c.lse[row0 + i] == -INF) c.grad_sinks[row0 + i] = 0.f;
   }
 
-  // scores[key][lane] become weights, slopes (dP on entry) become dS · scale, for one key.
+  // Of keys k … k + STEP − 1 of the n in a block, scores become weights and slopes (dP on entry) dS · scale,
+  // as products take them.
   template <bool STATS>
-  HW_INLINE void one_key(Room &w, int32_t key, int k, int from, int to, bool open, float digits) const {
-    const Coefficients &co = w.co;
+  HW_INLINE void soften(Room &w, int32_t j0, int k, int n, int from, int to, bool open, float digits) const {
+    const Coefficients &co = *w.co;
     for (int v = from; v < to; v++) {
       const int at = v * W;
-      const int64_t place = (int64_t)k * BQ + at;
-      vf t = fma(load<vf>(w.scores + place), splat(digits), -load<vf>(co.lse + at));
-      if (!open) t = select(w.lanes.sees(v, key), t, splat(-INF));
-      vf p = weight(t);
-      vf ds = -load<vf>(co.row + at);
-      if (values) ds += load<vf>(w.slopes + place);
-      if (STATS) {
-        ds = fma(load<vf>(co.entropy + at), larger(splat(LEAST), t), ds);
-        vi ahead = splat(key) - load<vi>(w.lanes.position + at);
-        ds = fma(load<vf>(co.ahead + at), __builtin_convertvector(ahead, vf), ds);
-        if (key == 0) ds += load<vf>(co.first + at);
-        ds += select(ahead == 0, load<vf>(co.self + at), vf{});
-        ds += select(ahead == -1, load<vf>(co.previous + at), vf{});
+      vf p[STEP], ds[STEP];
+      for (int i = 0; i < STEP; i++) {
+        if (k + i >= n) {
+          p[i] = ds[i] = vf{};
+          continue;
+        }
+        const int64_t place = (int64_t)(k + i) * BQ + at;
+        const int32_t key = j0 + k + i;
+        vf t = fma(load<vf>(w.scores + place), splat(digits), -load<vf>(co.lse + at));
+        if (!open) t = select(w.lanes->sees(v, key), t, splat(-INF));
+        p[i] = weight(t);
+        vf slope = -load<vf>(co.row + at);
+        if (values) slope += load<vf>(w.slopes + place);
+        if (STATS) {
+          slope = fma(load<vf>(co.entropy + at), larger(splat(LEAST), t), slope);
+          vi ahead = splat(key) - load<vi>(w.lanes->position + at);
+          slope = fma(load<vf>(co.ahead + at), __builtin_convertvector(ahead, vf), slope);
+          if (key == 0) slope += load<vf>(co.first + at);
+          slope += select(ahead == 0, load<vf>(co.self + at), vf{});
+          slope += select(ahead == -1, load<vf>(co.previous + at), vf{});
+        }
+        slope *= p[i];
+        if (c.softcap != 0) {
+          vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
+          slope *= 1.f - share * share;
+        }
+        ds[i] = slope * scale;
       }
-      ds *= p;
-      if (c.softcap != 0) {
-        vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
-        ds *= 1.f - share * share;
-      }
-      store(w.scores + place, p);
-      store(w.slopes + place, ds * scale);
+      In::keep_over_lanes(p[0], p[STEP - 1], w.weights, k, v);
+      In::keep_over_lanes(ds[0], ds[STEP - 1], w.over_lanes, k, v);
+      if (STEP > 1) In::keep_over_keys(ds[0], ds[STEP - 1], w.over_keys, k, v);
     }
   }
 
   // One block of queries of one head against the keys [c0, c1): adds to w.dk, w.dv and w.dq.
   void block(Room &w, int64_t b, int64_t h, int64_t i0, int n, int32_t c0, int32_t c1) const {
-    const int64_t g = h / group;
+    const int64_t g = h / group, q_at = place(c.q_stride, b, h, i0), grad_at = place(c.grad_out_stride, b, h, i0);
     const bool plain = plain_scores(c);
     const float digits = digits_of(c);
-    Rows q = rows_at(c, c.q, place(c.q_stride, b, h, i0), c.q_stride[2], n, c.dim, wide, w.query_rows);
-    lay(q.data, q.stride, n, wide, w.queries);
-    if (c.sign != 1.f)
-      for (int64_t i = 0; i < wide * BQ; i++) w.queries[i] *= c.sign;
-    const Rows grad = gradients(w, b, h, i0, n);
-    if (values) lay(grad.data, grad.stride, n, value_wide, w.grads);
-    coefficients(w, b, h, i0, n, grad, c.grad_sinks && c0 == 0);
-    const int32_t first = (int32_t)most(c0, w.lanes.first), last = (int32_t)least(c1, w.lanes.last);
-    int starts[BK / MR + 1], stops[BK / MR + 1];
+    In::lay(c, c.q, q_at, c.q_stride[2], n, c.dim, w.rows, w.queries);
+    if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
+    Matrix<E> q{}, grad{};
+    if (c.grad_k) q = In::down(c, c.q, q_at, c.q_stride[2], n, c.dim, w.query_rows);
+    if (values) In::lay(c, c.grad_out, grad_at, c.grad_out_stride[2], n, c.value_dim, w.rows, w.grads);
+    if (values && c.grad_v) grad = In::down(c, c.grad_out, grad_at, c.grad_out_stride[2], n, c.value_dim, w.grad_rows);
+    coefficients(w, b, h, i0, n, c.grad_sinks && c0 == 0);
+    const int32_t first = (int32_t)most(c0, w.lanes->first), last = (int32_t)least(c1, w.lanes->last);
+    int starts[BK / MR], stops[BK / MR]; // vectors that see some of MR keys
     for (int32_t j0 = first; j0 < last; j0 += BK) {
       const int keys = (int)least(BK, last - j0);
-      const bool open = w.lanes.open(j0, j0 + keys);
-      Rows k = rows_at(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], keys, c.dim, wide, w.key_rows);
-      Rows v{};
+      const bool open = w.lanes->open(j0, j0 + keys);
+      const int64_t k_at = place(c.k_stride, b, g, j0), v_at = place(c.v_stride, b, g, j0);
+      for (int r = 0; r < keys; r += MR) {
+        starts[r / MR] = 0, stops[r / MR] = w.lanes->vectors;
+        if (!open) w.lanes->active(j0 + r, j0 + (int)least(r + MR, keys), starts[r / MR], stops[r / MR]);
+      }
+      // to[key][lane] = left · right
+      auto dots = [&](const Matrix<E> &left, const E *right, int64_t width, float *to) {
+        for (int r = 0; r < keys; r += MR) {
+          const int from = starts[r / MR];
+          product<Product, false>((int)least(MR, keys - r), stops[r / MR] - from, left.data + r * left.stride,
+                                  left.stride, 1, right + from * W, BQ, to + (int64_t)r * BQ + from * W, BQ,
+                                  (int)In::depth(width));
+        }
+      };
+      dots(In::across(c, c.k, k_at, c.k_stride[2], keys, c.dim, w.keys), w.queries, c.dim, w.scores);
       if (values)
-        v = rows_at(c, c.v, place(c.v_stride, b, g, j0), c.v_stride[2], keys, c.value_dim, value_wide, w.value_rows);
-      for (int r = 0; r < keys; r += MR) {
-        const int size = (int)least(MR, keys - r);
-        int from = 0, to = w.lanes.vectors;
-        if (!open) w.lanes.active(j0 + r, j0 + r + size, from, to);
-        starts[r / MR] = from, stops[r / MR] = to;
-        const int64_t at = (int64_t)r * BQ + from * W;
-        product<Float, false>(size, to - from, k.data + r * k.stride, k.stride, 1, w.queries + from * W, BQ,
-                              w.scores + at, BQ, (int)c.dim);
-        if (values)
-          product<Float, false>(size, to - from, v.data + r * v.stride, v.stride, 1, w.grads + from * W, BQ,
-                                w.slopes + at, BQ, (int)c.value_dim);
-      }
-      if (!plain) finish_scores(c, w.lanes, b, h, i0, n, j0, keys, w.scores, c.softcap != 0 ? w.capped : nullptr);
-      for (int r = 0; r < keys; r++) {
-        const int from = starts[r / MR], to = stops[r / MR];
+        dots(In::across(c, c.v, v_at, c.v_stride[2], keys, c.value_dim, w.values), w.grads,
+             c.value_dim, w.slopes);
+      if (!plain) finish_scores(c, *w.lanes, b, h, i0, n, j0, keys, w.scores, c.softcap != 0 ? w.capped : nullptr);
+      for (int k = 0; k < keys; k += STEP) {
         if (stats)
-          one_key<true>(w, j0 + r, r, from, to, open, digits);
+          soften<true>(w, j0, k, keys, starts[k / MR], stops[k / MR], open, digits);
         else
-          one_key<false>(w, j0 + r, r, from, to, open, digits);
+          soften<false>(w, j0, k, keys, starts[k / MR], stops[k / MR], open, digits);
       }
-      for (int r = 0; r < keys; r += MR) {
-        const int size = (int)least(MR, keys - r);
-        const int from = starts[r / MR] * W, to = (int)least(n, stops[r / MR] * W);
-        const int64_t at = (int64_t)r * BQ + from, key = j0 + r - c0;
-        if (to <= from) continue;
-        if (values && c.grad_v)
-          product<Float, true>(size, (int)(value_wide / W), w.scores + at, BQ, 1, grad.data + from * grad.stride,
-                               grad.stride, w.dv + key * value_wide, value_wide, to - from);
-        if (c.grad_k)
-          product<Float, true>(size, (int)(wide / W), w.slopes + at, BQ, 1, q.data + from * q.stride, q.stride,
-                               w.dk + key * wide, wide, to - from);
-      }
+      // to[key] += Σ block[key][lane] · rows[lane]
+      auto to_keys = [&](const E *block, const Matrix<E> &rows, int64_t width, float *to) {
+        for (int r = 0; r < keys; r += MR) {
+          const int from = starts[r / MR] * W / STEP, end = ((int)least(n, stops[r / MR] * W) + STEP - 1) / STEP;
+          if (end > from)
+            product<Product, true>((int)least(MR, keys - r), (int)(width / W), block + r * (BQ / STEP) + from,
+                                   BQ / STEP, 1, rows.data + from * rows.stride, rows.stride,
+                                   to + (j0 + r - c0) * width, width, end - from);
+        }
+      };
+      if (values && c.grad_v) to_keys(w.weights, grad, value_wide, w.dv);
+      if (c.grad_k) to_keys(w.over_lanes, q, wide, w.dk);
       if (!c.grad_q) continue;
       // Keys that nobody in a vector may see were left out above: there, dS is 0.
-      for (int r = 0; r < keys; r++)
-        for (int v = 0; v < w.lanes.vectors; v++)
-          if (v < starts[r / MR] || v >= stops[r / MR]) store(w.slopes + (int64_t)r * BQ + v * W, vf{});
+      for (int k = 0; k < keys; k += STEP)
+        for (int v = 0; v < w.lanes->vectors; v++)
+          if (v < starts[k / MR] || v >= stops[k / MR]) In::keep_over_keys(vf{}, vf{}, w.over_keys, k, v);
+      const Matrix<E> k = In::down(c, c.k, k_at, c.k_stride[2], keys, c.dim, w.key_rows);
       for (int i = 0; i < n; i += MR) {
         const int size = (int)least(MR, n - i);
         int32_t from = j0, to = j0 + keys;
-        if (!open) w.lanes.keys_of(i, i + size, j0, j0 + keys, from, to);
+        if (!open) w.lanes->keys_of(i, i + size, j0, j0 + keys, from, to);
+        from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
         if (to > from)
-          product<Float, true>(size, (int)(wide / W), w.slopes + (int64_t)(from - j0) * BQ + i, 1, BQ,
-                               k.data + (from - j0) * k.stride, k.stride, w.dq + i * wide, wide, to - from);
+          product<Product, true>(size, (int)(wide / W), w.over_keys + (int64_t)from * BQ + i, 1, BQ,
+                                 k.data + from * k.stride, k.stride, w.dq + i * wide, wide, to - from);
       }
     }
   }
@@ -208,21 +232,24 @@ struct Backward {
   // The chunks split, split + splits, … of one key/value head.
   void task(int64_t number, headwise::Scratch &scratch) const {
     const int64_t split = number % splits, b = number / splits / c.kv_heads, g = number / splits % c.kv_heads;
-    Room w(scratch, *this);
+    Room w;
+    w.take(&scratch, *this);
+    w.weights = In::over_lanes(w.scores, w.weights), w.over_lanes = In::over_lanes(w.slopes, w.over_lanes);
+    w.over_keys = In::over_keys(w.slopes, w.over_keys);
     for (int64_t chunk = split; chunk < chunks; chunk += splits) {
       const int64_t c0 = chunk * CHUNK, c1 = least(c0 + CHUNK, c.keys);
-      __builtin_memset(w.dk, 0, (c1 - c0) * wide * sizeof(float));
-      __builtin_memset(w.dv, 0, (c1 - c0) * value_wide * sizeof(float));
+      if (c.grad_k) __builtin_memset(w.dk, 0, (c1 - c0) * wide * sizeof(float));
+      if (c.grad_v) __builtin_memset(w.dv, 0, (c1 - c0) * value_wide * sizeof(float));
       for (int64_t h = g * group; h < (g + 1) * group; h++)
         for (int64_t i0 = 0; i0 < c.queries; i0 += BQ) {
           const int n = (int)least(BQ, c.queries - i0);
-          w.lanes.set(c, b, h, i0, n);
+          w.lanes->set(c, b, h, i0, n);
           __builtin_memset(w.dq, 0, n * wide * sizeof(float));
-          const bool meets = w.lanes.first < c1 && c0 < w.lanes.last;
+          const bool meets = w.lanes->first < c1 && c0 < w.lanes->last;
           if (meets)
             block(w, b, h, i0, n, (int32_t)c0, (int32_t)c1);
           else if (chunk == 0 && c.grad_sinks)
-            coefficients(w, b, h, i0, n, gradients(w, b, h, i0, n), true);
+            coefficients(w, b, h, i0, n, true);
           if (!c.grad_q) continue;
           if (!partial) {
             for (int i = 0; i < n; i++)
@@ -247,7 +274,7 @@ struct Backward {
       if (!partial) return HW_NO_MEMORY;
     }
     auto work = [&](int64_t number, headwise::Scratch &room) { task(number, room); };
-    bool done = headwise::for_each_task(c.batch * c.kv_heads * splits, c.threads, bytes(), work);
+    bool done = headwise::for_each_task(c.batch * c.kv_heads * splits, c.threads, Room().take(nullptr, *this), work);
     if (done && partial) {
       auto join = [&](int64_t number, headwise::Scratch &room) {
         float *sum = room.take<float>(wide);
@@ -270,7 +297,10 @@ struct Backward {
 
 static int backward(const hw_call &call) {
   const Call c(call);
-  return Backward(c).run();
+#if defined(__AVX512BF16__)
+  if (c.dtype == HW_BFLOAT16) return Backward<InPairs>(c).run();
+#endif
+  return Backward<InFloat>(c).run();
 }
 
 } // namespace HW_ISA

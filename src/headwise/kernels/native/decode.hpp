@@ -7,15 +7,8 @@
 
 namespace HW_ISA {
 
-// Keys and values as they lie, W numbers at a time.
-template <class Product> struct Lying {
-  typedef Product By;
-  typedef typename Product::right number;
-  static HW_INLINE vf lanes(const number *p) { return Product::lanes(p); }
-};
-
-template <class In, bool ALL> struct Decode {
-  typedef typename In::number number;
+template <class Product, bool ALL> struct Decode {
+  typedef typename Product::right number; // keys and values as they lie
   static constexpr int ROWS = 8;      // queries that a key is read for, at most
   static constexpr int KEYS = 64;     // to a block
   static constexpr int AHEAD = 16;    // keys that are fetched in advance
@@ -56,7 +49,7 @@ template <class In, bool ALL> struct Decode {
         for (int64_t d = 0; d < wide; d += 64 / (int64_t)sizeof(number)) __builtin_prefetch(key + AHEAD * stride + d);
         vf sum[R] = {};
         for (int64_t d = 0; d < wide; d += W) {
-          vf x = In::lanes(key + d);
+          vf x = Product::lanes(key + d);
           for (int r = 0; r < R; r++) sum[r] = fma(load<vf>(q + r * wide + d), x, sum[r]);
         }
         for (int r = 0; r < R; r++) part[r][j] = sum[r];
@@ -152,8 +145,8 @@ template <class In, bool ALL> struct Decode {
             store(out + r * value_wide + d, load<vf>(out + r * value_wide + d) * shrink);
       }
       for (r = 0; v && r < rows; r += MR)
-        product<typename In::By, true>((int)least(MR, rows - r), (int)(value_wide / W), w.scores + r * KEYS, KEYS, 1,
-                                       v, c.v_stride[2], out + r * value_wide, value_wide, n);
+        product<Product, true>((int)least(MR, rows - r), (int)(value_wide / W), w.scores + r * KEYS, KEYS, 1, v,
+                               c.v_stride[2], out + r * value_wide, value_wide, n);
     }
     for (int r = 0; r < rows; r++) {
       w.run.top[r] = w.top[r];
@@ -175,20 +168,20 @@ template <class In, bool ALL> struct Decode {
   }
 };
 
-template <class In> static int decode_in(const Call &c) {
-  if (c.entropy || c.ahead) return in_parts(c, Decode<In, true>(c));
-  return in_parts(c, Decode<In, false>(c));
+template <class Product> static int decode_by(const Call &c) {
+  if (c.entropy || c.ahead) return in_parts(c, Decode<Product, true>(c));
+  return in_parts(c, Decode<Product, false>(c));
 }
 
 static int decode(const Call &c) {
-  if (c.dtype == HW_BFLOAT16) return decode_in<Lying<ByBFloat>>(c);
-  if (c.dtype == HW_FLOAT16) return decode_in<Lying<ByHalf>>(c);
-  return decode_in<Lying<Float>>(c);
+  if (c.dtype == HW_BFLOAT16) return decode_by<ByBFloat>(c);
+  if (c.dtype == HW_FLOAT16) return decode_by<ByHalf>(c);
+  return decode_by<Float>(c);
 }
 
 static int attention(const hw_call &call) {
   const Call c(call);
-  return Decode<Lying<Float>, false>::serves(c) ? decode(c) : forward(c);
+  return Decode<Float, false>::serves(c) ? decode(c) : forward(c);
 }
 
 } // namespace HW_ISA

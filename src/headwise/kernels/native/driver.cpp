@@ -611,7 +611,9 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
       ds *= slope;
     }
     ds *= c.scale, ds_off *= std::fabs((double)c.scale);
-    const double kq = summed(S), kk = summed(c.queries * c.heads / c.kv_heads), size = std::fabs(ds);
+    // With bfloat16 values, weights and what comes back to their scores may be bfloat16 themselves.
+    const double half = c.dtype == HW_BFLOAT16 ? UNIT[c.dtype] : 0, size = std::fabs(ds);
+    const double kq = half + summed(S), kk = half + summed(c.queries * c.heads / c.kv_heads);
     const int64_t of_k = ((b * c.kv_heads + g) * S + j) * c.dim, of_v = ((b * c.kv_heads + g) * S + j) * Dv;
     for (int64_t d = 0; d < c.dim; d++) {
       to.grad_q.add(at * c.dim + d, ds * k[d], (ds_off + kq * size) * std::fabs(k[d]));
@@ -644,7 +646,7 @@ Reference reference_of(const Case &a) {
     const double counts = a.weight.empty() ? 1 : a.weight[(size_t)i];
     for (int64_t j = 0; j < S; j++) {
       if (row.p[j] == 0) continue;
-      // Weights of bfloat16 values may be bfloat16 themselves.
+      // With bfloat16 values, weights may be bfloat16 themselves.
       const double p = row.p[j], p_off = p * row.p_off[j], v_off = p_off + (c.dtype == HW_BFLOAT16 ? p * unit : 0);
       for (int64_t d = 0; d < Dv; d++)
         to.out.add(at * Dv + d, p * v[j * Dv + d], v_off * std::fabs(v[j * Dv + d]));

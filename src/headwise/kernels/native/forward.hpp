@@ -3,11 +3,9 @@
 // et al. 2022, algorithm 1). Beside Σ p it sums p·(s − max) and p·(j − j0): entropy and E[j].
 #pragma once
 
-#include "gemm.hpp"
-#include "lanes.hpp"
+#include "operands.hpp"
 
 namespace HW_ISA {
-
 
 // Sums of one block of queries over the keys so far, all relative to the running maximum `top`, which
 // is in binary digits: scores times log2(e). Σp, Σp(s − top) in digits too, Σp(j − position).
@@ -47,7 +45,7 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
       best[v] = larger(load<vf>(row + v * W), best[v]);
     }
   }
-  vf base[N], sum[N], es[N], ej[N];
+  vf base[N], sum[N], es[N], sums[N]; // sums: of `sum` after each key, Σp·(n − k)
   bool changed = false;
   for (int v = 0; v < N; v++) {
     const int at = (v0 + v) * W;
@@ -57,18 +55,16 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
     vf shrink = select(old == splat(-INF), vf{}, weight(moved));
     store(run.top + at, top);
     store(run.factor + at, shrink);
-    vi same = shrink == splat(1.f);
-    for (int i = 0; i < W; i++) changed |= !same[i];
+    changed |= any_of(shrink != splat(1.f));
     vf total = load<vf>(run.sum + at);
     if (ALL) {
       store(run.scores + at, shrink * fma(moved, total, load<vf>(run.scores + at)));
       store(run.ahead + at, shrink * load<vf>(run.ahead + at));
     }
     store(run.sum + at, shrink * total);
-    sum[v] = es[v] = ej[v] = vf{};
+    sum[v] = es[v] = sums[v] = vf{};
   }
   const vf by = splat(factor);
-  vf step{};
   for (int k = 0; k < n; k += In::Product::step) {
     vf p[In::Product::step][N];
     for (int i = 0; i < In::Product::step; i++) {
@@ -76,27 +72,24 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
       for (int v = 0; v < N; v++) {
         if (k + i >= n || idle(k + i, v)) {
           p[i][v] = vf{};
-          continue;
+        } else {
+          vf t = fma(load<vf>(row + v * W), by, -base[v]);
+          p[i][v] = weight(t);
+          sum[v] += p[i][v];
+          if (ALL) es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
         }
-        vf t = fma(load<vf>(row + v * W), by, -base[v]);
-        p[i][v] = weight(t);
-        sum[v] += p[i][v];
-        if (ALL) {
-          es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
-          ej[v] = fma(p[i][v], step, ej[v]);
-        }
+        if (ALL && k + i < n) sums[v] += sum[v];
       }
-      step += 1.f;
     }
-    for (int v = 0; v < N; v++) In::keep(p[0][v], p[In::Product::step - 1][v], weights, k, v0 + v);
+    for (int v = 0; v < N; v++) In::keep_over_keys(p[0][v], p[In::Product::step - 1][v], weights, k, v0 + v);
   }
   for (int v = 0; v < N; v++) {
     const int at = (v0 + v) * W;
     store(run.sum + at, load<vf>(run.sum + at) + sum[v]);
     if (ALL) {
       store(run.scores + at, load<vf>(run.scores + at) + es[v]);
-      vf start_at = __builtin_convertvector(splat(j0) - load<vi>(lanes.position + at), vf);
-      store(run.ahead + at, load<vf>(run.ahead + at) + fma(start_at, sum[v], ej[v]));
+      vf end_at = __builtin_convertvector(splat(j0 + n) - load<vi>(lanes.position + at), vf);
+      store(run.ahead + at, load<vf>(run.ahead + at) + fma(end_at, sum[v], -sums[v]));
     }
   }
   return changed;
@@ -105,17 +98,18 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
 // The scores of each lane at key 0, before its position and at it, as far as they are in this block.
 static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, int32_t j0, int n,
                                const float *scores) {
-  if (c.first && j0 == 0)
-    for (int i = 0; i < lanes.vectors * W; i++)
-      if (lanes.low[i] == 0 && lanes.high[i] > 0) run.first[i] = scores[i];
-  if (!c.previous && !c.self) return;
-  for (int i = 0; i < lanes.vectors * W; i++) {
-    int32_t j = lanes.position[i];
-    if (j >= j0 && j < j0 + n && lanes.low[i] <= j && j < lanes.high[i])
-      run.self[i] = scores[(int64_t)(j - j0) * BQ + i];
-    j--;
-    if (j >= j0 && j < j0 + n && lanes.low[i] <= j && j < lanes.high[i])
-      run.previous[i] = scores[(int64_t)(j - j0) * BQ + i];
+  for (int v = 0; v < lanes.vectors; v++) {
+    const int at = v * W;
+    const vi low = load<vi>(lanes.low + at), high = load<vi>(lanes.high + at);
+    if (c.first && j0 == 0)
+      store(run.first + at, select((low == 0) & (high > 0), load<vf>(scores + at), load<vf>(run.first + at)));
+    auto note = [&](float *to, vi j) {
+      const vi there = (j >= j0) & (j < j0 + n) & (low <= j) & (j < high);
+      if (any_of(there)) store(to + at, gathered(load<vf>(to + at), there, scores + at, (j - j0) * BQ + lanes_of()));
+    };
+    const vi position = load<vi>(lanes.position + at);
+    if (c.self) note(run.self, position);
+    if (c.previous) note(run.previous, position - 1);
   }
 }
 
@@ -148,7 +142,10 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
     const int count = (int)least(W, n - at);
     auto put = [&](float *to, vf x) {
       x = select(dead, vf{}, x);
-      if (to) __builtin_memcpy(to + row0 + at, &x, count * sizeof(float));
+      if (to && count == W)
+        store(to + row0 + at, x);
+      else if (to)
+        __builtin_memcpy(to + row0 + at, &x, count * sizeof(float));
     };
     if (ALL) {
       vf entropy = fma(es * inverse, splat(-LN_2), logs);
@@ -167,115 +164,11 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
   }
 }
 
-// ── what is multiplied ──────────────────────────────────────────────────────────────────────────
-
-template <class E> struct Matrix {
-  const E *data;
-  int64_t stride;
-};
-
-// Everything in float32; halves are widened as they are read.
-struct InFloat {
-  static constexpr int BK = 48; // keys to a block
-  typedef Float Product;
-  typedef float element;
-
-  static int64_t depth(const Call &c) { return c.dim; } // elements of a score's sum
-  static int64_t row_room(const Call &c) { return most(BQ, BK) * padded(c.dim); }
-  static int64_t value_room(const Call &c) { return BK * padded(c.value_dim); }
-  static int64_t weight_room() { return 0; }
-
-  // Queries or keys laid on their side, and as rows.
-  static void lay_rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, float *room, float *to) {
-    Rows rows = rows_at(c, tensor, at, stride, n, c.dim, padded(c.dim), room);
-    lay(rows.data, rows.stride, n, padded(c.dim), to);
-  }
-  static void change_sign(const Call &c, float *laid) {
-    for (int64_t i = 0; i < c.dim * BQ; i++) laid[i] *= c.sign;
-  }
-  static Matrix<float> rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, float *room) {
-    Rows found = rows_at(c, tensor, at, stride, n, c.dim, c.dim, room);
-    return {found.data, found.stride};
-  }
-  static Matrix<float> values(const Call &c, int64_t at, int n, float *room) {
-    Rows rows = rows_at(c, c.v, at, c.v_stride[2], n, c.value_dim, padded(c.value_dim), room);
-    return {rows.data, rows.stride};
-  }
-  static float *weights(float *scores, float *) { return scores; } // in place
-  static HW_INLINE void keep(vf p, vf, float *weights, int k, int v) {
-    store(weights + (int64_t)k * BQ + v * W, p);
-  }
-};
-
-#if defined(__AVX512BF16__)
-// Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
-struct InPairs {
-  static constexpr int BK = 96; // keys to a block
-  typedef Pair Product;
-  typedef uint32_t element;
-
-  static int64_t depth(const Call &c) { return (c.dim + 1) / 2; }
-  static int64_t row_room(const Call &c) { return most(BQ, BK) * padded(depth(c)); }
-  static int64_t value_room(const Call &c) { return (BK + 1) / 2 * padded(c.value_dim); }
-  static int64_t weight_room() { return (BK + 1) / 2 * BQ; }
-
-  // Rows of pairs, in place where they lie so; `wide` pairs to a row, zeros at the end.
-  static Matrix<uint32_t> pairs(const Call &c, const void *tensor, int64_t at, int64_t stride, int n,
-                                int64_t wide, uint32_t *room) {
-    const uint16_t *from = (const uint16_t *)tensor + at;
-    if (c.dim == 2 * wide && stride % 2 == 0 && (uintptr_t)from % 4 == 0)
-      return {(const uint32_t *)from, stride / 2};
-    for (int i = 0; i < n; i++) {
-      uint16_t *row = (uint16_t *)(room + i * wide);
-      __builtin_memcpy(row, from + i * stride, c.dim * sizeof(uint16_t));
-      __builtin_memset(row + c.dim, 0, (2 * wide - c.dim) * sizeof(uint16_t));
-    }
-    return {room, wide};
-  }
-  static void lay_rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, uint32_t *room,
-                       uint32_t *to) {
-    const int64_t wide = padded(depth(c));
-    Matrix<uint32_t> found = pairs(c, tensor, at, stride, n, wide, room);
-    lay((const float *)found.data, found.stride, n, wide, (float *)to); // moves bits only
-  }
-  static void change_sign(const Call &c, uint32_t *laid) {
-    for (int64_t i = 0; i < depth(c) * BQ; i++) laid[i] = c.sign == 0.f ? 0 : laid[i] ^ 0x80008000;
-  }
-  static Matrix<uint32_t> rows(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, uint32_t *room) {
-    return pairs(c, tensor, at, stride, n, depth(c), room);
-  }
-  // to[key / 2][d]: the values of an even key and of the next.
-  static Matrix<uint32_t> values(const Call &c, int64_t at, int n, uint32_t *room) {
-    const int64_t wide = padded(c.value_dim), stride = c.v_stride[2];
-    const uint16_t *from = (const uint16_t *)c.v + at;
-    for (int k = 0; k < n; k += 2) {
-      const uint16_t *even = from + k * stride, *odd = even + stride;
-      uint32_t *to = room + k / 2 * wide;
-      int64_t d = 0;
-      for (; d + W <= c.value_dim; d += W) {
-        vu low = __builtin_convertvector(load<vh>(even + d), vu);
-        vu high = k + 1 < n ? __builtin_convertvector(load<vh>(odd + d), vu) : vu{};
-        store(to + d, low | (high << 16));
-      }
-      for (; d < wide; d++)
-        to[d] = d < c.value_dim ? even[d] | (k + 1 < n ? (uint32_t)odd[d] << 16 : 0) : 0;
-    }
-    return {room, wide};
-  }
-  static uint32_t *weights(float *, uint32_t *room) { return room; }
-  static HW_INLINE void keep(vf even, vf odd, uint32_t *weights, int k, int v) {
-    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                         6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-    store(weights + (int64_t)(k / 2) * BQ + v * W, _mm512_permutexvar_epi16(zip, both));
-  }
-};
-#endif
-
 // ── a block of queries ──────────────────────────────────────────────────────────────────────────
 
 template <class In> struct Workspace {
   typedef typename In::element E;
+  static constexpr int ROWS = BQ > In::BK ? BQ : In::BK; // queries or keys
   Lanes &lanes;
   Running &run;
   float *scores, *out;
@@ -283,15 +176,16 @@ template <class In> struct Workspace {
 
   Workspace(headwise::Scratch &s, const Call &c)
       : lanes(*s.take<Lanes>(1)), run(*s.take<Running>(1)), scores(s.take<float>(In::BK * BQ)),
-        out(s.take<float>(BQ * padded(c.value_dim))), queries(s.take<E>(padded(In::depth(c)) * BQ)),
-        rows(s.take<E>(In::row_room(c))), values(s.take<E>(In::value_room(c))),
-        weights(s.take<E>(In::weight_room())) {}
+        out(s.take<float>(BQ * padded(c.value_dim))), queries(s.take<E>(padded(In::depth(c.dim)) * BQ)),
+        rows(s.take<E>(In::across_room(c.dim, ROWS))), values(s.take<E>(In::down_room(c.value_dim, In::BK))),
+        weights(s.take<E>(In::block_room(In::BK))) {}
 
   static int64_t bytes(const Call &c) {
     typedef headwise::Scratch S;
     return S::size_of<Lanes>(1) + S::size_of<Running>(1) + S::size_of<float>(In::BK * BQ) +
-           S::size_of<float>(BQ * padded(c.value_dim)) + S::size_of<E>(padded(In::depth(c)) * BQ) +
-           S::size_of<E>(In::row_room(c)) + S::size_of<E>(In::value_room(c)) + S::size_of<E>(In::weight_room());
+           S::size_of<float>(BQ * padded(c.value_dim)) + S::size_of<E>(padded(In::depth(c.dim)) * BQ) +
+           S::size_of<E>(In::across_room(c.dim, ROWS)) + S::size_of<E>(In::down_room(c.value_dim, In::BK)) +
+           S::size_of<E>(In::block_room(In::BK));
   }
 };
 
@@ -312,18 +206,19 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
                       Workspace<In> &w) {
   typedef typename In::Product Product;
   constexpr int STEP = Product::step, BK = In::BK;
-  typename In::element *const weights = In::weights(w.scores, w.weights);
+  typename In::element *const weights = In::over_keys(w.scores, w.weights);
   const int64_t g = h / (c.heads / c.kv_heads), wide = c.v ? padded(c.value_dim) : 0;
   const bool plain = plain_scores(c);
   const float digits = digits_of(c);
-  const int depth = (int)In::depth(c);
+  const int depth = (int)In::depth(c.dim);
   w.run.clear();
   __builtin_memset(w.out, 0, n * wide * sizeof(float));
   int8_t start[BK], stop[BK];
   for (int32_t j0 = first; j0 < last; j0 += BK) {
     const int keys = (int)least(BK, last - j0);
     const bool open = w.lanes.open(j0, j0 + keys);
-    Matrix<typename In::element> k = In::rows(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], keys, w.rows);
+    const Matrix<typename In::element> k =
+        In::across(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], keys, c.dim, w.rows);
     for (int r = 0; r < keys; r += MR) {
       const int size = (int)least(MR, keys - r);
       int from = 0, to = w.lanes.vectors;
@@ -342,7 +237,8 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
       changed |= soften<In, 1, ALL>(w.lanes, w.run, at, j0, keys, digits, open, start, stop, w.scores, weights);
     if (!c.v) continue;
     if (changed && j0 > first) rescale(w.out, wide, w.run.factor, n);
-    Matrix<typename In::element> v = In::values(c, place(c.v_stride, b, g, j0), keys, w.values);
+    const Matrix<typename In::element> v =
+        In::down(c, c.v, place(c.v_stride, b, g, j0), c.v_stride[2], keys, c.value_dim, w.values);
     for (int i = 0; i < n; i += MR) {
       const int size = (int)least(MR, n - i);
       int32_t from = 0, to = keys;
@@ -454,8 +350,8 @@ template <class In, bool ALL> struct Forward {
     const Place p = place_of(task);
     Workspace<In> w(room, c);
     w.lanes.set(c, p.b, p.h, p.i0, p.n);
-    In::lay_rows(c, c.q, place(c.q_stride, p.b, p.h, p.i0), c.q_stride[2], p.n, w.rows, w.queries);
-    if (c.sign != 1.f) In::change_sign(c, w.queries);
+    In::lay(c, c.q, place(c.q_stride, p.b, p.h, p.i0), c.q_stride[2], p.n, c.dim, w.rows, w.queries);
+    if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
     const int64_t first = w.lanes.first, all = w.lanes.last - first;
     over_keys<In, ALL>(c, p.b, p.h, p.i0, p.n, (int32_t)(first + all * split / splits),
                        (int32_t)(first + all * (split + 1) / splits), w);

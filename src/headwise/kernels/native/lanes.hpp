@@ -243,7 +243,7 @@ static inline Rows rows_at(const Call &c, const void *tensor, int64_t at, int64_
 // ── rows laid on their side ─────────────────────────────────────────────────────────────────────
 
 // to[d][lane] from rows[lane][d]; lanes beyond n are zeros. `width` is a multiple of W.
-static inline void lay(const float *rows, int64_t stride, int n, int64_t width, float *to) {
+static inline void turn_rows(const float *rows, int64_t stride, int n, int64_t width, float *to) {
   for (int v = 0; v < VQ; v++)
     for (int64_t d = 0; d < width; d += W) {
       vf x[W];

@@ -23,10 +23,10 @@ template <class In> struct Sums {
     E *keys, *rows;
     float *scores;
     Room(Scratch &s, const Call &c)
-        : keys(s.take<E>(padded(In::depth(c)) * BQ)), rows(s.take<E>(In::row_room(c))),
+        : keys(s.take<E>(padded(In::depth(c.dim)) * BQ)), rows(s.take<E>(In::across_room(c.dim, BQ))),
           scores(s.take<float>(ROWS * BQ)) {}
     static int64_t bytes(const Call &c) {
-      return Scratch::size_of<E>(padded(In::depth(c)) * BQ) + Scratch::size_of<E>(In::row_room(c)) +
+      return Scratch::size_of<E>(padded(In::depth(c.dim)) * BQ) + Scratch::size_of<E>(In::across_room(c.dim, BQ)) +
              Scratch::size_of<float>(ROWS * BQ);
     }
   };
@@ -66,14 +66,14 @@ template <class In> struct Sums {
       }
       if (from >= to) continue;
       if (!laid) {
-        In::lay_rows(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], n, w.rows, w.keys);
+        In::lay(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], n, c.dim, w.rows, w.keys);
         laid = true;
       }
       Matrix<E> q =
-          In::rows(c, c.q, place(c.q_stride, b, h, i0 + from), c.q_stride[2], to - from, w.rows);
+          In::across(c, c.q, place(c.q_stride, b, h, i0 + from), c.q_stride[2], to - from, c.dim, w.rows);
       for (int i = from; i < to; i += MR)
         product<typename In::Product, false>((int)least(MR, to - i), VQ, q.data + (i - from) * q.stride, q.stride, 1,
-                                             w.keys, BQ, w.scores + (int64_t)i * BQ, BQ, (int)In::depth(c));
+                                             w.keys, BQ, w.scores + (int64_t)i * BQ, BQ, (int)In::depth(c.dim));
       vf part[VQ] = {};
       for (int i = from; i < to; i++) {
         float *row = w.scores + (int64_t)i * BQ;

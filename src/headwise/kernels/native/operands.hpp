@@ -1,0 +1,134 @@
+// What products multiply, as it is taken from tensors: in float32, or bfloat16 in pairs. `across` a row
+// lie the elements of a sum over its width, the left of a product; `lay` lays rows on their side, as the
+// right of the same product; `down` is the right of a product that sums over the rows.
+#pragma once
+
+#include "gemm.hpp"
+#include "lanes.hpp"
+
+namespace HW_ISA {
+
+template <class E> struct Matrix {
+  const E *data;
+  int64_t stride;
+};
+
+// Everything in float32; halves are widened as they are read.
+struct InFloat {
+  static constexpr int BK = 48; // keys to a block
+  typedef Float Product;
+  typedef float element;
+
+  static int64_t depth(int64_t width) { return width; } // elements of a sum over a row
+  static int64_t across_room(int64_t width, int rows) { return rows * padded(width); }
+  static int64_t down_room(int64_t width, int rows) { return rows * padded(width); }
+  static int64_t block_room(int) { return 0; }
+
+  static Matrix<float> across(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
+                              float *room) {
+    Rows rows = rows_at(c, tensor, at, stride, n, width, width, room);
+    return {rows.data, rows.stride};
+  }
+  static Matrix<float> down(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
+                            float *room) {
+    Rows rows = rows_at(c, tensor, at, stride, n, width, padded(width), room);
+    return {rows.data, rows.stride};
+  }
+  static void lay(const Call &c, const void *tensor, int64_t at, int64_t stride, int n, int64_t width, float *room,
+                  float *to) {
+    Matrix<float> rows = down(c, tensor, at, stride, n, width, room);
+    turn_rows(rows.data, rows.stride, n, padded(width), to);
+  }
+  static void change_sign(const Call &c, float *laid, int64_t width) {
+    for (int64_t i = 0; i < width * BQ; i++) laid[i] *= c.sign;
+  }
+
+  // A block [key][lane] of scores becomes what products take of it, in place: to be summed over keys …
+  static float *over_keys(float *scores, float *) { return scores; }
+  static HW_INLINE void keep_over_keys(vf x, vf, float *block, int k, int v) {
+    store(block + (int64_t)k * BQ + v * W, x);
+  }
+  // … or over lanes.
+  static float *over_lanes(float *scores, float *) { return scores; }
+  static HW_INLINE void keep_over_lanes(vf x, vf, float *block, int k, int v) { keep_over_keys(x, x, block, k, v); }
+};
+
+#if defined(__AVX512BF16__)
+// Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
+struct InPairs {
+  static constexpr int BK = 96; // keys to a block
+  typedef Pair Product;
+  typedef uint32_t element;
+
+  static int64_t depth(int64_t width) { return (width + 1) / 2; }
+  static int64_t across_room(int64_t width, int rows) { return rows * padded(depth(width)); }
+  static int64_t down_room(int64_t width, int rows) { return (rows + 1) / 2 * padded(width); }
+  static int64_t block_room(int keys) { return (keys + 1) / 2 * BQ; }
+
+  // Rows of `wide` pairs, in place where they lie so, zeros at the end.
+  static Matrix<uint32_t> pairs(const void *tensor, int64_t at, int64_t stride, int n, int64_t width, int64_t wide,
+                                uint32_t *room) {
+    const uint16_t *from = (const uint16_t *)tensor + at;
+    if (width == 2 * wide && stride % 2 == 0 && (uintptr_t)from % 4 == 0)
+      return {(const uint32_t *)from, stride / 2};
+    for (int i = 0; i < n; i++) {
+      uint16_t *row = (uint16_t *)(room + i * wide);
+      __builtin_memcpy(row, from + i * stride, width * sizeof(uint16_t));
+      __builtin_memset(row + width, 0, (2 * wide - width) * sizeof(uint16_t));
+    }
+    return {room, wide};
+  }
+  static Matrix<uint32_t> across(const Call &, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
+                                 uint32_t *room) {
+    return pairs(tensor, at, stride, n, width, depth(width), room);
+  }
+  // to[row / 2][d]: the numbers of an even row and of the next.
+  static Matrix<uint32_t> down(const Call &, const void *tensor, int64_t at, int64_t stride, int n, int64_t width,
+                               uint32_t *room) {
+    const int64_t wide = padded(width);
+    const uint16_t *from = (const uint16_t *)tensor + at;
+    for (int k = 0; k < n; k += 2) {
+      const uint16_t *even = from + k * stride, *odd = even + stride;
+      uint32_t *to = room + k / 2 * wide;
+      int64_t d = 0;
+      for (; d + W <= width; d += W) {
+        vu low = __builtin_convertvector(load<vh>(even + d), vu);
+        vu high = k + 1 < n ? __builtin_convertvector(load<vh>(odd + d), vu) : vu{};
+        store(to + d, low | (high << 16));
+      }
+      for (; d < wide; d++) to[d] = d < width ? even[d] | (k + 1 < n ? (uint32_t)odd[d] << 16 : 0) : 0;
+    }
+    return {room, wide};
+  }
+  static void lay(const Call &, const void *tensor, int64_t at, int64_t stride, int n, int64_t width, uint32_t *room,
+                  uint32_t *to) {
+    const int64_t wide = padded(depth(width));
+    Matrix<uint32_t> found = pairs(tensor, at, stride, n, width, wide, room);
+    turn_rows((const float *)found.data, found.stride, n, wide, (float *)to); // moves bits only
+  }
+  static void change_sign(const Call &c, uint32_t *laid, int64_t width) {
+    for (int64_t i = 0; i < depth(width) * BQ; i++) laid[i] = c.sign == 0.f ? 0 : laid[i] ^ 0x80008000;
+  }
+
+  static uint32_t *over_keys(float *, uint32_t *room) { return room; }
+  static HW_INLINE void keep_over_keys(vf even, vf odd, uint32_t *block, int k, int v) {
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                         6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    store(block + (int64_t)(k / 2) * BQ + v * W, _mm512_permutexvar_epi16(zip, both(even, odd)));
+  }
+  static uint32_t *over_lanes(float *, uint32_t *room) { return room; }
+  static HW_INLINE void keep_over_lanes(vf even, vf odd, uint32_t *block, int k, int v) {
+    const __m512i rows = both(even, odd);
+    uint32_t *to = block + ((int64_t)k * BQ + v * W) / 2;
+    store(to, _mm512_castsi512_si256(rows));
+    store(to + BQ / 2, _mm512_extracti64x4_epi64(rows, 1));
+  }
+
+private:
+  static HW_INLINE __m512i both(vf even, vf odd) {
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  }
+};
+#endif
+
+} // namespace HW_ISA
