@@ -45,7 +45,7 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
       best[v] = larger(load<vf>(row + v * W), best[v]);
     }
   }
-  vf base[N], sum[N], es[N], sums[N]; // sums: of `sum` after each key, Σp·(n − k)
+  vf base[N], sum[N], es[N], ej[N];
   bool changed = false;
   for (int v = 0; v < N; v++) {
     const int at = (v0 + v) * W;
@@ -62,9 +62,10 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
       store(run.ahead + at, shrink * load<vf>(run.ahead + at));
     }
     store(run.sum + at, shrink * total);
-    sum[v] = es[v] = sums[v] = vf{};
+    sum[v] = es[v] = ej[v] = vf{};
   }
   const vf by = splat(factor);
+  vf step{};
   for (int k = 0; k < n; k += In::Product::step) {
     vf p[In::Product::step][N];
     for (int i = 0; i < In::Product::step; i++) {
@@ -72,14 +73,17 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
       for (int v = 0; v < N; v++) {
         if (k + i >= n || idle(k + i, v)) {
           p[i][v] = vf{};
-        } else {
-          vf t = fma(load<vf>(row + v * W), by, -base[v]);
-          p[i][v] = weight(t);
-          sum[v] += p[i][v];
-          if (ALL) es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
+          continue;
         }
-        if (ALL && k + i < n) sums[v] += sum[v];
+        vf t = fma(load<vf>(row + v * W), by, -base[v]);
+        p[i][v] = weight(t);
+        sum[v] += p[i][v];
+        if (ALL) {
+          es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
+          ej[v] = fma(p[i][v], step, ej[v]);
+        }
       }
+      step += 1.f;
     }
     for (int v = 0; v < N; v++) In::keep_over_keys(p[0][v], p[In::Product::step - 1][v], weights, k, v0 + v);
   }
@@ -88,8 +92,8 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
     store(run.sum + at, load<vf>(run.sum + at) + sum[v]);
     if (ALL) {
       store(run.scores + at, load<vf>(run.scores + at) + es[v]);
-      vf end_at = __builtin_convertvector(splat(j0 + n) - load<vi>(lanes.position + at), vf);
-      store(run.ahead + at, load<vf>(run.ahead + at) + fma(end_at, sum[v], -sums[v]));
+      vf start_at = __builtin_convertvector(splat(j0) - load<vi>(lanes.position + at), vf);
+      store(run.ahead + at, load<vf>(run.ahead + at) + fma(start_at, sum[v], ej[v]));
     }
   }
   return changed;
