@@ -470,6 +470,11 @@ def run(model: nn.Module, heads: Any, size: int = B, **keywords: Any) -> None:
         ({"low": [0]}, {"reference": HeadOutputs()}, r"zeros need no reference"),
         ({"low": [0]}, {"how": "resample", "size": 1}, r"batch of one"),
         ({"low": [0]}, {"how": "mean", "reference": HeadOutputs()}, r"did not reach 'low'"),
+        ([("low", 2)], {}, r"ablate\(Two, \[\('low', 2\)\], .*heads must be a dict"),
+        ([{"layer": "low", "head": 2}], {}, r"heads must be a dict of modules' names"),
+        ("low", {}, r"such as {'layers\.2\.attn': \[0, 3\]}"),
+        ({0: [1]}, {}, r"heads must be a dict"),
+        ({"low": [0]}, {"how": "mean", "reference": {"low": 0}}, r"gives, and dict is not"),
     ],
 )
 def test_faults_are_named(
@@ -501,3 +506,12 @@ def test_faults_of_references() -> None:
         run(model, {"low": [0]}, how="mean", reference=other)
     with pytest.raises(ValueError, match="no attention was seen"):
         head_outputs(model, call, [])
+
+
+def test_what_is_no_model_is_named(unchecked: None) -> None:
+    for function, given in (
+        (lambda: hw.watch(run, hw.Entropy()).__enter__(), "watch"),  # type: ignore[arg-type]
+        (lambda: ablate(run, {"low": [0]}).__enter__(), "ablate"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=rf"{given}\(run, …\): run is no nn.Module"):
+            function()

@@ -29,7 +29,17 @@ ORDER = [
     *(
         f"watching.{name}"
         for name in (
-            *("foreign", "calls", "names", "net", "roads", "nested", "own", "functional"),
+            *(
+                "foreign",
+                "calls",
+                "names",
+                "net",
+                "replaced",
+                "roads",
+                "nested",
+                "own",
+                "functional",
+            ),
             *("handwritten", "composite", "varlen", "flexible", "hugging_arguments", "hugging"),
             *("compiled", "backward", "catching", "seen_file", "seen", "watch"),
             *("outputs", "ablate", "effects", "importance"),

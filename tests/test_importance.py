@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from conftest import in_ci
 from headwise.watching.ablate import ablate
 from headwise.watching.calls import AttentionCall
 from headwise.watching.catching import catch
@@ -262,7 +263,7 @@ def test_scan_equals_loops_by_hand() -> None:
     assert not any(p.requires_grad and p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("modules", ["h*", lambda name: name != "low"])
+@pytest.mark.parametrize("modules", ["h*", ["middle", "h*"], lambda name: name != "low"])
 def test_scan_of_some_modules(modules: Any) -> None:
     model, given = Model().double().eval(), batches(B)
     effects = ablation_scan(model, loss, given, modules=modules)
@@ -282,7 +283,7 @@ def test_scan_with_means_and_other_texts() -> None:
     model, given = Model().double().eval(), batches(B)
     reference = head_outputs(model, loss, batches(4), rows=True)
     for how in ("mean", "resample"):
-        effects = ablation_scan(model, loss, given, how=how, reference=reference, seed=3)
+        effects = ablation_scan(model, loss, given, how, reference=reference, seed=3)
         with (
             torch.no_grad(),
             ablate(model, {"high": [2]}, how=how, reference=reference, seed=3),
@@ -311,7 +312,7 @@ def test_the_estimate_is_exact_where_the_loss_is_linear_in_a_head() -> None:
 # --- tables ----------------------------------------------------------------------------------
 
 
-def test_a_head_of_each_table_in_one_row() -> None:
+def test_a_head_of_each_table_in_one_row(unchecked: None) -> None:
     model, given = Model().double().eval(), batches(B)
     with hw.watch(model, hw.Entropy()) as seen:
         loss(model, given[0])
@@ -324,8 +325,21 @@ def test_a_head_of_each_table_in_one_row() -> None:
     assert all({"entropy", "calls", "importance", "importance_se"} <= set(row) for row in table)
     assert ["ablation" in row for row in table] == [False] * HEADS + [True] * HEADS
     assert "importance" not in seen.table()[0]
+    assert join_tables(seen, effects, some) == table
+    for no_table in (["low", "high"], [{"layer": "low"}], 3):
+        with pytest.raises(ValueError, match="is no table of heads; give rows with a layer and a"):
+            join_tables(effects, no_table)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head 0 of 'low' has more than one importance"):
         join_tables(effects.table(), [{"layer": "low", "head": 0, "importance": -1.0}])
+
+
+def test_pandas_has_the_same_rows() -> None:
+    if not in_ci():
+        pytest.importorskip("pandas")
+    effects = importance(Model().double(), loss, batches(B))
+    for normalise in (False, True):
+        frame = effects.to_pandas(normalise=normalise)
+        assert frame.to_dict("records") == effects.table(normalise=normalise)
 
 
 def test_normalised_by_layer() -> None:
@@ -368,6 +382,11 @@ def _without_gradients(model: Any, batch: Any) -> Tensor:
         return loss(model, batch)
 
 
+def _in_inference_mode(model: Any, batch: Any) -> Tensor:
+    with torch.inference_mode():
+        return loss(model, batch)
+
+
 def _of_another_size(model: Any, batch: Any) -> Tensor:
     return loss(model, batch)[:2]
 
@@ -380,7 +399,8 @@ def _of_another_size(model: Any, batch: Any) -> Tensor:
         (_not_finite, r"is not finite"),
         (_without_model, r"no attention was seen"),
         (_detached, r"must not be detached"),
-        (_without_gradients, r"runs 'low' without gradients"),
+        (_without_gradients, r"runs 'low' without gradients\."),
+        (_in_inference_mode, r"runs 'low' without gradients \(torch.inference_mode\)"),
         (_of_another_size, r"the loss has 2 samples, and 'low' was called with a batch of 3"),
     ],
 )
@@ -396,6 +416,8 @@ def test_faults_of_batches(unchecked: None) -> None:
     def mixed(model: Any, batch: Any) -> Tensor:
         return model.low(batch[0]).mean() + model.high(batch[0][:1]).mean()
 
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch.inference_mode\(\) is on"):
+        importance(Model().double(), loss, batches(B))
     with pytest.raises(ValueError, match=r"different sizes \({'low': 3, 'high': 1}\)"):
         importance(Model().double(), mixed, batches(B))
 
@@ -406,7 +428,7 @@ def test_faults_of_batches(unchecked: None) -> None:
         (_tokens, {}, r"gave \[3, 7\]; it must give"),
         (_not_finite, {}, r"is not finite"),
         (_without_model, {}, r"no attention was seen"),
-        (loss, {"modules": "middle"}, r"no attention was seen"),
+        (loss, {"modules": "middle"}, r"modules='middle' left out all that attended: low, high"),
         (loss, {"how": "noise"}, r"one of zero, mean, resample"),
     ],
 )
@@ -415,6 +437,20 @@ def test_faults_of_the_scan(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ablation_scan(Model().double().eval(), loss, batches(B), **keywords)
+
+
+@pytest.mark.parametrize("function", [importance, ablation_scan, head_outputs])
+def test_what_is_given_in_another_place_is_named(unchecked: None, function: Any) -> None:
+    model, ids = Model().eval(), torch.randn(B, T, E)
+    name = function.__name__
+    for single in (ids, {"input_ids": ids}, "a text", 3):
+        said = rf"{name}\(Model, …\): batches must be .* {type(single).__name__} is none.*\[batch\]"
+        with pytest.raises(ValueError, match=said):
+            function(model, loss, single)
+    with pytest.raises(ValueError, match=rf"{name}\(loss, …\): loss is no nn.Module"):
+        function(loss, model, batches(B))
+    with pytest.raises(ValueError, match=r"loss must be a function.* list is none"):
+        function(model, batches(B), loss)
 
 
 def test_the_scan_refuses_training_mode() -> None:

@@ -22,7 +22,7 @@ from headwise.gpt import GPT, GPTConfig, load
 from headwise.looked import finite
 from headwise.looking import LookError, look, token_texts
 from headwise.looking.similar import similarity
-from headwise.looking.terminal import module_lines, table
+from headwise.looking.terminal import module_lines, summary, table
 from headwise.looking.tokens import _byte_of_letter, _piece_text
 from headwise.naming import NO_LABEL, label_head
 
@@ -309,6 +309,42 @@ def test_every_byte_has_its_letter() -> None:
         assert _piece_text(text, False) == text
     assert _piece_text("\u2581so", False) == " so"
     assert [_piece_text(f"<0x{byte}>", False) for byte in ("0A", "E2")] == ["\n", "\\xe2"]
+
+
+@pytest.mark.parametrize(("text", "few"), [("so on " * 9, True), (TEXT, False)])
+def test_a_text_of_few_different_tokens_is_said_to_be_one(
+    model: GPT, tokenizer, text: str, few: bool
+) -> None:
+    seen = look(model, tokenizer, text, context=13)
+    ids = tokenizer.encode(text).ids[:13]
+    equal = np.mean([ids[i] == ids[j] for i in range(13) for j in range(13) if i != j])
+    said = (
+        f"The text has only {len(set(ids))} different tokens: even attention would put "
+        f"{equal:.0%} of its weight on equal ones"
+    )
+    assert seen.provenance["notice"].startswith("Only the first 13 of")
+    assert (said in seen.provenance["notice"]) == few
+    assert (said in summary(seen, [])[1]) == few
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("{model}", None, TEXT), r"tokenizer=None: the model reads text, so give its tokenizer"),
+        (("{model}", "gpt2", TEXT), r"tokenizer='gpt2': the model reads text"),
+        (("gpt2", "{tokenizer}", TEXT), r"look\('gpt2', …\): the model is to be a module"),
+        (("{model}", "{tokenizer}", b"x"), r"text \(bytes\) is no string, and GPT reads text"),
+        (("{model}", "{tokenizer}", None), r"text \(NoneType\) is no string"),
+        (("{model}", "{tokenizer}", [TEXT, b"x"]), r"text, text 2 \(bytes\) is no string"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    model: GPT, tokenizer, unchecked: None, arguments: tuple[Any, ...], says: str
+) -> None:
+    there = {"{model}": model, "{tokenizer}": tokenizer}
+    given = [there.get(one, one) if isinstance(one, str) else one for one in arguments]
+    with pytest.raises(LookError, match=says):
+        look(*given)
 
 
 def test_labels_in_rows_follow_the_rules(model: GPT, tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from headwise.looked import Look, load
 from headwise.looking import LookError, look
 from headwise.looking.folders import load_folder
 from headwise.looking.subjects import subject_of
+from headwise.looking.terminal import summary
 from headwise.looking.texts import Texts
 from headwise.naming import is_delimiter
 from headwise.watching.ablate import ablate
@@ -488,6 +490,67 @@ def test_models_of_sound_are_refused() -> None:
         look(WhisperModel(config), None, TEXT)
 
 
+def test_models_with_two_towers_are_refused_and_their_towers_looked_at(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 3}
+    _, tokenizer = load_folder(folders["bert"])
+    _, processor = load_folder(folders["vit"])
+    model = CLIPModel(
+        CLIPConfig(
+            text_config=sizes | {"vocab_size": len(tokenizer)},
+            vision_config=sizes | {"image_size": 32, "patch_size": 8},
+            projection_dim=8,
+        )
+    )
+    model.save_pretrained(tmp_path / "clip")
+    tokenizer.save_pretrained(tmp_path / "clip")
+    picture = folders["vit"].parent / "picture.png"
+    for what in (("--text", folders["bert"] / "config.json"), ("--image", picture)):
+        code, out, err = run(capsys, "--model", tmp_path / "clip", *what, "--json")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "CLIPModel has a tower for texts" in err
+        assert "model.text_model or model.vision_model" in err
+    assert len(look(model.text_model, tokenizer, TEXT).rows) == 3
+    processor.size = {"height": 32, "width": 32}
+    seen = look(model.vision_model, processor, picture)
+    assert (len(seen.rows), len(seen.streams[0].tokens)) == (3, 17)
+
+
+def test_what_is_no_image_and_what_reads_none_is_refused(folders: dict[str, Path]) -> None:
+    model, processor = load_folder(folders["vit"])
+    _, tokenizer = load_folder(folders["bert"])
+    picture = folders["vit"].parent / "picture.png"
+    for reader, given, says in (
+        (processor, b"x", r"text \(bytes\) is no image"),
+        (processor, TEXT, r"text \(str\) is no image"),
+        (None, picture, "tokenizer=None: ViTForImageClassification reads images"),
+        (tokenizer, picture, "so give its image processor there"),
+    ):
+        with pytest.raises(LookError, match=says):
+            look(model, reader, given)
+
+
+def test_windows_are_places_of_their_own(folders: dict[str, Path]) -> None:
+    """What the terminal counts, the page counts too: the image's tokens, not a window's."""
+    from transformers import SwinConfig, SwinModel
+
+    _, processor = load_folder(folders["vit"])
+    processor.size = {"height": 32, "width": 32}
+    config = SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[1], num_heads=[2], window_size=4
+    )
+    seen = look(SwinModel(config), processor, folders["vit"].parent / "picture.png")
+    assert [(one.name, len(one.tokens)) for one in seen.streams] == [
+        ("image", 64),
+        ("16 positions", 16),
+    ]
+    assert "64 tokens of an image" in summary(seen, [])[0]
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -554,6 +617,13 @@ def test_two_results_are_compared(
     assert (code, err) == (0, "")
     assert out.startswith("A: model on one\nB: model on other\n")
     assert page.exists()
+    half = look(model.half(), tokenizer, TEXT, text_name="one").save(tmp_path / "half.json")
+    model.float()
+    code, out, err = run(capsys, "--compare", one, half)
+    assert (code, err) == (0, "")
+    assert out.startswith("A: model on one, float32\nB: model on one, float16\n")
+    assert not re.search(r"[-+]?\b0\.00\b", out)
+    assert re.search(r" [-+]\d(\.\d+)?e-\d ", out)
     code, out, err = run(capsys, "--compare", one, other, "--json")
     assert (code, err) == (0, "")
     rows = json.loads(out)
@@ -581,7 +651,7 @@ def test_two_results_are_compared(
         (["--model", "{llama}", "--text", "{text}", "--dtype", "int8"], "--dtype int8"),
         (["--model", "{llama}", "--text", "{text}", "--device", "tpu"], "--device tpu"),
         (["--model", "{llama}", "--texts", "{tmp}/gone"], "gone: no such file"),
-        (["--compare", "{tmp}/gone", "{tmp}/gone"], "gone"),
+        (["--compare", "{tmp}/gone", "{tmp}/gone"], "gone: cannot be read (No such file"),
         (["--compare", "{text}", "{text}"], "text"),
         (["--compare", "{text}", "{text}", "--model", "{llama}"], "--compare"),
         (["--model", "{llama}", "--text", "{text}", "--save", "{tmp}/no/a.json"], "cannot write"),
@@ -654,7 +724,20 @@ def test_pickled_damaged_and_missing_files(folders: dict[str, Path], tmp_path: P
     weights.write_bytes(whole)
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(FolderError, match="holds no tokenizer"):
+    with pytest.raises(FolderError, match=r"holds no tokenizer; copy the model's tokenizer\.json"):
+        load_folder(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(FolderError, match="transformers cannot read it"):
+        load_folder(folder)
+    folder = changed(folders["llama"], tmp_path / "llama")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(FolderError, match=r"holds no tokenizer; copy the model's tokenizer\.json"):
+        load_folder(folder)
+    folder = changed(folders["vit"], tmp_path / "vit")
+    for path in folder.glob("*processor*"):
+        path.unlink()
+    with pytest.raises(FolderError, match=r"no image processor; copy .* preprocessor_config\.json"):
         load_folder(folder)
 
 

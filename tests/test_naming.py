@@ -189,6 +189,14 @@ def test_what_was_not_seen_is_missing_not_denied() -> None:
         name_heads(Watched())
 
 
+def test_a_table_is_no_watched_model(unchecked: None) -> None:
+    parts = made(causal=True)[1]
+    seen = seen_of(parts, (hw.LSE(),), mask=hw.Causal())
+    for given in ((seen.table(),), (seen, seen.table())):
+        with pytest.raises(ValueError, match=r"name_heads\(list\): give what watch\(\) saw"):
+            name_heads(*given)  # type: ignore[arg-type]
+
+
 def test_repeats_of_other_modules_name_nobody() -> None:
     names, parts, mask = made(causal=True)
     seen = seen_of(parts, naming_statistics(), mask=mask)

@@ -42,6 +42,10 @@ def hostile_look() -> Look:
     look.provenance.update(model="<b>tiny", text=HOSTILE[2], loss_text=2.5)
     for row in look.rows:
         row["module"] = f"<i>{row['module']}"
+    for named in (*look.rules, *(label for row in look.rows for label in row["labels"])):
+        named["label"] = f"<b>{named['label']}"
+    for rule in look.rules:
+        rule["brief"] = f"<b>{rule['brief']}"
     look.rows[1]["labels"].append(
         {"label": HOSTILE[0], "key": "entropy", "score": 1.0, "threshold": 2.0, "coverage": 1.0}
     )
@@ -69,6 +73,7 @@ def results(text: str) -> Any:
 
 def test_the_file_holds_the_looks_own_document(seen: Look, page_file: Path) -> None:
     (found,) = results(page_file.read_text("utf-8"))
+    assert found.pop("title") == f"<b>tiny on {HOSTILE[2]}"
     made = dict(found.pop("made"))
     assert found == document(seen)
     assert made["Model"] == "<b>tiny: 2 attention layers, 3 heads each"
@@ -254,6 +259,10 @@ def test_a_label_is_singled_out_in_the_map_the_table_and_the_scatter(tab: Tab, s
     counts = {name: sum(has_label(row, name) for row in seen.rows) for name in (NONE, HOSTILE[0])}
     for name in [first_label(seen.rows[0]), HOSTILE[0]]:
         button = tab.page.locator("#legend button", has_text=name)
+        coloured = sum(first_label(row) == name for row in seen.rows)
+        further = sum(has_label(row, name) for row in seen.rows) - coloured
+        tail = f" ({further} as a further label)" if further else ""
+        assert button.text_content() == f"{name} {coloured + further}{tail}"
         button.click()
         shown = flat(tab.plotted("heads"))
         mine = [has_label(row, name) for row in seen.rows]
@@ -692,6 +701,18 @@ def test_hostile_tokens_stay_text_in_every_view(tab: Tab, seen: Look) -> None:
     )
     for view in ("heads", "head", "text", "mosaic", "likeness", "scatter", "about"):
         tab.show(view)
+    tab.show("heads")
+    tab.click("#statistics label", 0)
+    written = page.locator("#heads .scatterlayer text").all_text_contents()
+    assert written == [first_label(row).replace(NONE, "–") for row in seen.rows]
+    assert any("<b>" in text for text in written)
+    page.set_viewport_size({"width": 375, "height": 900})  # the labels' short names
+    page.wait_for_timeout(100)
+    tab.drawn()
+    briefs = {rule["label"]: rule["brief"] for rule in seen.rules} | {NONE: "–"}
+    written = page.locator("#heads .scatterlayer text").all_text_contents()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert written == [briefs[first_label(row)] for row in seen.rows]
     first = TOKENS - len(HOSTILE)
     tab.show("text")
     for index, token in enumerate(HOSTILE, start=first):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from browser import PHONE, Tab, chromium
-from headwise.looked import Look
+from headwise.looked import Look, Stream
 from headwise.page import write_page
 from looks import blocks, decoder, encoder_decoder, image, large
 
@@ -145,6 +145,32 @@ def test_an_image_is_shown_with_its_patches(browser: Any, tmp_path: Path) -> Non
     assert "[CLS]" in tab.text("#strongest-title")
     for view in ("head", "mosaic", "table", "about"):
         tab.show(view)
+    tab.close()
+
+
+def test_windows_of_an_image_are_numbered_places(browser: Any, tmp_path: Path) -> None:
+    look = image()
+    small = decoder(2, 3, [str(place) for place in range(16)], scores=False)
+    window = Stream("16 positions", small.streams[0].tokens)
+    layers = [replace(layer, queries=1, keys=1, causal=False) for layer in small.layers]
+    facts = small.provenance | {"texts": 7}
+    seen = replace(small, layers=layers, streams=[*look.streams, window], provenance=facts)
+    tab = Tab(browser, write_page(seen, tmp_path / "page.html"))
+    assert tab.text("#facts") == "6 heads in 2 layers\n25 tokens of the first image\n7 images"
+    tab.show("text")
+    assert tab.text("#nav a[aria-current]") == "Image"
+    assert tab.text("#streams").split() == window.tokens
+    assert "attends over 16 places at a time" in tab.text("#text-what")
+    tab.close()
+
+
+def test_of_many_texts_the_header_counts_the_tokens_of_the_first(
+    browser: Any, tmp_path: Path
+) -> None:
+    look = decoder(1, 2, 5)
+    look.provenance["texts"] = 1_234
+    tab = Tab(browser, write_page(look, tmp_path / "page.html"))
+    assert tab.text("#facts").splitlines()[1:] == ["5 tokens of the first text", "1,234 texts"]
     tab.close()
 
 
@@ -307,6 +333,26 @@ def test_maps_of_other_lengths_have_no_difference(browser: Any, tmp_path: Path) 
     tab.close()
 
 
+def test_runs_of_one_name_are_told_apart_and_small_differences_have_digits(
+    browser: Any, tmp_path: Path
+) -> None:
+    one = decoder(1, 4, 9, scores=False)
+    changes = [0.25, -0.0021, 3.14e-7, 0.0]
+    rows = [row | {"first": row["first"] + by} for row, by in zip(one.rows, changes, strict=True)]
+    other = replace(one, rows=rows, provenance=one.provenance | {"dtype": "float16", "seed": 4})
+    tab = Tab(browser, write_page(one, tmp_path / "page.html", other=other))
+    names = [
+        f"made up on words drawn by chance, {end}" for end in ("float32, seed 0", "float16, seed 4")
+    ]
+    told = [one.get_attribute("title") for one in tab.page.locator("#run label").all()]
+    assert told == [f"A: {names[0]}", f"B: {names[1]}"]
+    assert tab.text("#compare-what").startswith(f"A {names[0]}; B {names[1]}.")
+    tab.page.get_by_role("radio", name="First token").check(force=True)
+    shown = tab.texts("#difference-table td b")
+    assert shown == ["+0.25", "−0.0021", "+3.1e−7", "0"]
+    tab.close()
+
+
 # --- a phone ---------------------------------------------------------------------------------
 
 VIEWS = ("heads", "table", "head", "text", "mosaic", "likeness", "scatter", "compare", "about")
@@ -326,6 +372,10 @@ def test_a_phone_shows_every_view_without_scrolling_sideways(
         tab.page.locator(f"#view-{view}").wait_for()
         tab.drawn()
         assert tab.width() == 375, view
+        for link in tab.page.locator("#nav a").all():  # none is cut
+            box = link.bounding_box()
+            assert box["x"] >= 0, view
+            assert box["x"] + box["width"] <= 375, view
     tab.page.locator("#nav a[data-view=heads]").tap()
     tab.drawn()
     tab.page.locator("#next-head").tap()

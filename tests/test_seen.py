@@ -6,13 +6,16 @@ import copy
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from conftest import in_ci
@@ -387,6 +390,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "seen"
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_seen(path)
+    with pytest.raises(IsADirectoryError, match=f"^{re.escape(str(tmp_path))}: is a folder"):
+        load_seen(tmp_path)
     path.write_text("layer,head\n")
     with pytest.raises(ValueError, match="no safetensors file, or damaged"):
         load_seen(path)
@@ -397,6 +402,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, path, metadata=header)
     with pytest.raises(ValueError, match="is of version 9, and this headwise reads 1"):
         load_seen(path)
+
+
+def test_files_that_have_no_place_are_refused(tmp_path: Path) -> None:
+    seen, missing = seen_of(a_layer(), [text(5)]), tmp_path / "missing"
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(str(missing))}: there is no such fo"):
+        seen.save(missing / "seen")
+    with pytest.raises(IsADirectoryError, match=f"^{re.escape(str(tmp_path))}: is a folder; name"):
+        seen.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -464,6 +478,73 @@ def test_an_empty_one_says_why() -> None:
         seen[""]["sink"]
 
 
+def test_it_is_a_collection_of_modules() -> None:
+    model = Pair()
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(torch.randn(1, 5, 24), "bab")
+    assert list(seen) == ["b", "a"]
+    assert ("a" in seen, "c" in seen, len(seen), len(Watched())) == (True, False, 2, 0)
+    assert repr(seen) == f"<Watched: 2 modules, {2 * HEADS} heads; entropy, entropy_share>"
+    assert repr(Watched()) == "<Watched: 0 modules, 0 heads; no figures>"
+
+
+@pytest.mark.parametrize("modules", ["foo.*", ["foo", "bar"], lambda name: False])
+def test_modules_that_leave_out_all_that_attended_are_named(modules: Any) -> None:
+    model = Pair()
+    with hw.watch(model, hw.Entropy(), modules=modules) as seen:
+        model(torch.randn(1, 5, 24), "ab")
+        said = r"was seen: modules=(foo|'foo\.\*'|\['foo'.*|<lambda>) left out all that "
+        with pytest.raises(ValueError, match=rf"{said}attended: a, b$"):
+            seen.table()
+    with pytest.raises(ValueError, match=rf"{said}attended: a, b$"):
+        seen.table()
+
+
+def test_modules_may_be_several_patterns(unchecked: None) -> None:
+    model = Pair()
+    with hw.watch(model, hw.Entropy(), modules=["c*", "b"]) as seen:
+        model(torch.randn(1, 5, 24), "ab")
+    assert seen.modules == ("b",)
+    for given in (model.a, 3, [model.a], hw.MultiHeadAttention):
+        with pytest.raises(ValueError, match="give names, such as 'encoder"):
+            hw.watch(model, hw.Entropy(), modules=given).__enter__()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "queries", "message"),
+    [
+        ([hw.Entropy(), hw.LSE(), hw.Entropy()], None, "'entropy' is asked for twice"),
+        ([hw.Mass(hw.Window(3)), hw.Mass(hw.Window(5))], None, "'mass' is asked for twice.*name=…"),
+        ([hw.LSE()], 0, "queries=0: at least one"),
+        ([hw.LSE()], -1, "queries=-1: at least one"),
+        ([hw.LSE()], 2.5, "queries=2.5: give a whole number"),
+        ([hw.LSE()], True, "queries=True: give a whole number"),
+        ([hw.LSE()], [], r"queries=\[\]: give a whole number"),
+        ([hw.LSE()], [3, 5, 3], "a query is named twice"),
+        ([hw.LSE()], torch.ones(3, dtype=torch.bool), "give a whole number"),
+    ],
+)
+def test_what_no_call_could_give_is_refused_before_the_model_runs(
+    unchecked: None, statistics: list[hw.Statistic], queries: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as fault:
+        hw.watch(a_layer(), *statistics, queries=queries).__enter__()
+    assert "modules=" not in str(fault.value)
+
+
+@pytest.mark.parametrize("keys", ["previous", hw.Previous, hw.Window, torch.ones(3), 1, None])
+def test_masses_of_no_pattern_are_refused(unchecked: None, keys: Any) -> None:
+    with pytest.raises(ValueError, match=r"Mass\(.*\): keys must be a pattern or a mask, such as"):
+        hw.Mass(keys)
+
+
+@pytest.mark.parametrize("pattern", [hw.Induction, hw.SameToken])
+@pytest.mark.parametrize("ids", [[5, 6], torch.ones(5), torch.ones(5).bool(), "a text"])
+def test_patterns_of_no_tokens_are_refused(unchecked: None, pattern: Any, ids: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{pattern.__name__}\(.*\): ids must be a tensor of"):
+        pattern(ids)
+
+
 def test_it_can_be_sent_to_another_process() -> None:
     seen = seen_of(a_layer(), [text(5)])
     assert equal(states(pickle.loads(pickle.dumps(seen))), states(seen))
@@ -478,3 +559,53 @@ def test_calls_of_different_lengths_are_no_one_tensor() -> None:
         seen[""]["entropy"]
     both = seen_of(a_layer(), [text(5), text(5, batch=2)])
     assert both[""]["entropy"].shape == (3, HEADS, 5)
+
+
+# ── transforms ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["fused", "by hand", "own", "torch"])
+@pytest.mark.parametrize("how", ["vmap", "jacrev", "jvp", "grad"])
+def test_transforms_are_refused_by_name(how: str, kind: str) -> None:
+    model, x, func = Model(kind), torch.randn(2, 5, 6), torch.func
+    asked: dict[str, Any] = {
+        "vmap": lambda: func.vmap(model)(x[None]),
+        "jacrev": lambda: func.jacrev(model)(x),
+        "jvp": lambda: func.jvp(model, (x,), (x,)),
+        "grad": lambda: func.grad(lambda x: model(x).sum())(x),
+    }
+    math = sdpa_kernel(SDPBackend.MATH)  # PyTorch's other ones have no forward derivative
+    with math, hw.watch(model, hw.Entropy()) as seen:
+        with pytest.raises(ValueError, match=r"'attn' runs inside a transform of torch\.func"):
+            asked[how]()
+        model(x)
+    assert seen.table()[0]["calls"] == 1
+
+
+class Model(torch.nn.Module):
+    """Attention of any kind, without positions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.attn = kind, torch.nn.Identity()
+        if kind == "own":
+            self.attn = hw.MultiHeadAttention(6, HEADS)
+        elif kind == "torch":
+            self.attn = torch.nn.MultiheadAttention(6, HEADS, batch_first=True)
+        else:
+            self.attn = Plain(kind == "fused")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, x, x)[0] if self.kind == "torch" else self.attn(x)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if self.fused:
+            return torch.nn.functional.scaled_dot_product_attention(split, split, split)
+        return (split @ split.mT).softmax(-1) @ split

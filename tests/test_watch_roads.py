@@ -229,6 +229,56 @@ def test_a_static_cache_is_empty_behind_the_last_query() -> None:
     assert_as_defined(seen[""].calls[0], full)
 
 
+@pytest.mark.parametrize("forbidden", [-torch.inf, -1e9])
+@pytest.mark.parametrize("queries", [T, 1])
+def test_a_static_cache_of_attention_by_hand(queries: int, forbidden: float) -> None:
+    hidden = torch.arange(S) > torch.arange(queries)[:, None] + 2
+    model = Attends(lambda q, k, v: F.softmax((q @ k.mT).masked_fill(hidden, forbidden), -1) @ v)
+    seen = watched(model, torch.randn(B, queries, E), torch.randn(B, S, E))
+    q, k, v = model.split
+    k, v = k[:, :, : queries + 2], v[:, :, : queries + 2]
+    assert_as_defined(seen[""].calls[0], truth(q, k, v, mask=hw.Causal(), scale=1.0))
+
+
+def strict(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, torch.ones(T, T).tril(-1).bool())
+
+
+def strict_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(torch.ones(T, T).triu() > 0, -1e9).softmax(-1) @ v
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = hw.MultiHeadAttention(E, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, mask=hw.Dense(torch.ones(T, T).tril(-1).bool()))
+
+
+def counted(seen: hw.Watched) -> Tensor:
+    """Which queries count in a model of one layer, `[B, H, T]`."""
+    rows = seen[seen.modules[0]].calls[0]["lse"].rows
+    assert rows is not None
+    return rows.expand(B, H, T)
+
+
+@pytest.mark.parametrize("model", [Attends(strict), Attends(strict_by_hand), Own()])
+def test_padding_is_counted_where_that_is_asked(model: nn.Module) -> None:
+    x = torch.randn(B, T, E)
+    for padding, last in ((True, False), (False, True)):
+        with hw.watch(model, hw.LSE(), padding=padding) as seen:
+            model(x)
+        rows = counted(seen)
+        assert bool(rows[:, :, 1:-1].all())
+        assert bool((rows[:, :, -1] == last).all())
+        assert not rows[:, :, 0].any()  # that one sees no key at all
+    with hw.watch(model, hw.LSE()) as outer, hw.watch(model, hw.LSE(), padding=False) as inner:
+        model(x)
+    assert counted(outer).sum() < counted(inner).sum()
+
+
 @pytest.mark.parametrize("mask", [hw.Padding(torch.tensor([4, T])), None])
 def test_headwises_own_layer_leaves_padding_out(mask: hw.Mask | None) -> None:
     layer = hw.MultiHeadAttention(E, H)
@@ -460,6 +510,171 @@ def test_attention_by_hand(attend: Callable[..., Tensor]) -> None:
     assert torch.equal(without, model.out(heads.transpose(1, 2).flatten(2)))
 
 
+def kept_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = F.dropout(scores(q, k, -1e9).softmax(-1), 0.2, inplace=True)
+    return p @ v
+
+
+def by_table(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) * torch.ones(T, T).tril() @ v
+
+
+def refilled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1).masked_fill(torch.ones(T, T).triu(1) > 0, 0.0) @ v
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k).softmax(-1) * torch.tensor([1.0, 0.0, 1.0, 2.0]).view(H, 1, 1) * 0.5) @ v
+
+
+def heads_in_front(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return (scores(q, k).softmax(-1) @ v).transpose(0, 1)
+
+
+def heads_in_front_and_spelled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q.transpose(0, 1), k.transpose(0, 1)).softmax(-1)
+    return torch.einsum("hbij,bhjd->bhid", p, v)
+
+
+def heads_in_front_and_flattened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores(q.transpose(0, 1), k.transpose(0, 1)).softmax(-1).flatten(0, 1)
+    return torch.bmm(p, v.transpose(0, 1).flatten(0, 1)).unflatten(0, (H, B)).transpose(0, 1)
+
+
+KEPT = [kept_in_place, by_table, refilled, by_head]
+KEPT += [heads_in_front, heads_in_front_and_spelled, heads_in_front_and_flattened]
+
+
+@pytest.mark.parametrize("attend", KEPT)
+def test_what_leaves_the_probabilities_and_where_heads_stand(
+    attend: Callable[..., Tensor],
+) -> None:
+    test_attention_by_hand(attend)
+
+
+def test_rows_that_attend_to_nothing_may_be_filled_with_zeros() -> None:
+    hidden = torch.ones(T, T).triu(1).bool()
+    hidden[:, 5:] = hidden[5:] = True  # two are padding, of which softmax makes uniform rows
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = (q @ k.mT * D**-0.5).masked_fill(hidden, -1e9).softmax(-1)
+        return p.masked_fill(hidden, 0.0) @ v
+
+    model = Attends(attend)
+    seen = watched(model, torch.randn(B, T, E))
+    assert_as_defined(seen[""].calls[0], truth(*model.split, mask=hw.Dense(~hidden)))
+
+
+def scores_cleared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a = scores(q, k, -1e9)
+    p = a.softmax(-1)
+    a.zero_()
+    return p @ v
+
+
+def scores_reused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a = scores(q, k, -1e9)
+    torch.softmax(a, -1, out=a)
+    return a @ v
+
+
+def masked_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q @ k.mT).softmax(-1)
+    p *= torch.ones(T, T).tril()
+    return p @ v
+
+
+def masked_through_a_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q @ k.mT).softmax(-1).view(B * H, T, T)
+    p[:, 1] = 0
+    return p.view(B, H, T, T) @ v
+
+
+def masked_by_a_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) * torch.ones(T, T).tril() @ v
+
+
+def masked_into_itself(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q @ k.mT).softmax(-1)
+    return torch.mul(p, torch.ones(T, T).tril(), out=p) @ v
+
+
+def filled_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).masked_fill(torch.ones(T, T).triu(1) > 0, 0.0) @ v
+
+
+def normalised_anew(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q @ k.mT).softmax(-1)
+    p *= torch.ones(T, T).tril()
+    p /= p.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bhjd->bhid", p, v)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+def linear_and_spelled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    context = torch.einsum("bhnd,bhne->bhde", k.softmax(dim=2), v)
+    return torch.einsum("bhnd,bhde->bhne", q.softmax(-1), context)
+
+
+OTHERS = [scores_cleared, scores_reused, masked_afterwards, masked_through_a_view]
+OTHERS += [masked_by_a_product, masked_into_itself, filled_afterwards, normalised_anew]
+OTHERS += [linear, linear_and_spelled]
+
+
+@pytest.mark.parametrize("attend", OTHERS)
+def test_what_is_no_softmax_of_its_scores_times_values_is_not_seen(
+    attend: Callable[..., Tensor],
+) -> None:
+    model = Attends(attend)
+    with torch.no_grad():
+        assert heads_of(model, torch.randn(B, T, E)) == []
+
+
+def test_a_softmax_over_queries_spoils_no_other_attention() -> None:
+    named: Any = {"axis": -1}  # as NumPy says it
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = v * (k.softmax(-2).mT @ v).sum() * (torch.eye(T).to_sparse() @ v[0, 0]).sum()
+        return torch.softmax(scores(q, k), **named) @ v
+
+    model = Attends(attend)
+    x = torch.randn(B, T, E)
+    assert_as_defined(watched(model, x)[""].calls[0], truth(*model.split, mask=hw.Causal()))
+
+
+class Inner(nn.Module):
+    """Attention on what a module around it has split."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT * D**-0.5, -1) @ v
+
+
+class Attention(nn.Module):
+    """Keeps the number of heads, and leaves attending to `inner`, on axes that `split` makes."""
+
+    def __init__(self, split: Callable[[Tensor], Tensor], n_heads: int = H) -> None:
+        super().__init__()
+        self.inner, self.n_heads, self.split = Inner(), n_heads, split
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split(x.unflatten(-1, (self.n_heads, -1)))
+        return self.inner(q, q, q)
+
+
+@pytest.mark.parametrize(
+    "split", [lambda x: x.transpose(1, 2).flatten(0, 1), lambda x: x.permute(2, 0, 1, 3)]
+)
+def test_the_module_around_says_how_many_heads_there_are(split: Callable[..., Tensor]) -> None:
+    x = torch.randn(B, T, E)
+    heads = x.unflatten(-1, (H, D)).transpose(1, 2)
+    seen = watched(nn.Sequential(Attention(split)), x)
+    assert_as_defined(seen["0.inner"].calls[0], truth(heads, heads, heads))
+
+
 def test_a_head_to_a_module() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -470,10 +685,16 @@ def test_a_head_to_a_module() -> None:
             q, k, v = self.qkv(x).chunk(3, -1)
             return F.softmax(q @ k.mT, -1) @ v
 
-    model = nn.ModuleList([Head(), Head()])
-    model.forward = lambda x: torch.cat([head(x) for head in model], -1)  # type: ignore[method-assign]
-    seen = watched(model, torch.randn(B, T, E))
-    assert [(row["layer"], row["head"]) for row in seen.table()] == [("0", 0), ("1", 0)]
+    class MultiHeadAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.heads = 2, nn.ModuleList([Head(), Head()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([head(x) for head in self.heads], -1)
+
+    seen = watched(MultiHeadAttention(), torch.randn(B, T, E))
+    assert [(row["layer"], row["head"]) for row in seen.table()] == [("heads.0", 0), ("heads.1", 0)]
 
 
 def test_a_softmax_that_is_no_attention_is_none() -> None:
@@ -574,6 +795,13 @@ def test_a_few_queries(road: str) -> None:
         model(x)
     assert seen.table()[0]["calls"] == 2
     assert "entropy_se" in seen.table()[0]
+
+
+@pytest.mark.parametrize("attend", [strict, strict_by_hand])
+def test_transforms_are_refused_by_name_whatever_the_mask(attend: Callable[..., Tensor]) -> None:
+    model = Attends(attend)
+    with hw.watch(model, hw.LSE()), pytest.raises(ValueError, match="inside a transform of torch"):
+        torch.func.jacrev(model)(torch.randn(B, T, E))
 
 
 # ── flex_attention and varlen_attn, each in a process of its own ────────────────────────────────

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,17 @@ import numpy as np
 from ._files import write_whole
 from .grids import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
 
-__all__ = ["Budget", "Layer", "Look", "LookFileError", "Stream", "budget", "finite", "load"]
+__all__ = [
+    "Budget",
+    "Layer",
+    "Look",
+    "LookFileError",
+    "Stream",
+    "budget",
+    "finite",
+    "load",
+    "titles",
+]
 
 FORMAT = "headwise look 1"
 
@@ -27,6 +38,17 @@ MOST_KEYS = 8
 POSITIONS = 50_000
 FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
 FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
+
+
+APART = {
+    "dtype": "{}",
+    "device": "on {}",
+    "attention": "{} attention",
+    "seed": "seed {}",
+    "tokens_shown": "{} tokens",
+    "texts": "{} texts",
+}
+"""What tells two looks apart whose model and text are called the same, in words."""
 
 
 class LookFileError(ValueError):
@@ -148,18 +170,37 @@ def load(path: str | os.PathLike[str]) -> Look:
     """The look in a file that `Look.save` wrote, or in a page of `headwise look`.
 
     Raises:
-        LookFileError: a file that holds no look, or a page that compares two.
-        OSError: a file that cannot be read.
+        LookFileError: a file that holds no look, a page that compares two, or no file.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8")
         if found := re.search(r'<script type="text/plain" id="results">([^<]*)</script>', text):
             text = _only_one(json.loads(stretch(found[1])))
         return Look.from_json(text)
+    except OSError as error:
+        raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise LookFileError(
             f"{path}: {_said(error)}; give a file of `headwise look --save` or one of its pages"
         ) from error
+
+
+def titles(looks: Sequence[Look]) -> list[str]:
+    """What each look is called: its model and text; and where these are the same, what differs.
+
+    >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
+    >>> titles([Look([], [], [], same | {"dtype": name}) for name in ("float32", "float16")])
+    ['gpt2 on notes, float32', 'gpt2 on notes, float16']
+    """
+    facts = [look.provenance for look in looks]
+    names = [f"{one.get('model', 'model')} on {one.get('text', 'text')}" for one in facts]
+    if len({*names}) == len(names):
+        return names
+    apart = [key for key in APART if len({one.get(key) for one in facts}) > 1]
+    return [
+        ", ".join([name, *(APART[key].format(one[key]) for key in apart if key in one)])
+        for name, one in zip(names, facts, strict=True)
+    ]
 
 
 def _only_one(looks: list[dict[str, Any]]) -> str:

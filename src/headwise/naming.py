@@ -200,7 +200,7 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
             `Mass(Induction(ids))`; modules that were not called there go without.
 
     Raises:
-        ValueError: nothing was seen.
+        ValueError: nothing was seen; a table in place of what was seen.
 
     >>> import torch, headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -211,6 +211,13 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
     >>> name_heads(seen)[0].missing
     ('induction', 'duplicate token', 'delimiter')
     """
+    for given in (seen, *(() if repeats is None else (repeats,))):
+        if not isinstance(given, Watched):
+            kind = type(given).__name__
+            raise ValueError(
+                f"name_heads({kind}): give what watch() saw, seen itself; of a row of its table, "
+                f"label_head(row) gives the labels."
+            )
     on_random: dict[tuple[str, int], dict[str, Any]] = {}
     for row in repeats.table() if repeats is not None else ():
         on_random[row["layer"], row["head"]] = _at_random(row)

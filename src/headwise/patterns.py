@@ -135,6 +135,9 @@ class SameToken:
     ids: Int[Tensor, "*B S"]
     name = "same_token"
 
+    def __post_init__(self) -> None:
+        _check_ids(self, self.ids)
+
     def runs(self, extent: Extent, device: torch.device) -> Runs:
         ids, own = _tokens(self, self.ids, extent, device)
         return _sorted_runs(ids, own, omit=_positions(extent, device))
@@ -158,6 +161,9 @@ class Induction:
     ids: Int[Tensor, "*B S"]
     name = "induction"
 
+    def __post_init__(self) -> None:
+        _check_ids(self, self.ids)
+
     def runs(self, extent: Extent, device: torch.device) -> Runs:
         ids, own = _tokens(self, self.ids, extent, device)
         before = torch.roll(ids, 1, dims=1)
@@ -171,6 +177,15 @@ class Induction:
         follows[..., 1:] = ids[:, None, :-1] == own[..., None]
         j = torch.arange(extent.keys, device=device)
         return follows & (j != _positions(extent, device)[..., None] + 1)
+
+
+def _check_ids(pattern: object, ids: object) -> None:
+    dtype = ids.dtype if isinstance(ids, Tensor) else None
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ValueError(
+            f"{type(pattern).__name__}({dtype or type(ids).__name__}): ids must be a tensor of "
+            f"whole numbers, [S] or [B, S], one token per key; give torch.tensor(ids) of a list."
+        )
 
 
 def _tokens(

@@ -40,11 +40,8 @@ def draw(
     >>> draw(4, 100, 0, torch.device("cpu")).rows // 25
     tensor([0, 1, 2, 3])
     """
-    if isinstance(queries, bool | float):
-        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
+    check_queries(queries)
     if isinstance(queries, int):
-        if queries < 1:
-            raise ValueError(f"queries={queries}: at least one query must be looked at.")
         if queries >= of:
             return None
         generator = torch.Generator().manual_seed(seed)
@@ -54,9 +51,7 @@ def draw(
         rows = low + (inside * (high - low)).floor().long()
         return Sample(rows.to(device), of, True)
     rows = torch.as_tensor(queries).flatten()
-    said = f"queries={rows.tolist() if len(rows) <= 8 else f'{list(rows.shape)} {rows.dtype}'}"
-    if rows.is_floating_point() or rows.dtype == torch.bool or not rows.numel():
-        raise ValueError(f"{said}: give a whole number of queries, or a list of them.")
+    said = _said(rows)
     rows = torch.where(rows < 0, rows + of, rows).long()
     ordered = rows.sort().values
     if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
@@ -67,6 +62,25 @@ def draw(
     if len(ordered) == of:
         return None
     return Sample(ordered.to(device), of, False)
+
+
+def check_queries(queries: int | Sequence[int] | Tensor) -> None:
+    """Raise ValueError for what no call could be sampled by, however many queries it has."""
+    if isinstance(queries, int) and not isinstance(queries, bool):
+        if queries < 1:
+            raise ValueError(f"queries={queries}: at least one query must be looked at.")
+        return
+    if isinstance(queries, bool | float | str):
+        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
+    rows = torch.as_tensor(queries).flatten()
+    if rows.is_floating_point() or rows.dtype == torch.bool or not rows.numel():
+        raise ValueError(f"{_said(rows)}: give a whole number of queries, or a list of them.")
+    if len(rows.unique()) < len(rows):
+        raise ValueError(f"{_said(rows)}: a query is named twice.")
+
+
+def _said(rows: Tensor) -> str:
+    return f"queries={rows.tolist() if len(rows) <= 8 else f'{list(rows.shape)} {rows.dtype}'}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,11 +117,22 @@ class Mass:
         keys: a pattern, or a mask that adds nothing to the scores.
         name: what it is called in results; a mask's default is `mass`.
 
+    Raises:
+        ValueError: keys that are neither.
+
     Source: Olsson et al. 2022 (prefix matching), Clark et al. 2019, §3.
     """
 
     keys: Pattern | Mask
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, type) or not isinstance(self.keys, Mask | Pattern):
+            given = self.keys if isinstance(self.keys, type | str) else type(self.keys).__name__
+            raise ValueError(
+                f"Mass({given!r}): keys must be a pattern or a mask, such as Previous() or "
+                f"Window(16)."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ from .subjects import subject_of
 __all__ = ["look"]
 
 Report = Callable[[str, float], None]
+EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters
 
 
 def look(
@@ -90,6 +91,11 @@ def look(
     >>> len(seen.rows), seen.layers[1].maps.shape
     (10, (5, 4, 4))
     """
+    if not isinstance(model, nn.Module):
+        raise LookError(
+            f"look({model!r:.80}, …): the model is to be a module, such as one that "
+            f"from_pretrained() gives; `headwise look --model FOLDER` reads a folder"
+        )
     subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
     samples = Samples(subject, text, text_name)
     told = report or (lambda doing, share: None)
@@ -241,14 +247,14 @@ def _facts_of(subject: Subject, first: Sample, samples: Samples) -> dict[str, An
         **({"too_short": samples.short} if samples.short else {}),
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
-        "notice": _notice(first, subject),
+        "notice": " ".join(filter(None, (_cut(first, subject), _few(first)))) or None,
         "loss": subject.loss_of,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "device": weights.device.type,
     }
 
 
-def _notice(first: Sample, subject: Subject) -> str | None:
+def _cut(first: Sample, subject: Subject) -> str | None:
     """What part of a long text is shown, in words; None if all of it is."""
     shown = len(first.parts[0])
     if first.total <= shown:
@@ -259,6 +265,24 @@ def _notice(first: Sample, subject: Subject) -> str | None:
     elif subject.context is None:
         why = "for more, give a context (--context)"
     return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
+
+
+def _few(first: Sample) -> str | None:
+    """That a text is of few different tokens, in words; None if it is not.
+
+    The share of pairs of places with equal tokens is what even attention puts on them.
+    """
+    ids = first.parts[0].ids
+    if ids is None:
+        return None
+    times = ids.unique(return_counts=True)[1]
+    equal = float((times * (times - 1)).sum()) / max(1, len(ids) * (len(ids) - 1))
+    if equal <= EQUAL_PAIRS:
+        return None
+    return (
+        f"The text has only {len(times)} different tokens: even attention would put {equal:.0%} of "
+        f"its weight on equal ones, so same-token and induction figures mean little."
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -16,13 +16,13 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .. import corpus, gpt
-from ..looked import Look, finite, load
+from ..looked import Look, finite, load, titles
 from ..page import check_out, write_page
 from .api import look
 from .compare import differences
 from .folders import load_folder
 from .sample import LookError
-from .terminal import fitted, summary, table
+from .terminal import fitted, signed, summary, table
 from .texts import Texts
 
 PAGE = Path("headwise-look.html")
@@ -143,9 +143,9 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
         print(json.dumps(finite(rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console = _console()
-        names = [f"{look.provenance['model']} on {look.provenance['text']}" for look in looks]
+        names = titles(looks)
         shown = [{**row, "label": [_change(*row["labels"])]} for row in rows]
-        drawn, left_out = fitted(shown, console.width)
+        drawn, left_out = fitted(shown, console.width, signed)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
         after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
         if left_out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -56,15 +57,27 @@ def load_folder(
             output_loading_info=True,
         )
         _check_weights(folder, told)
-        reader = transformers.AutoTokenizer
-        if model.main_input_name == "pixel_values":
-            reader = transformers.AutoImageProcessor
-        tokenizer = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if reader is transformers.AutoTokenizer and len(tokenizer) <= len(
-            tokenizer.all_special_ids
-        ):
-            raise FolderError(f"{folder}: holds no tokenizer; copy the model's tokenizer there")
-    return model.to(device).eval(), tokenizer
+        reader = _reader(transformers, folder, images=model.main_input_name == "pixel_values")
+    return model.to(device).eval(), reader
+
+
+def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
+    """The folder's image processor, or its tokenizer."""
+    kind, what = transformers.AutoTokenizer, "tokenizer"
+    files = ("tokenizer.json", "*vocab*", "*.model")
+    if images:
+        kind, what = transformers.AutoImageProcessor, "image processor"
+        files = ("preprocessor_config.json", "processor_config.json")
+    missing = FolderError(f"{folder}: holds no {what}; copy the model's {files[0]} there")
+    try:
+        reader = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        if any(any(folder.glob(pattern)) for pattern in files):
+            raise
+        raise missing from None
+    if not images and len(reader) <= len(reader.all_special_ids):
+        raise missing
+    return reader
 
 
 def _transformers(folder: Path) -> Any:
@@ -114,8 +127,8 @@ def _one_line(folder: Path) -> Iterator[None]:
     except FolderError:
         raise
     except Exception as error:  # a damaged folder makes them raise whatever comes
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise FolderError(f"{folder}: transformers cannot read it ({said[:300]})") from None
+        said = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise FolderError(f"{folder}: transformers cannot read it ({said})") from None
 
 
 @contextmanager

@@ -31,12 +31,17 @@ class Images(Subject):
             self.kind = "a vision transformer that names images"
             self.loss_of = "the class that it finds likeliest"
         self.processor = getattr(processor, "image_processor", processor)
+        if not callable(self.processor) or hasattr(processor, "convert_ids_to_tokens"):
+            raise LookError(
+                f"tokenizer={processor!r:.80}: {type(model).__name__} reads images, so give its "
+                f"image processor there"
+            )
 
     def sample(self, text: Any, name: str) -> Sample:
-        if isinstance(text, str):
+        if not (isinstance(text, Path) or hasattr(text, "convert")):
             raise LookError(
-                f"{name} is a text, and {type(self.model).__name__} reads images; give one of "
-                f"Pillow or its Path (--image FILE)"
+                f"{name} ({type(text).__name__}) is no image, and {type(self.model).__name__} "
+                f"reads images; give one of Pillow or its Path (--image FILE)"
             )
         image = open_image(text) if isinstance(text, Path) else text
         pixels = self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"]

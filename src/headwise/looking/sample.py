@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..corpus import TextError, repeated_tokens
 from ..looked import Stream
 from ..naming import is_delimiter
-from .tokens import Encoded, Vocabulary
+from .tokens import Encoded, LookError, Vocabulary
 
 __all__ = ["LookError", "Part", "Sample", "Subject", "TokenSubject", "cross_entropy", "ends_of"]
 
@@ -27,10 +27,6 @@ RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
 STRETCH = 256  # tokens whose logits are in float64 at a time
 
 _CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
-
-
-class LookError(ValueError):
-    """A model and a text that cannot be looked at together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +180,8 @@ class TokenSubject(Subject):
         """
         if not isinstance(text, str):
             raise LookError(
-                f"{name} is no text, and {type(self.model).__name__} reads text; give a string "
-                f"(--text FILE)"
+                f"{name} ({type(text).__name__}) is no string, and {type(self.model).__name__} "
+                f"reads text; give a string (--text FILE)"
             )
         encoded = self.words.encode(text, self.limit)
         extra = len(encoded.special)

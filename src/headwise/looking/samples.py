@@ -21,7 +21,7 @@ class Samples:
 
     def __init__(self, subject: Subject, text: Any, name: str) -> None:
         self.subject, self.name = subject, name
-        self.many = not isinstance(text, str) and isinstance(text, Iterable)
+        self.many = not isinstance(text, str | bytes) and isinstance(text, Iterable)
         self._texts: Any = text if self.many else [text]
         self.again = not isinstance(text, Iterator)
         self.read = self.short = 0

@@ -30,6 +30,14 @@ def subject_of(
     theirs = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if theirs is None or not isinstance(model, theirs):
         subject: Subject = Plain(model, tokenizer, context)
+    elif hasattr(model, "get_text_features"):
+        towers = [
+            f"model.{name}" for name, one in model.named_children() if isinstance(one, theirs)
+        ]
+        raise LookError(
+            f"{kind} has a tower for texts and one beside it; look at one of them "
+            f"({' or '.join(towers)}), or at a folder that its save_pretrained() writes"
+        )
     elif model.main_input_name == "pixel_values":
         subject = Images(model, tokenizer, context)
     elif model.main_input_name != "input_ids":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from ..naming import NO_LABEL
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fitted", "summary", "table"]
+__all__ = ["fitted", "signed", "summary", "table"]
 
 # The order in which a narrow terminal goes without columns; they stay in --json and on the page.
 SPARE = (
@@ -40,8 +40,33 @@ def table(look: Look, width: int = 120) -> tuple[Table, list[str]]:
     )
 
 
-def fitted(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, list[str]]:
-    """A table of rows whose `label` is a list of names.
+def figure(value: float) -> str:
+    """A figure to two digits after the point, large ones to one.
+
+    >>> figure(0.126), figure(12.34)
+    ('0.13', '12.3')
+    """
+    return f"{value:z.2f}" if abs(value) < 9.995 else f"{value:.1f}"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign; one that would be rounded away, to its first digit.
+
+    >>> signed(0.126), signed(-0.0021), signed(3e-7), signed(0.0)
+    ('+0.13', '-0.002', '+3e-7', '0')
+    """
+    if value == 0:
+        return "0"
+    small = abs(value) < 0.005
+    return ("+" if value > 0 else "") + (
+        f"{value:.1g}".replace("e-0", "e-") if small else figure(value)
+    )
+
+
+def fitted(
+    rows: Sequence[Mapping[str, Any]], width: int, written: Callable[[float], str] = figure
+) -> tuple[Table, list[str]]:
+    """A table of rows whose `label` is a list of names, with figures as `written` gives them.
 
     What does not fit goes: first all labels of a head but one, then columns.
     """
@@ -54,7 +79,7 @@ def fitted(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, list[s
     spare, left_out = [key for key in SPARE if key in keys], []
     whole = True
     while True:
-        drawn = _drawn(rows, keys, whole)
+        drawn = _drawn(rows, keys, whole, written)
         if Measurement.get(console, console.options, drawn).maximum <= width or not spare:
             return drawn, left_out
         if whole:
@@ -65,7 +90,12 @@ def fitted(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, list[s
         keys.remove(gone)
 
 
-def _drawn(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], whole: bool) -> Table:
+def _drawn(
+    rows: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    whole: bool,
+    written: Callable[[float], str],
+) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -80,7 +110,8 @@ def _drawn(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], whole: bool) 
         label = (
             ", ".join(labels) if whole else labels[0] + f" +{len(labels) - 1}" * (len(labels) > 1)
         )
-        figures = (_figure(row.get(key)) for key in keys)
+        values = (row.get(key) for key in keys)
+        figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
         drawn.add_row(f"{row['layer']}.{row['head']}", Text(label), *figures)
     return drawn
 
@@ -163,9 +194,3 @@ def _heading(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     if coverage is not None and coverage < 0.995:
         lines.append(f"{100 * coverage:.0f}%")
     return "\n".join(lines)
-
-
-def _figure(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}"

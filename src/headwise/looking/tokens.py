@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["Encoded", "Vocabulary", "token_texts"]
+__all__ = ["Encoded", "LookError", "Vocabulary", "token_texts"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that it has no piece for
+
+
+class LookError(ValueError):
+    """A model and a text that cannot be looked at together."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Encoded:
 class Vocabulary:
     """A tokenizer, as far as looking at a text needs one.
 
+    Raises:
+        LookError: something else than a tokenizer.
+
     >>> from headwise.corpus import train_tokenizer
     >>> words = Vocabulary(train_tokenizer(["no no no, yes yes"], vocab_size=260))
     >>> encoded = words.encode("no, yes", limit=3)
@@ -38,6 +45,11 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, *, add_special: bool = True) -> None:
         self.tokenizer, self.add_special = tokenizer, add_special
         self._plain = type(tokenizer).__module__.partition(".")[0] == "tokenizers"
+        if not (self._plain or hasattr(tokenizer, "convert_ids_to_tokens")):
+            raise LookError(
+                f"tokenizer={tokenizer!r:.80}: the model reads text, so give its tokenizer itself, "
+                f"of tokenizers or transformers"
+            )
         if self._plain and (tokenizer.truncation or tokenizer.padding):
             self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
             self.tokenizer.no_truncation()

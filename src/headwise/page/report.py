@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from headwise.looked import Look, document
+from headwise.looked import Look, document, titles
 
 from .parts import check_out, fill, packed, part, plotly, version, write_html
 
@@ -46,20 +46,20 @@ def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None =
 def render_page(look: Look, *, other: Look | None = None) -> str:
     """The whole page as a string. The same looks give the same string."""
     looks = [look] if other is None else [look, other]
-    results = [document(one) | {"made": made(one)} for one in looks]
+    names = titles(looks)
+    results = [
+        document(one) | {"made": made(one), "title": name}
+        for one, name in zip(looks, names, strict=True)
+    ]
     text = json.dumps(results, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
-        "title": html.escape(" and ".join(_name(one) for one in looks)),
+        "title": html.escape(" and ".join(names)),
         "style": part("style.css") + part("report.css"),
         "results": packed("results", text.encode("utf-8")),
         "plotly": packed("plotly", plotly().encode("utf-8")),
         "script": "\n".join(part(f"views/{script}") for script in SCRIPTS),
     }
     return fill(part("report.html"), parts)
-
-
-def _name(look: Look) -> str:
-    return f"{look.provenance.get('model', 'model')} on {look.provenance.get('text', 'text')}"
 
 
 # --- how it was made -------------------------------------------------------------------------

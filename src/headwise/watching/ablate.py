@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .calls import AttentionCall
 from .catching import catch
+from .names import check_model
 from .outputs import HeadOutputs, drawn, valid_queries
 
 How = Literal["zero", "mean", "resample"]
@@ -50,9 +51,10 @@ def ablate(
         seed: of the draw; PyTorch's own random numbers are not touched.
 
     Raises:
-        ValueError: a module that the model has not, or a head that the module has not (then when
-            it is called), with those there are; on exit, a module that did not attend meanwhile;
-            a reference that does not fit; a batch of one to resample from.
+        ValueError: heads that are no dict; a module that the model has not, or a head that the
+            module has not (then when it is called), with those there are; on exit, a module that
+            did not attend meanwhile; a reference that does not fit; a batch of one to resample
+            from.
 
     >>> import headwise as hw
     >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
@@ -62,11 +64,22 @@ def ablate(
     >>> torch.allclose(out, layer(x))
     True
     """
-    said = f"ablate({type(model).__name__}, {reprlib.repr(dict(heads))}, how={how!r})"
+    check_model("ablate", model)
+    said = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
+    if not isinstance(heads, Mapping) or not all(isinstance(name, str) for name in heads):
+        raise ValueError(
+            f"{said}: heads must be a dict of modules' names and their heads, such as "
+            f"{{'layers.2.attn': [0, 3]}}."
+        )
     if how not in get_args(How):
         raise ValueError(f"{said}: how must be one of {', '.join(get_args(How))}.")
     if how == "zero" and reference is not None:
         raise ValueError(f"{said}: zeros need no reference; leave it out.")
+    if not isinstance(reference, HeadOutputs | None):
+        raise ValueError(
+            f"{said}: reference must be what head_outputs(…) gives, and "
+            f"{type(reference).__name__} is not."
+        )
     asked = _asked(model, heads, said)
     calls: Counter[str] = Counter()
 

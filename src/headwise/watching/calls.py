@@ -17,16 +17,17 @@ from ..attend import observe
 from ..evidence import Statistic
 from ..masks import Mask, as_mask
 from ..readings import Reading
-from .foreign import without_padding
+from .foreign import with_padding, without_padding
 
 
 @dataclass(frozen=True)
 class Looking:
-    """How a call is to be looked at; as in `observe()`."""
+    """How a call is to be looked at; as in `observe()`, and with `padding` left out or counted."""
 
     queries: int | Sequence[int] | Tensor | None = None
     seed: int = 0
     gradients: bool = False
+    padding: bool = True
 
 
 class AttentionCall(ABC):
@@ -70,7 +71,7 @@ class AttentionCall(ABC):
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         """Statistics of the call's heads, by name. The model's own output is not touched.
 
-        Queries that are padding count as such that may attend to nothing.
+        Queries that are padding count as such that may attend to nothing, if `looking` says so.
         """
 
 
@@ -125,7 +126,9 @@ class HeadsCall(AttentionCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = dict(self.keywords)
-        if self.own_positions and self.mask is not None:
+        if self.mask is not None and not looking.padding:
+            keywords["mask"] = with_padding(as_mask(self.mask))
+        elif self.mask is not None and self.own_positions:
             extent = extent_of(self.q, self.k, self.v, self.road)
             keywords["mask"] = without_padding(as_mask(self.mask), extent, self.q.device)
         wanted = any(getattr(statistic, "reads_output", False) for statistic in statistics)

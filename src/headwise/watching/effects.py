@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .seen import frame_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 Rows = list[dict[str, Any]]
+
+
+@runtime_checkable
+class Tabled(Protocol):
+    """What gives a table of heads, such as what `watch()` saw."""
+
+    def table(self) -> Rows: ...
 
 
 class HeadEffects:
@@ -50,6 +62,14 @@ class HeadEffects:
             for module, figures in self._samples.items()
             for row in _module_rows(module, figures, normalise)
         ]
+
+    def to_pandas(self, *, normalise: bool = False) -> DataFrame:
+        """`table()` as a pandas `DataFrame`, a row per (layer, head).
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return frame_of("effects", lambda: self.table(normalise=normalise))
 
 
 def _module_rows(module: str, figures: dict[str, Tensor], normalise: bool) -> Rows:
@@ -93,13 +113,13 @@ def gather(parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]]) -> H
     )
 
 
-def join_tables(*tables: Iterable[Mapping[str, Any]]) -> Rows:
+def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
     """One table of several over the same heads: rows with equal `layer` and `head` become one.
 
-    A head that a table lacks has none of its figures.
+    A head that a table lacks has none of its figures. What has a `table()` stands for it.
 
     Raises:
-        ValueError: two tables that give a head different values of one figure.
+        ValueError: two tables that give a head different values of one figure; no table of heads.
 
     >>> looks = [{"layer": "attn", "head": 0, "entropy": 1.5}]
     >>> matters = [{"layer": "attn", "head": 0, "importance": 0.25}]
@@ -107,7 +127,7 @@ def join_tables(*tables: Iterable[Mapping[str, Any]]) -> Rows:
     [{'layer': 'attn', 'head': 0, 'entropy': 1.5, 'importance': 0.25}]
     """
     joined: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in (row for table in tables for row in table):
+    for row in (row for table in tables for row in _rows_of(table)):
         there = joined.setdefault((row["layer"], row["head"]), {})
         apart = [name for name in row if there.get(name, row[name]) != row[name]]
         if apart:
@@ -117,3 +137,14 @@ def join_tables(*tables: Iterable[Mapping[str, Any]]) -> Rows:
             )
         there.update(row)
     return list(joined.values())
+
+
+def _rows_of(given: Any) -> Iterable[Mapping[str, Any]]:
+    rows = given.table() if isinstance(given, Tabled) else given
+    rows = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in rows):
+        raise ValueError(
+            f"join_tables(…): {type(given).__name__} is no table of heads; give rows with a layer "
+            f"and a head, such as seen.table()."
+        )
+    return rows

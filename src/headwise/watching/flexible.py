@@ -9,7 +9,6 @@ code back.
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from .calls import HeadsCall
 from .functional import mask_of
 from .handwritten import call_of_scores
 from .net import Functions, Net
+from .replaced import Replaced
 
 _MODULE = "torch.nn.attention.flex_attention"
 
@@ -34,42 +34,27 @@ def flex_calls(net: Net) -> Iterator[None]:
     if _MODULE not in sys.modules:
         yield
         return
-    _OPEN.enter(net)
-    try:
+    with _FLEX.heard_by(net):
         yield
-    finally:
-        _OPEN.leave(net)
 
 
-class _Open:
-    """The nets that are out, of all threads; the code is another's while there are any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._nets: tuple[Net, ...] = ()
-        self.before: Callable[..., Any] = lambda: None
-
-    def enter(self, net: Net) -> None:
-        with self._lock:
-            if not self._nets:
-                function = sys.modules[_MODULE].flex_attention
-                self.before = _twin(function)
-                function.__code__ = _CODE
-            self._nets = (*self._nets, net)
-
-    def leave(self, net: Net) -> None:
-        with self._lock:
-            self._nets = tuple(other for other in self._nets if other is not net)
-            if not self._nets:
-                sys.modules[_MODULE].flex_attention.__code__ = self.before.__code__
-
-    @property
-    def nets(self) -> tuple[Net, ...]:
-        """Those that listen now, in this thread, outermost first."""
-        return tuple(net for net in self._nets if net.open)
+_OLD = types.SimpleNamespace()
+"""`run`: the function with its own code."""
 
 
-_OPEN = _Open()
+def _replace() -> Callable[[], None]:
+    """Give the function other code; gives what undoes it."""
+    function = sys.modules[_MODULE].flex_attention
+    _OLD.run = _twin(function)
+    function.__code__ = _CODE
+
+    def restore() -> None:
+        function.__code__ = _OLD.run.__code__
+
+    return restore
+
+
+_FLEX = Replaced(_replace)
 
 
 def _twin(function: Any) -> Callable[..., Any]:
@@ -106,7 +91,7 @@ def heard(*args: Any, **kwargs: Any) -> Any:
     modes = _without_modes()
     try:
         set_eval_frame(compiler)
-        result = _OPEN.before(*args, **kwargs)
+        result = _OLD.run(*args, **kwargs)
         set_eval_frame(None)
         _restore(modes)
         return _tell(result, *args)
@@ -148,7 +133,7 @@ def _tell(
     """Tell every net, those inside of what those outside have made of the output."""
     out = made = result if isinstance(result, Tensor) else result[0]
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-    for net in _OPEN.nets:
+    for net in _FLEX.nets:
         with net.silence():
             call = _call(net, q, k, v, out, score_mod, block_mask, scale)
         new = net.tell(call)

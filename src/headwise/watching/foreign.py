@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -204,6 +204,36 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
     return mask if bool(real.all()) else mask & Queries(real)
 
 
+def with_padding(mask: Mask) -> Mask:
+    """The mask as it was: what `without_padding()` took from padded queries, given back."""
+    if not isinstance(mask, And) or not any(isinstance(part, Queries) for part in mask.parts):
+        return mask
+    first, *others = (part for part in mask.parts if not isinstance(part, Queries))
+    return And((first, *others)) if others else first
+
+
+def in_place(
+    find: Callable[[Extent], Mask], extent: Extent, device: torch.device, own: bool | None
+) -> tuple[Mask, int]:
+    """A mask without padded queries, and the number of keys that count.
+
+    Where the mask tells each query apart, the call is one of self-attention, and its last query
+    stands at the last key that anybody sees: a static cache is empty behind it.
+
+    Args:
+        find: gives the mask of a call of these sizes, which may have fewer keys.
+        extent: the sizes of the call.
+        device: where its tensors are.
+        own: whether queries and keys are of one sequence; `None` where only the mask can tell.
+    """
+    mask = find(extent)
+    here = at_the_end(mask, extent) if own is None else own
+    if own is None and extent.offset > 0 and (here or extent.queries == 1):
+        extent = replace(extent, keys=max(reach(mask, extent, device), extent.queries))
+        mask = find(extent)
+    return (without_padding(mask, extent, device) if here else mask), extent.keys
+
+
 def _reaches_all(mask: Mask) -> bool:
     """Whether every query sees its own key, whatever the sizes."""
     if isinstance(mask, And):
@@ -258,6 +288,11 @@ def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "
     return seen
 
 
+def version(x: Tensor) -> int:
+    """How often a tensor was changed in place; in inference mode nobody counts."""
+    return 0 if x.is_inference() else x._version
+
+
 Found = TypeVar("Found")
 
 
@@ -274,9 +309,8 @@ class MaskMemo:
 
     def of(self, given: Tensor, what: object, find: Callable[[], Found]) -> Found:
         """`find()`, or what it gave when this tensor was asked about before, for `what`."""
-        version = 0 if given.is_inference() else given._version
         place = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
-        key = (place, version, what)
+        key = (place, version(given), what)
         if key not in self._found:
             self._found[key] = given, find()  # held, so that its memory is no other mask's
             if len(self._found) > self.SIZE:

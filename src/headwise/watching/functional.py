@@ -11,7 +11,7 @@ from torch import Tensor
 from .._axes import Extent
 from ..masks import Mask
 from .calls import HeadsCall
-from .foreign import as_mask, at_the_end, reach, without_padding
+from .foreign import as_mask, in_place
 from .nested import nested_like, padded
 from .net import Net, Road
 from .roads import composite, leading
@@ -22,6 +22,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
     out = function(*args, **kwargs)
+    net.refuse_transforms()
     asked = _asked(*args, **kwargs)
     if out.is_nested:
         return _of_nested(net, asked, out)
@@ -45,7 +46,7 @@ def _asked(
 
 
 def _call(net: Net, asked: dict[str, Any], out: Tensor) -> HeadsCall:
-    batch, heads = leading(out.shape, net.names.module)
+    batch, heads = leading(out.shape, net.names.stack)
     lead = out.shape[:-2] if out.dim() > 3 else torch.Size((batch, heads))
     # Under autocast the kernel has cast them all to the dtype of its output.
     q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
@@ -93,23 +94,16 @@ def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
 def mask_of(
     net: Net, given: Tensor | None, extent: Extent, device: torch.device, causal: bool = False
 ) -> tuple[Mask, int]:
-    """A mask without padded queries, and the number of keys that count.
-
-    Where the mask tells each query apart, the call is one of self-attention, and its last query
-    stands at the last key that anybody sees: a static cache is empty behind it.
-    """
+    """A mask without padded queries, and the number of keys that count, as in `in_place()`."""
     within = composite()
     own = within.own if within is not None else (False if net.names.crosses else None)
 
+    def of(sizes: Extent) -> Mask:
+        cut = given if given is None or given.shape[-1] == 1 else given[..., : sizes.keys]
+        return as_mask(cut, sizes, causal=causal)
+
     def find() -> tuple[Mask, int]:
-        mask, keys, sizes = as_mask(given, extent, causal=causal), extent.keys, extent
-        here = at_the_end(mask, extent) if own is None else own
-        if own is None and extent.offset > 0 and (here or extent.queries == 1):
-            keys = max(reach(mask, extent, device), extent.queries)
-            cut = given if given is None or given.shape[-1] == 1 else given[..., :keys]
-            sizes = Extent(*(extent.batch, extent.heads, extent.kv_heads, extent.queries, keys))
-            mask = as_mask(cut, sizes, causal=causal)
-        return (without_padding(mask, sizes, device) if here else mask), keys
+        return in_place(of, extent, device, own)
 
     return find() if given is None else net.masks.of(given, (extent, causal, own), find)
 

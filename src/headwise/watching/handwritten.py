@@ -7,59 +7,109 @@ is told of. The scores are at hand, so that the call is one whose whole score is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._axes import Extent, statistics_dtype
 from ..masks import Mask
 from .calls import HeadsCall
-from .foreign import FORBIDDEN, as_bias, at_the_end, without_padding
+from .foreign import FORBIDDEN, as_bias, in_place, version
 from .net import Net, Road
-from .roads import composite, leading
+from .roads import composite, heads_first, leading
 
 
 @dataclass(frozen=True, eq=False)
 class _Softmax:
-    """The scores of a softmax, the shapes that its probabilities have had, and who ran then."""
+    """The scores of a softmax, the shapes that its probabilities have had, and who ran then.
+
+    `versions` are those of probabilities and scores: who changes either in place makes it another.
+    """
 
     scores: Tensor
+    versions: tuple[int, int]
     shapes: tuple[torch.Size, ...]
     running: tuple[nn.Module, ...]
 
 
 def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A softmax, which may be a step of attention."""
-    p = function(*args, **kwargs)
     scores = args[0] if args else kwargs["input"]
-    axis = args[1] if len(args) > 1 else kwargs.get("dim")
-    if scores.dim() > 2 and axis in (-1, scores.dim() - 1) and not scores.is_nested:
-        net.softmaxes[p] = _Softmax(scores, (scores.shape,), tuple(net.names.stack))
+    if scores.dim() < 3 or scores.is_nested:
+        return function(*args, **kwargs)
+    before = version(scores)
+    p = function(*args, **kwargs)
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if axis not in (-1, scores.dim() - 1):
+        net.contexts |= _storage(p)
+    elif p is not scores:
+        running = tuple(net.names.stack)
+        net.softmaxes[p] = _Softmax(scores, (version(p), before), (scores.shape,), running)
     return p
 
 
 def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What probabilities may pass through and still be those of the same keys."""
+    found = _known(net, args[0]) if args else None
     result = function(*args, **kwargs)
-    if net.softmaxes and args and isinstance(args[0], Tensor):
-        found = net.softmaxes.get(args[0])
-        if found is not None and result.shape[-2:] == found.scores.shape[-2:]:
-            if result.numel() != found.scores.numel():  # spread over something else
-                return result
-            net.softmaxes[result] = replace(found, shapes=(*found.shapes, result.shape))
+    if found is not None:
+        _pass_on(net, found, result)
     return result
+
+
+def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What passes if it leaves the probabilities what they are, or scales those of a query alike
+    (a mask of heads)."""
+    found = _known(net, args[0]) if args else None
+    result = function(*args, **kwargs)
+    if found is not None and (
+        _scales(function, *args[1:], **kwargs) or _same(found, args[0], result)
+    ):
+        _pass_on(net, found, result)
+    return result
+
+
+def _known(net: Net, p: Any) -> _Softmax | None:
+    """What is remembered of probabilities, if neither they nor the scores have changed since."""
+    found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
+    if found is None or found.versions != (version(p), version(found.scores)):
+        return None
+    return found
+
+
+def _pass_on(net: Net, found: _Softmax, p: Tensor) -> None:
+    """Remember the same of what the probabilities have become, unless they are spread out."""
+    if p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel():
+        versions = version(p), found.versions[1]
+        net.softmaxes[p] = replace(found, versions=versions, shapes=(*found.shapes, p.shape))
+
+
+def _scales(function: Any, other: Any = None, *_: Any, **__: Any) -> bool:
+    """Whether this multiplies by what is the same for all keys."""
+    plain = not isinstance(other, Tensor) or other.dim() == 0 or other.shape[-1] == 1
+    return function in _PRODUCTS and plain
+
+
+def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
+    """Whether all queries that may attend to a key have kept their probabilities."""
+    if result.shape != p.shape or version(p) != found.versions[0]:  # changed by `out=`
+        return False
+    dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
+    return bool(((result == p).all(-1) | dead).all())
 
 
 def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`matmul`, `@` and `bmm`: probabilities `[…, T, S]` times values `[…, S, D]`."""
     out = function(*args, **kwargs)
-    if not net.softmaxes or len(args) < 2:
+    if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
-    found = net.softmaxes.get(p)
+    found = _known(net, p)
     if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
         return out
     grouped = p.dim() == v.dim() == 5 and v.shape[2] == 1
@@ -71,21 +121,41 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """`torch.einsum` of the two, in any order of axes."""
     out = function(*args, **kwargs)
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    if not net.softmaxes or len(operands) != 2 or not isinstance(args[0], str):
+    if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
-    places = [n for n, x in enumerate(operands) if x in net.softmaxes]
-    if not places:
+    told = [(n, found) for n, x in enumerate(operands) if (found := _known(net, x)) is not None]
+    if not told:
         return out
-    p, v = operands[places[0]], operands[1 - places[0]]
-    order = _order(args[0], [x.dim() for x in operands], places[0])
+    place, found = told[0]
+    p, v = operands[place], operands[1 - place]
+    order = _order(args[0], [x.dim() for x in operands], place)
     if order is None or v.dim() < 3:
         return out
     sorted_ = out.permute(order)
     grouped = p.dim() == 5 and v.dim() == 4
-    new = _tell(net, net.softmaxes[p], p.shape, sorted_, grouped)
+    new = _tell(net, found, p.shape, sorted_, grouped)
     if new is None:
         return out
     return new.reshape(sorted_.shape).permute([order.index(axis) for axis in range(out.dim())])
+
+
+def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
+    """Whether a factor is a softmax over another axis than the last, or a product with one.
+
+    Such a context is what linear attention makes of keys and values for the queries. It is
+    remembered by its memory, which is that of its views, too.
+    """
+    if not net.contexts or not any(_storage(x) & net.contexts for x in factors):
+        return False
+    net.contexts |= _storage(out)
+    return True
+
+
+def _storage(x: Tensor) -> set[StorageWeakRef]:
+    """The memory of a tensor; none of sparse ones and of those in transforms of `torch.func`."""
+    if x.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+        return set()
+    return {StorageWeakRef(x.untyped_storage())}
 
 
 def _order(equation: str, axes: list[int], place: int) -> list[int] | None:
@@ -119,14 +189,25 @@ def _tell(
 
     Those that are `grouped`, `[B, G, H // G, T, S]`, share the values of a group.
     """
+    net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
         del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
-    batch, heads = (shape[0], shape[1] * shape[2]) if grouped else _sizes(net, found, shape)
-    scores = found.scores.reshape(batch, heads, *shape[-2:])
-    made = out.reshape(batch, heads, *out.shape[-2:])
+    # Softmax and product may have modules of their own.
+    stack = net.names.stack
+    running = [now for now, then in zip(stack, found.running, strict=False) if now is then] or stack
+    wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
+    turned = not grouped and heads_first(wide, running)
+    if grouped:
+        sizes = shape[0], shape[1] * shape[2]
+    else:
+        sizes = (wide[0], wide[1]) if turned else leading(wide, running)
+    scores, made = (x.reshape(*sizes, *x.shape[-2:]) for x in (found.scores, out))
+    if turned:
+        scores, made = scores.transpose(0, 1), made.transpose(0, 1)
     call = call_of_scores(net, "softmax", scores, made)
-    call.name = net.names.common(found.running)  # softmax and product may have modules of their own
-    return net.tell(call)
+    call.name = net.names.common(found.running)
+    new = net.tell(call)
+    return new.transpose(0, 1) if turned and new is not None else new
 
 
 def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCall:
@@ -137,10 +218,12 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
     batch, heads, queries, keys = scores.shape
     extent = Extent(batch, heads, heads, queries, keys)
     scores = scores.to(statistics_dtype(scores.dtype))
-    mask: Mask = as_bias(scores, FORBIDDEN)
     own = within.own if within is not None else (False if net.names.crosses else None)
-    if at_the_end(mask, extent) if own is None else own:
-        mask = without_padding(mask, extent, scores.device)
+
+    def find(sizes: Extent) -> Mask:
+        return as_bias(scores[..., : sizes.keys], FORBIDDEN)
+
+    mask, keys = in_place(find, extent, scores.device, own)
     q, k, v = (
         scores.new_zeros(1).expand(batch, heads, length, width)
         for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
@@ -153,18 +236,13 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
     )
 
 
-def _sizes(net: Net, found: _Softmax, shape: torch.Size) -> tuple[int, int]:
-    """Batch and heads: from the last shape that tells them apart."""
-    for known in (shape, *reversed(found.shapes)):
-        if len(known) > 3 and known.numel() == shape.numel():
-            return leading(known, net.names.module)
-    return leading(shape, net.names.module)
-
-
 def _named(*names: str) -> list[Any]:
     """Every function of PyTorch of these names."""
     owners = (torch, torch.Tensor, F, torch.special)
     return [getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)]
+
+
+_PRODUCTS = _named("mul", "__mul__")
 
 
 def functions() -> dict[Any, Road]:
@@ -175,10 +253,11 @@ def functions() -> dict[Any, Road]:
                 *("dropout", "dropout_", "feature_dropout", "alpha_dropout"),
                 *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
                 *("view", "reshape", "contiguous", "clone", "flatten", "unflatten", "unsqueeze"),
-                *("squeeze", "nan_to_num", "masked_fill", "mul", "__mul__"),
+                *("squeeze", "nan_to_num"),
             ),
             passing,
         ),
+        **dict.fromkeys([*_named("masked_fill"), *_PRODUCTS], changing),
         **dict.fromkeys(_named("softmax"), softmax),
         **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
         torch.einsum: einsum,

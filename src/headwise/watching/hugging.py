@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .calls import HeadsCall
 from .hugging_arguments import Function, Given, Meaning
 from .net import Net
+from .replaced import Replaced
 
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
 """What attention modules call the projection of the heads' outputs."""
@@ -40,39 +41,8 @@ def attention_functions(net: Net) -> Iterator[None]:
     if not hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface"):
         yield
         return
-    _OPEN.enter(net)
-    try:
+    with _INTERFACE.heard_by(net):
         yield
-    finally:
-        _OPEN.leave(net)
-
-
-class _Open:
-    """The nets that are out, of all threads; transformers is wrapped while there are any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._nets: tuple[Net, ...] = ()
-        self._restore: Callable[[], None] = lambda: None
-        self.found: dict[tuple[object, ...], int | None] = {}
-
-    def enter(self, net: Net) -> None:
-        with self._lock:
-            if not self._nets:
-                self._restore = _wrap()
-            self._nets = (*self._nets, net)
-
-    def leave(self, net: Net) -> None:
-        with self._lock:
-            self._nets = tuple(other for other in self._nets if other is not net)
-            if not self._nets:
-                self._restore()
-                self.found.clear()
-
-    @property
-    def nets(self) -> tuple[Net, ...]:
-        """Those that listen now, in this thread, outermost first."""
-        return tuple(net for net in self._nets if net.open)
 
 
 class _Kept(threading.local):
@@ -82,7 +52,9 @@ class _Kept(threading.local):
     first = 0
 
 
-_OPEN, _KEPT = _Open(), _Kept()
+_KEPT = _Kept()
+_FOUND: dict[tuple[object, ...], int | None] = {}
+"""Which meaning the arguments of a function have."""
 
 
 def _wrap() -> Callable[[], None]:
@@ -99,7 +71,7 @@ def _wrap() -> Callable[[], None]:
 
     def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
         kept = update(self, keys, values, layer_idx, *a, **b)
-        if _OPEN.nets and self.is_sliding[layer_idx]:
+        if _INTERFACE.nets and self.is_sliding[layer_idx]:
             dropped = int(self.get_seq_length(layer_idx)) - kept[0].shape[2]
             _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
         return kept
@@ -115,8 +87,12 @@ def _wrap() -> Callable[[], None]:
     def restore() -> None:
         for owner, name, old in before:
             delattr(owner, name) if old is None else setattr(owner, name, old)
+        _FOUND.clear()
 
     return restore
+
+
+_INTERFACE = Replaced(_wrap)
 
 
 def _heard(function: Function) -> Function:
@@ -135,14 +111,14 @@ def _attend(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Make a call of the interface and tell of it."""
-    nets = _OPEN.nets
+    nets = _INTERFACE.nets
     run = partial(function, module, query, key, value, attention_mask, *rest)
     # A paged cache holds the keys itself; other shapes are nobody's habit.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
         return run(**options)
     net = nets[-1]
     tensors = (query, key, value, attention_mask)
-    given = Given(net, _OPEN.found, function, module, *tensors, options)
+    given = Given(net, _FOUND, function, module, *tensors, options)
     with net.silence():  # silence is for all nets of a thread
         meaning = given.meaning(run)
         if meaning is not None:

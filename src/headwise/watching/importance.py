@@ -12,8 +12,8 @@ from .ablate import How, ablate
 from .calls import AttentionCall
 from .catching import catch
 from .effects import HeadEffects, gather
-from .names import chosen
-from .outputs import HeadOutputs
+from .names import Modules, chosen, why_left_out
+from .outputs import HeadOutputs, check_given
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model, batch)`: a loss for each sample, `[B]`, or one number that is their mean."""
@@ -41,8 +41,9 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             image's windows, say) has n rows in a row for each sample.
 
     Raises:
-        ValueError: a loss of another shape, or not finite, or without a gradient; no attention
-            seen; a scalar loss where calls have batches of different sizes.
+        ValueError: a loss of another shape, or not finite, or without a gradient (under
+            `torch.inference_mode()` there is none); no attention seen; batches that are one batch;
+            a scalar loss where calls have batches of different sizes.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -54,14 +55,17 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
     >>> list(effects.table()[0])
     ['layer', 'head', 'importance', 'importance_se', 'ablation_estimate', 'ablation_estimate_se']
     """
-    said = f"importance({type(model).__name__}, …)"
+    said = check_given("importance", model, loss, batches)
+    if torch.is_inference_mode_enabled():
+        raise ValueError(f"{said}: torch.inference_mode() is on, and there are no gradients in it.")
     parts = []
     for batch in batches:
         outs: list[tuple[str, Tensor]] = []
 
         def listen(call: AttentionCall, outs: list[tuple[str, Tensor]] = outs) -> Tensor:
             if not torch.is_grad_enabled():
-                raise ValueError(f"{said}: the model runs {call.name!r} without gradients.")
+                how = " (torch.inference_mode)" * torch.is_inference_mode_enabled()
+                raise ValueError(f"{said}: the model runs {call.name!r} without gradients{how}.")
             # A tensor of its own: what the model goes on with is made of this one, by every road.
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
@@ -96,11 +100,11 @@ def ablation_scan(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Any],
-    *,
     how: How = "zero",
+    *,
     reference: HeadOutputs | None = None,
     seed: int = 0,
-    modules: str | Callable[[str], bool] | None = None,
+    modules: Modules = None,
     report: Callable[[float], None] | None = None,
 ) -> HeadEffects:
     """What the loss gains when each head is taken out on its own: one forward pass per head.
@@ -113,8 +117,8 @@ def ablation_scan(
         loss: as in `importance()`. Of a scalar, every batch counts as one sample.
         batches: in whatever form `loss` takes.
         how, reference, seed: as in `ablate()`.
-        modules: scan these alone: a pattern such as `"model.layers.1?.*"`, or a function that says
-            of a module's qualified name whether it is wanted.
+        modules: scan these alone: a pattern such as `"model.layers.1?.*"`, a list of them, or a
+            function that says of a module's qualified name whether it is wanted.
         report: is told, after every forward pass, what share is done.
 
     Raises:
@@ -129,21 +133,25 @@ def ablation_scan(
     >>> [list(row) for row in effects.table()][0]
     ['layer', 'head', 'ablation', 'ablation_se']
     """
-    said = f"ablation_scan({type(model).__name__}, …)"
+    said = check_given("ablation_scan", model, loss, batches)
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
         raise ValueError(f"{said}: {training[0]} is in training mode; call model.eval() first.")
     wanted = chosen(modules)
     given, parts = batches if isinstance(batches, Sized) else list(batches), []
+    attended: dict[str, None] = {}
+    why = "there are no batches"
     for number, batch in enumerate(given):
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
+            attended[call.name] = None
             if wanted(call.name):
                 heads[call.name] = call.heads
 
-        with catch(model, listen):
+        with catch(model, listen) as net:
             base = _checked(loss(model, batch), said)
+        why = net.names.why_nothing()
         gained: dict[str, list[Tensor]] = {name: [] for name in heads}
         every = [(name, head) for name, count in heads.items() for head in range(count)]
         for done, (name, head) in enumerate(every, start=1):
@@ -156,8 +164,8 @@ def ablation_scan(
         parts.append((base.numel(), figures))
     if not any(figures for _, figures in parts):
         raise ValueError(
-            f"{said}: no attention was seen; give batches, a loss that calls the model, and "
-            f"modules=None or names that watch() gives."
+            f"{said}: no attention was seen, for "
+            f"{why_left_out(modules, attended) if attended else why}."
         )
     return gather(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +14,9 @@ from torch.nn.modules import module as hooks
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
+
+Modules = str | Sequence[str] | Callable[[str], bool] | None
+"""Which modules: patterns of qualified names, or a function that says whether a name is meant."""
 
 
 class Names:
@@ -126,15 +129,45 @@ class Names:
         )
 
 
-def chosen(modules: str | Callable[[str], bool] | None) -> Callable[[str], bool]:
-    """Which names are meant: by a pattern such as `"encoder.*"`, by a function, or all.
+def chosen(modules: Modules) -> Callable[[str], bool]:
+    """Which names are meant: by patterns such as `"encoder.*"`, by a function, or all.
+
+    Raises:
+        ValueError: something else, such as a module itself.
 
     >>> [name for name in ("low.attn", "high.attn") if chosen("high.*")(name)]
     ['high.attn']
     """
     if modules is None:
         return lambda name: True
-    if isinstance(modules, str):
-        pattern = modules
-        return lambda name: fnmatchcase(name, pattern)
-    return modules
+    if callable(modules) and not isinstance(modules, nn.Module | type):
+        return modules
+    patterns = [modules] if isinstance(modules, str) else modules
+    if not isinstance(patterns, Sequence) or not all(isinstance(name, str) for name in patterns):
+        raise ValueError(
+            f"modules={type(modules).__name__}: give names, such as 'encoder.*' or a list of them, "
+            f"or a function that says whether a name is meant."
+        )
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def why_left_out(modules: Modules, attended: Iterable[str]) -> str:
+    """Why nothing was seen where modules attended and none of them was meant, as a clause."""
+    names = [name or "''" for name in attended]
+    asked = getattr(modules, "__name__", "…") if callable(modules) else repr(modules)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"modules={asked} left out all that attended: {', '.join(names[:5])}{more}"
+
+
+def check_model(function: str, model: object) -> str:
+    """How errors of `function` quote the call: `watch(GPT, …)`.
+
+    Raises:
+        ValueError: what is given as the model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        name = getattr(model, "__name__", type(model).__name__)
+        raise ValueError(
+            f"{function}({name}, …): {name} is no nn.Module; the model is the first argument."
+        )
+    return f"{function}({type(model).__name__}, …)"

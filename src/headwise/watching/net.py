@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -47,12 +48,14 @@ class Net:
         self.roads, self.always = roads, always
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
+        self.contexts: set[StorageWeakRef] = set()
         self.functions = Functions(self)
         self.told = 0
 
     def _begin(self) -> None:
         """The model is called anew."""
         self.masks.clear()
+        self.contexts.clear()
 
     def _watching(self) -> bool:
         """Whether this thread works for the one that watches: a backward pass takes it along."""
@@ -76,9 +79,19 @@ class Net:
     def tell(self, call: AttentionCall) -> Tensor | None:
         """Let the listener hear of a call; gives what is to take the place of its output."""
         self.told += 1
+        self.refuse_transforms()
         call.again = torch._C._current_graph_task_id() != -1
         with self.silence():
             return self.listener(call)
+
+    def refuse_transforms(self) -> None:
+        """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"watch({type(self.names.model).__name__}): {self.names.current!r} runs inside a "
+                f"transform of torch.func (vmap, grad, jacrev, jvp, …), and cannot be watched "
+                f"there; watch a call without it."
+            )
 
 
 class Functions(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..statistics import LSE
 from .calls import AttentionCall, Looking
 from .catching import catch
+from .names import check_model
 
 
 class HeadOutputs:
@@ -100,7 +101,7 @@ def head_outputs(
             the means are `[H, Dv]` a module.
 
     Raises:
-        ValueError: nothing attended.
+        ValueError: nothing attended; batches that are one batch.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -109,16 +110,38 @@ def head_outputs(
     >>> reference.mean("").shape
     torch.Size([3, 8])
     """
+    said = check_given("head_outputs", model, loss, batches)
     kept = HeadOutputs(rows)
     for batch in batches:
         with torch.no_grad(), catch(model, kept.add):
             loss(model, batch)
     if not kept.modules:
         raise ValueError(
-            f"head_outputs({type(model).__name__}, …): no attention was seen; give batches, and a "
-            f"loss that calls the model."
+            f"{said}: no attention was seen; give batches, and a loss that calls the model."
         )
     return kept
+
+
+def check_given(function: str, model: object, loss: object, batches: object) -> str:
+    """How errors of `function(model, loss, batches)` quote the call.
+
+    Raises:
+        ValueError: a model that is no module, a loss that is no function, or batches that are one
+            batch or none.
+    """
+    said = check_model(function, model)
+    if not callable(loss):
+        raise ValueError(
+            f"{said}: loss must be a function, loss(model, batch), and "
+            f"{type(loss).__name__} is none."
+        )
+    single = isinstance(batches, Tensor | Mapping | str)
+    if single or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise ValueError(
+            f"{said}: batches must be an iterable of batches, such as a list or a DataLoader, and "
+            f"{type(batches).__name__} is none; did you mean [batch], a list of it?"
+        )
+    return said
 
 
 def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:

@@ -64,7 +64,7 @@ class OwnCall(AttentionCall):
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = dict(self.keywords)
         mask = as_mask(keywords["mask"])
-        if self.layer.own_positions:
+        if self.layer.own_positions and looking.padding:
             extent = extent_of(self.q, self.k, self.v, "MultiHeadAttention")
             keywords["mask"] = without_padding(mask, extent, self.q.device)
         if keywords["mask"] is not mask:

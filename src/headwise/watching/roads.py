@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,19 +73,43 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhe
 """What modules call the number of their heads."""
 
 
-def leading(shape: torch.Size, module: nn.Module) -> tuple[int, int]:
+def leading(shape: torch.Size, running: Sequence[nn.Module]) -> tuple[int, int]:
     """Batch and heads in what stands before the last two axes of scores or outputs.
 
-    Of three or more axes the last is heads, as PyTorch says of its own function; a single one is
-    both, where a composite function or the module's own `num_heads` tells so, and else batch.
+    Of two or more axes the last is heads, as PyTorch says of its own function; a single one is
+    both, where a composite function, the innermost module or an attention module that holds it
+    says how many heads there are, and else batch.
     """
     before = shape[:-2]
     if len(before) > 1:
         return before[:-1].numel(), before[-1]
     size = before.numel()
     known = composite()
-    given = [known.heads] if known else [getattr(module, name, None) for name in _HEADS]
-    for heads in given:
+    heads = known.heads if known else _said([running[-1], *_holders(running)])
+    return (size, 1) if heads is None or size % heads else (size // heads, heads)
+
+
+def heads_first(shape: torch.Size, running: Sequence[nn.Module]) -> bool:
+    """Whether scores `[H, B, T, S]` have heads before batch, as far as the modules say."""
+    heads = _said(running[-1:-4:-1]) if len(shape) == 4 else None
+    return heads is not None and shape[0] == heads != shape[1]
+
+
+def _said(modules: Sequence[nn.Module]) -> int | None:
+    """The number of heads that the first of these modules that has one says."""
+    for heads in (getattr(module, name, None) for module in modules for name in _HEADS):
         if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-            return (size // heads, heads) if size % heads == 0 else (size, 1)
-    return size, 1
+            return heads
+    return None
+
+
+def _holders(running: Sequence[nn.Module]) -> list[nn.Module]:
+    """The attention modules around the innermost module, up to two levels; none that has several
+    of the kind, each of which may be a head."""
+    kind = type(running[-1])
+    return [
+        module
+        for module in running[-2:-4:-1]
+        if "att" in type(module).__name__.lower()
+        and sum(type(part) is kind for part in module.modules()) == 1
+    ]

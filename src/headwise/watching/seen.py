@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ def _not_called() -> str:
 class Watched:
     """What a watched model's heads did: `seen[module name]`, and `table()` over all of them.
 
+    Iterating gives the modules' names, as of a dict.
     What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
     Modules stand in the order of their first calls.
 
@@ -78,6 +79,21 @@ class Watched:
         """The qualified names of the watched modules, in the order of their first calls."""
         return tuple(self._modules)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __repr__(self) -> str:
+        heads = sum(module.heads for module in self._modules.values())
+        names = dict.fromkeys(name for seen in self._modules.values() for name in seen.statistics)
+        count = f"{len(self)} module{'s' * (len(self) != 1)}"
+        return f"<Watched: {count}, {heads} heads; {', '.join(names) or 'no figures'}>"
+
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
         """A row per (layer, head): `layer`, `head`, `calls`, and a number per statistic.
 
@@ -103,17 +119,14 @@ class Watched:
             ImportError: pandas is not installed.
             ValueError: nothing was seen.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise ImportError(
-                "seen.to_pandas(): pandas is not installed; `pip install pandas`, or take "
-                "seen.table()"
-            ) from None
-        return DataFrame(self.table(texts))
+        return frame_of("seen", lambda: self.table(texts))
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to one safetensors file, which `load_seen` reads; whole or not at all."""
+        """Write all of it to one safetensors file, which `load_seen` reads; whole or not at all.
+
+        Raises:
+            OSError: a folder that there is not, or a path that is one.
+        """
         modules = [module.state() for module in self._modules.values()]
         write_tree(Path(path), {"running": self._running, "modules": modules})
 
@@ -261,11 +274,23 @@ class WatchedModule:
         return made
 
 
+def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
+    """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise ImportError(
+            f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+            f"{said}.table()"
+        ) from None
+    return DataFrame(table())
+
+
 def load_seen(path: str | Path) -> Watched:
     """What `seen.save(path)` wrote, bit for bit, on the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: there is no such file, or it is a folder.
         ValueError: a file that `save` did not write, or that is damaged.
 
     >>> import headwise as hw, tempfile

@@ -23,10 +23,14 @@ def write_tree(path: Path, content: Any) -> None:
     In the header a tensor is `{"tensor": n}`, and the tensor is called `n`.
 
     Raises:
+        OSError: there is no such folder, or a folder of that name.
         ValueError: too many tensors for a file.
     """
     from safetensors.torch import save_file
 
+    _must_be_no_folder(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: there is no such folder")
     tensors: dict[str, Tensor] = {}
     known: dict[int, tuple[Tensor, str]] = {}
 
@@ -55,15 +59,21 @@ def write_tree(path: Path, content: Any) -> None:
     write_whole(path.parent, {path.name: save})
 
 
+def _must_be_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; name a file in it")
+
+
 def read_tree(path: Path) -> Any:
     """What `write_tree` wrote, its tensors on the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: there is no such file, or it is a folder.
         ValueError: no safetensors file, damaged, or of another kind or a later version.
     """
     from safetensors import SafetensorError, safe_open
 
+    _must_be_no_folder(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:

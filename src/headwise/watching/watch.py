@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from ..attend import check_statistics
 from ..evidence import Statistic
+from ..sampling import check_queries
 from .calls import AttentionCall, Looking
 from .catching import catch
-from .names import chosen
+from .names import Modules, check_model, chosen, why_left_out
 from .seen import Watched
 
 
@@ -23,7 +24,8 @@ def watch(
     seed: int = 0,
     running: bool = False,
     gradients: bool = False,
-    modules: str | Callable[[str], bool] | None = None,
+    modules: Modules = None,
+    padding: bool = True,
 ) -> Iterator[Watched]:
     """See every head of a model while it runs; its outputs stay bit for bit the same.
 
@@ -38,20 +40,24 @@ def watch(
 
     Args:
         model: any module.
-        statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`.
+        statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`; without
+            any, the table says which modules attend, and how often.
         queries: look at so many queries of every call only, or at these, as in `observe()`.
         seed: of the draw.
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
             memory stays constant over a generation or a data set.
         gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
             loss, as in `observe()`; by default what is seen is detached.
-        modules: only these: a pattern of qualified names such as `"encoder.*"`, or a function that
-            says whether a name is meant; for statistics that fit some modules only.
+        modules: only these: a pattern of qualified names such as `"encoder.*"`, a list of them, or
+            a function that says whether a name is meant; for statistics that fit some modules only.
+        padding: False counts every query; strictly causal masks, sparse graphs, and
+            cross-attention by sdpa with as many keys as queries need that, as nothing tells their
+            unattended keys from padding.
 
     Raises:
-        ValueError: a model that is compiled, or a part that is; `running` together with
-            `gradients`; while the model runs, statistics that do not fit a call, with the name of
-            the module.
+        ValueError: a model that is compiled, or a part that is; a statistic twice; queries that no
+            call could have; `running` together with `gradients`; while the model runs, statistics
+            that do not fit a call, with the name of the module, or a transform of `torch.func`.
         RuntimeError: the model is called in another thread, while the model runs.
 
     >>> import torch, headwise as hw
@@ -61,6 +67,7 @@ def watch(
     >>> [(row["layer"], row["head"]) for row in seen.table()]
     [('self_attn', 0), ('self_attn', 1)]
     """
+    check_model("watch", model)
     kind = type(model).__name__
     if running and gradients:
         raise ValueError(
@@ -68,18 +75,31 @@ def watch(
             f"the calls of one loss without running."
         )
     check_statistics(statistics, "watch")
-    looking, meant = Looking(queries, seed, gradients), chosen(modules)
+    figures = [name for statistic in statistics for name in statistic.names]
+    twice = [name for name in figures if figures.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"watch({kind}, …): {twice[0]!r} is asked for twice; leave one out, or give a mass a "
+            f"name of its own, Mass(…, name=…)."
+        )
+    if queries is not None:
+        check_queries(queries)
+    left_out: dict[str, None] = {}
+    looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
 
     def listen(call: AttentionCall) -> None:
+        if not meant(call.name):
+            left_out[call.name] = None
+            return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
-        if not meant(call.name) or (call.again and not gradients):
+        if call.again and not gradients:
             return
         try:
             readings = call.observe(statistics, looking)
         except ValueError as error:
             raise ValueError(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
-                f"{error} To leave a module out, give modules=…, such as modules='encoder.*'."
+                f"{error} If it fits other modules, give modules=…, such as modules='encoder.*'."
             ) from error
         if not call.again:
             watched.add(call.name, readings, call.heads, call.first_key)
@@ -87,7 +107,9 @@ def watch(
     said, names = "", None
 
     def why() -> str:
-        return said if names is None else names.why_nothing()
+        if names is None:
+            return said
+        return why_left_out(modules, left_out) if left_out else names.why_nothing()
 
     watched = Watched(running, why)
     with catch(model, listen) as net:

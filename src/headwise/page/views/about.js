@@ -8,11 +8,14 @@ function drawHeader() {
   $("text").textContent = made.text;
   const fact = (value, words) => el("li", {}, el("b", {}, value), ` ${words}`);
   const facts = [fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`)];
-  for (const stream of data.read) {
-    const what = stream.grid ? "tokens of the image" : data.read.length > 1 ? `${stream.name} tokens` : "tokens";
-    facts.push(fact(whole(stream.tokens.length), what));
+  const many = made.texts > 1;
+  for (const { name, tokens, positions } of data.streams) {
+    if (positions) continue;
+    const what = { image: "tokens of the image", text: "tokens" }[name] ?? `${name} tokens`;
+    const first = { image: "tokens of the first image", text: "tokens of the first text" }[name] ?? `${what} of the first text`;
+    facts.push(fact(whole(tokens.length), many ? first : what));
   }
-  if (made.texts > 1) facts.push(fact(whole(made.texts), "texts"));
+  if (many) facts.push(fact(whole(made.texts), data.streams[0].grid ? "images" : "texts"));
   if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats on ${made.loss ?? "each token"}`));
   if (typeof made.loss_first_copy === "number") {
     facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats a token, random tokens → their repeat"));

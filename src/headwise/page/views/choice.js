@@ -87,11 +87,8 @@ function follow(hash) {
 function showView() {
   for (const name of Object.keys(views)) $(`view-${name}`).hidden = name !== state.view;
   for (const link of $("nav").querySelectorAll("a")) {
-    if (link.dataset.view === state.view) {
-      link.setAttribute("aria-current", "page");
-      const [nav, at] = [$("nav"), link.offsetLeft];
-      nav.scrollLeft = Math.max(0, at - (nav.clientWidth - link.offsetWidth) / 2);
-    } else link.removeAttribute("aria-current");
+    if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
   document.title = `${views[state.view].title}: ${document.documentElement.dataset.title}`;
 }
@@ -109,7 +106,7 @@ function drawBar() {
 function drawNav() {
   $("nav").replaceChildren(...shownViews().map(([name, { title }]) => el("a", { "data-view": name, href: `#${name}` }, title)));
   $("run").hidden = runs.length === 1;
-  const names = runs.map((run, index) => [String(index), "AB"[index], `${"AB"[index]}: ${run.provenance.model} on ${run.provenance.text}`]);
+  const names = runs.map((run, index) => [String(index), "AB"[index], `${"AB"[index]}: ${run.title}`]);
   switches($("run"), "run", names, String(state.run), (index) => showRun(Number(index)));
 }
 

@@ -32,7 +32,7 @@ function pairs(key) {
 function drawDifferences() {
   const column = runs[0].column.get(comparing.key);
   const found = pairs(comparing.key);
-  const [first, second] = runs.map(({ provenance }) => `${provenance.model} on ${provenance.text}`);
+  const [first, second] = runs.map(({ title }) => title);
   $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
     `${whole(found.length)} of ${counted(runs[0].rows.length, "head")} of A are in B: the same module and number. Differences are B − A.`);
   const there = found.filter(({ change }) => change !== null);
@@ -60,7 +60,13 @@ function drawDifferenceMap(column, there) {
   }).setAttribute("aria-label", `Differences of ${column.title.toLowerCase()}, head by head; the table beside it has the largest`);
 }
 
-const signed = (value, column) => (value > 0 ? "+" : "") + figure(value, column);
+/** A difference with its sign; one that rounding would leave nothing of, to two digits. */
+function signed(value, column) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const small = size < 1e-4 ? value.toExponential(1) : value.toPrecision(2);
+  return (value > 0 ? "+" : "") + (size < 10 ** -column.digits ? small.replaceAll("-", "−") : figure(value, column));
+}
 
 function drawDifferenceTable(column, there) {
   $("difference-title").textContent = `${column.title}: the largest differences`;

@@ -66,6 +66,7 @@ function blocks(count, cells) {
 }
 
 const NONE = "none of these";
+const TEXTS = ["text", "image", "encoder", "decoder"];  // other streams are places that a layer numbers anew
 let runs = [];  // one look, or the two that are compared
 let data;       // the look that is shown
 
@@ -79,6 +80,7 @@ function prepare(look) {
   look.places = new Map(look.rows.map((row, index) => [`${row.layer}.${row.head}`, index]));
   look.byName = new Map(look.rows.map((row, index) => [`${row.module}.${row.head}`, index]));
   look.width = Math.max(...look.rows.map(({ head }) => head + 1));
+  for (const stream of look.streams) stream.positions = !TEXTS.includes(stream.name);
   look.read = look.streams.filter((_, index) => look.layers.some(({ queries, keys }) => queries === index || keys === index));
   for (const layer of look.layers) {
     [layer.from, layer.to] = [look.streams[layer.queries], look.streams[layer.keys]];

@@ -113,10 +113,12 @@ function drawHeads() {
 function drawLegend() {
   $("legend").replaceChildren(...data.labels.flatMap((name) => {
     const count = data.rows.filter((row) => hasLabel(row, name)).length;
+    const coloured = data.rows.filter((row) => firstLabel(row) === name).length;
     if (!count) return [];
     const swatch = el("i", { class: "swatch" });
     swatch.style.background = labelColour(name);
-    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) }, swatch, `${name} `, el("b", {}, whole(count)));
+    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) }, swatch, `${name} `, el("b", {}, whole(count)),
+      coloured < count ? el("small", {}, ` (${whole(count - coloured)} as a further label)`) : "");
     button.addEventListener("click", () => {
       const place = [...$("legend").querySelectorAll("button")].indexOf(button);
       state.only = state.only === name ? "" : name;

@@ -3,7 +3,7 @@
 let textShown;  // the heads whose mean is shown: one, or all of the layer
 
 views.text = {
-  get title() { return data.read.some(({ grid }) => grid) ? "Image" : "Text"; },
+  get title() { return data.streams.some(({ grid }) => grid) ? "Image" : "Text"; },
   async load() {
     const row = chosen();
     const heads = state.scope === "head" ? [row] : data.rows.filter(({ layer }) => layer === row.layer);
@@ -30,12 +30,14 @@ function drawTextTitle() {
     if (cross && (direction === "to") !== (state.direction === "to")) state.token = 0;
     chooseToken(state.token, direction);
   });
+  const places = layer.from.positions
+    ? ` This layer attends over ${whole(layer.from.tokens.length)} places at a time (a window, say), so these are numbers of places.` : "";
   const block = layer.rows.exact && layer.cols.exact ? "" : " Weights beside the strongest keys are means over blocks of tokens (≈).";
   $("text-what").textContent = {
     to: "Choose a token: the others are coloured by the weight it puts on them.",
     from: "Choose a token: the others are coloured by the weight they put on it.",
     all: "Each token is coloured by the attention it received from all queries together.",
-  }[state.direction] + block;
+  }[state.direction] + places + block;
 }
 
 /** The token boxes of the layer's streams, made anew only when these change. */
@@ -65,6 +67,7 @@ function tokenBox(stream) {
     const before = stream.tokens[index - 1] ?? "";
     if (!word || /^\s|\s$/.test(before.slice(-1) + token.slice(0, 1))) box.append(word = el("span"));
     word.append(tokenButton(stream, token, index));
+    if (stream.positions) { box.append(" "); word = null; }
     if (token.includes("\n")) { box.append(el("br")); word = null; }
   });
   return box;
