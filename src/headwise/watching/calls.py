@@ -124,13 +124,18 @@ class HeadsCall(AttentionCall):
         """Who may attend to whom."""
         return self.keywords.get("mask")
 
+    def counted(self, looking: Looking) -> Mask:
+        """The mask for statistics: padded queries see nothing, unless they are to count."""
+        mask = as_mask(self.mask)
+        if not looking.padding:
+            return with_padding(mask)
+        if not self.own_positions:
+            return mask
+        extent = extent_of(self.q, self.k, self.v, self.road)
+        return without_padding(mask, extent, self.q.device)
+
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
-        keywords = dict(self.keywords)
-        if self.mask is not None and not looking.padding:
-            keywords["mask"] = with_padding(as_mask(self.mask))
-        elif self.mask is not None and self.own_positions:
-            extent = extent_of(self.q, self.k, self.v, self.road)
-            keywords["mask"] = without_padding(as_mask(self.mask), extent, self.q.device)
+        keywords = {**self.keywords, "mask": self.counted(looking)}
         wanted = any(getattr(statistic, "reads_output", False) for statistic in statistics)
         with nullcontext() if looking.gradients else torch.no_grad():
             seen = observe(
