@@ -16,7 +16,8 @@ class Replaced:
     """
 
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
-        self._replace, self._restore = replace, replace
+        self._replace = replace
+        self._restore: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._out: tuple[Net, ...] = ()
 
