@@ -484,3 +484,23 @@ def test_gradients_flow_while_watched() -> None:
         model(x).square().sum().backward()
     watched = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_watches_that_end_in_another_order_leave_nothing_behind() -> None:
+    before = torch.overrides.has_torch_function
+    first, second = (hw.watch(Two(), hw.Entropy()) for _ in range(2))
+    opened, closed = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with second:
+            opened.set()
+            closed.wait(60)
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        assert opened.wait(60)
+    assert torch.overrides.has_torch_function is not before
+    closed.set()
+    thread.join()
+    assert torch.overrides.has_torch_function is before

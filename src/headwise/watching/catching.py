@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from .handwritten import functions as steps_by_hand
 from .hugging import attention_functions
 from .net import Functions, Net
 from .own import own_layers
+from .replaced import Replaced
 from .varlen import functions as varlen_attention
 
 
@@ -41,20 +42,23 @@ def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))
-        stack.enter_context(fused_layers())
+        stack.enter_context(_FUSED_LAYERS.heard_by(net))
         stack.enter_context(net.functions)
         yield net
 
 
-@contextmanager
-def fused_layers() -> Iterator[None]:
+def _let_layers_fuse() -> Callable[[], None]:
     """Let PyTorch take its fused layers as if no function mode of headwise were there."""
     before = torch.overrides.has_torch_function
     torch.overrides.has_torch_function = _has_torch_function
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         torch.overrides.has_torch_function = before
+
+    return restore
+
+
+_FUSED_LAYERS = Replaced(_let_layers_fuse)
 
 
 def _has_torch_function(tensors: Any) -> bool:
