@@ -4,10 +4,10 @@
     python benchmarks/native.py --part forward --dims 64 --lengths 512 2048
     python benchmarks/native.py --cpu-time               # on a machine that others use too
 
-Parts: `forward`, `backward`, `decode`, `peers` (FlexAttention, onnxruntime, whole layers) and
-`choice`, which prints the rows of `MEASURED` in `headwise/backends/native.py`. Everything timed for
-a shape takes turns in every round, both dtypes together; results are compared before the clock
-starts. The table at the end says which of the kernel's goals were reached, and where they were not.
+Parts: `forward`, `backward`, `decode` and `peers` (FlexAttention, onnxruntime, whole layers).
+Everything timed for a shape takes turns in every round, both dtypes together; results are compared
+before the clock starts. Spreads on record are median, lower and upper quartile. The table at the
+end says which of the kernel's goals were reached, and where they were not.
 
 Wall time with all threads by default. `--cpu-time` counts what the process itself computes, on one
 thread: so that work of others on the machine costs little more than shared caches.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -26,13 +25,12 @@ import torch
 
 from headwise.kernels import cpu
 from headwise.timing import record
-from native_choice import choice
 from native_own import MATRIX, backward, decode, forward
 from native_peers import layers, peers
-from native_run import DTYPES, NATIVE, Run, Shape, rates, show_goals, show_rows
+from native_run import DTYPES, NATIVE, Run, Shape, brief, rates, show_goals, show_rows
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("forward", "backward", "decode", "peers", "choice")
+PARTS = ("forward", "backward", "decode", "peers")
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PEERS = ((128, 64), (512, 64), (2048, 64), (8192, 64), (512, 128))  # length, dim; each is compiled
 LONGEST = 8192 * 64  # length × dim, of gradients
@@ -108,9 +106,6 @@ def main() -> None:
         show_rows(run.rows, part)
     if run.goals:
         show_goals(run)
-    if "choice" in parts:
-        rows = choice(options.seconds / 4)
-        run.rows += [{"part": "choice", **asdict(row)} for row in rows]
     if not options.no_record:
         library = cpu.library()
         clock = "CPU time of the process, one thread" if options.cpu_time else "wall time"
@@ -118,7 +113,7 @@ def main() -> None:
         settings["instructions"] = library.usable[0] if library else None
         settings["rates_by_this_clock"] = rates(run)
         name = "native" if options.part is None else f"native-{'-'.join(options.part)}"
-        print("recorded in", record(name, settings, run.rows, RESULTS))
+        print("recorded in", record(name, settings, brief(run.rows), RESULTS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of `MEASURED` in `headwise/backends/native.py`, for each instruction set of this machine.
+"""Write `headwise/backends/speeds.json`: how fast the native kernel is beside the other backends.
 
     python benchmarks/native_choice.py [--seconds N]
 
@@ -16,16 +16,21 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import headwise as hw
+from headwise.backends import native
 from headwise.backends.native import Measured
 from headwise.kernels import cpu
-from headwise.timing import ratio
+from headwise.timing import machine, ratio, write_run
 from native_run import DTYPES, NATIVE, Run, Shape, Work
+
+SPEEDS = Path(native.__file__).with_name("speeds.json")
 
 # What PyTorch's own kernels, MKL and oneDNN may use on a machine that has no more than that.
 LIKE = {
@@ -38,7 +43,7 @@ CAPS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def choice(seconds: float) -> list[Measured]:
-    """The rows of every instruction set that this machine has, printed as they come."""
+    """Measure with every instruction set that this machine has; rows are printed as they come."""
     library, rows = cpu.library(), []
     for name in () if library is None else library.usable:
         caps = dict(zip(CAPS, LIKE[name], strict=True)) if name in LIKE else {}
@@ -51,7 +56,7 @@ def choice(seconds: float) -> list[Measured]:
         )
         for line in found.stdout.splitlines():
             rows.append(Measured(**json.loads(line)))
-            print(f"    {rows[-1]!r},", flush=True)
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -86,7 +91,7 @@ def beside_others(run: Run, name: str, shape: Shape, dtype: torch.dtype, trainin
 
 
 def main() -> None:
-    """Print the rows."""
+    """Measure, and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=0.3, help="for the rounds of each call")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # in the process of one set
@@ -96,7 +101,10 @@ def main() -> None:
         for row in measure(options.only, options.seconds):
             print(json.dumps(asdict(row)), flush=True)
     else:
-        choice(options.seconds)
+        rows = [asdict(row) for row in choice(options.seconds)]
+        run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+        settings = {"clock": "CPU time of one thread, the peers held to the same instruction set"}
+        print("written to", write_run(SPEEDS, {**run, "settings": settings, "rows": rows}))
 
 
 if __name__ == "__main__":

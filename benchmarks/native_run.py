@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.timing import Spread, ratio, show
+from headwise.timing import Spread, interleaved, ratio, show
 
 NATIVE, SEEING, SCORES, COLUMNS = "native", "native, seeing", "scores only", "column sums"
 SDPA, MATMUL = "SDPA", "matmul + softmax"
@@ -109,30 +108,9 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
 
-    def take(self, calls: dict[str, Work], least: float = 0.01) -> Taken:
-        """Seconds per call, a figure for each of 3 to 15 rounds: as many as the time allows.
-
-        Calls take turns in an order drawn anew; short ones are repeated for `least` seconds.
-        """
-        once = {name: self._turn(work, 1) for name, work in calls.items()}  # allocates
-        if sum(once.values()) < 1:
-            once = {name: self._turn(work, 1) for name, work in calls.items()}
-        repeats = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
-        a_round = sum(once[name] * repeats[name] for name in calls)
-        rounds = min(15, max(3, int(self.seconds / a_round)))
-        order, taken = list(calls), {name: [] for name in calls}
-        shuffle = random.Random(0).shuffle
-        for _ in range(rounds):
-            shuffle(order)
-            for name in order:
-                taken[name].append(self._turn(calls[name], repeats[name]))
-        return taken
-
-    def _turn(self, work: Work, repeats: int) -> float:
-        start = self.clock()
-        for _ in range(repeats):
-            work()
-        return (self.clock() - start) / repeats
+    def take(self, calls: dict[str, Work]) -> Taken:
+        """Seconds per call, a figure for each of 3 to 15 rounds: as many as the time allows."""
+        return interleaved(calls, 15, 0.01, within=self.seconds, clock=self.clock)
 
     def keep(self, part: str, shape: Shape, taken: Taken, refused: dict[str, str]) -> None:
         """Adds a row for each contender; of `float32: SDPA` the dtype is the first word."""
@@ -162,6 +140,28 @@ class Run:
         self.goals.setdefault(name, []).append((found.median, where))
         reached = GOALS[name].kept(found.median)
         self.rows.append({"goal": name, "where": where, "ratio": found, "kept": reached})
+
+
+def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put rows on record: one a shape and dtype with all contenders, and one a goal."""
+    about = ("part", *Shape.__dataclass_fields__, "dtype")
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    goals: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "goal" in row:
+            of = goals.setdefault(row["goal"], {"goal": row["goal"], "kept": 0, "ratios": {}})
+            of["kept"] += row["kept"]
+            of["ratios"][row["where"]] = row["ratio"].median
+            continue
+        key = tuple(row[name] for name in about)
+        of = shapes.setdefault(key, {**dict(zip(about, key, strict=True))})
+        for name in ("ms", "times_native", "gflops", "gb_per_s", "refused"):
+            if name in row:
+                found = row[name]
+                spread = isinstance(found, Spread)
+                found = [found.median, found.low, found.high] if spread else found
+                of.setdefault(name, {})[row["contender"]] = found
+    return [*shapes.values(), *goals.values()]
 
 
 def rates(run: Run) -> dict[str, float]:

@@ -5,12 +5,12 @@
 Every variant has the same 4,192 parameters, and sees the same documents in the same order.
 """
 
-import json
 import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from headwise import timing
 from headwise.systems import scalar
 from headwise.systems.scalar import Matrix, ScalarGPT, Vector
 
@@ -52,8 +52,7 @@ def main() -> None:
     found = {"benchmark": "scalar parts", "date": now.isoformat(timespec="seconds")}
     settings = {"steps": steps, "seeds": SEEDS, "python": platform.python_version()}
     out = Path(__file__).parent / "results" / f"scalar-parts-{now:%Y%m%dT%H%M%SZ}.json"
-    out.write_text(json.dumps({**found, "settings": settings, "rows": rows}, indent=1) + "\n")
-    print(out)
+    print(timing.write_run(out, {**found, "settings": settings, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def test_effective_rank_of_an_orthogonal_map_is_its_size() -> None:
     assert paths.effective_rank(torch.linalg.svdvals(q)) == pytest.approx(5)
 
 
-@pytest.mark.parametrize("module", [learn, paths, runs, sixteenth, specialise, words, wrapper])
+@pytest.mark.parametrize("module", [learn, paths, sixteenth, specialise, words, wrapper])
 def test_examples_in_the_code_run(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted

@@ -784,7 +784,7 @@ def test_the_table_decides_by_the_nearest_measurement(monkeypatch: pytest.Monkey
     assert LIBRARY is not None
     row = Measured(LIBRARY.usable[0], "float32", False, 128, 128, 64, 1.3)
     slow = replace(row, queries=1, keys=4096, speed=0.8)
-    monkeypatch.setattr(native_module, "MEASURED", (row, slow))
+    monkeypatch.setattr(native_module, "measured", lambda: (row, slow))
     monkeypatch.setattr(native_module, "_speed", native_module._speed.__wrapped__)
 
     def decided(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> bool:

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise import timing
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package
 
 from benchmarks import every_statistic  # noqa: E402
-from benchmarks.claims import runs  # noqa: E402
 from benchmarks.pages import __main__ as pages  # noqa: E402
 from benchmarks.pages import costs, floor, pictures  # noqa: E402
 from examples import entropy_floor  # noqa: E402
@@ -104,7 +104,7 @@ def test_the_newest_run_of_each_length_counts(tmp_path: Path) -> None:
         "every_statistic-3": _record(512, 1.75, contender="FlexAttention, LSE", refused="Too new."),
         "every_statistic-4": _record(512, 9.5) | {"settings": {"rounds": 7, "backend": "eager"}},
     }.items():
-        (tmp_path / f"{name}.json").write_text(runs.dumps(record))
+        timing.write_run(tmp_path / f"{name}.json", record)
     text = "".join(
         f"before <!-- costs: {name} -->\nold\n<!-- end of costs -->\n"
         for name in ("per query", "per key and head", "together")

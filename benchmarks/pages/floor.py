@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -61,17 +60,13 @@ def measure(settings: example.Settings) -> dict[str, Any]:
 
 def write(settings: example.Settings, found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
     """Keep a run with its settings and machine; the file is whole or absent."""
-    path = folder / RECORD
     run = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": timing.machine(),
         "settings": asdict(settings),
         **found,
     }
-    part = path.with_suffix(".part")
-    part.write_text(runs.dumps(runs.rounded(run, 4)) + "\n")
-    os.replace(part, path)
-    return path
+    return timing.write_run(folder / RECORD, run, digits=4)
 
 
 def read(folder: Path = runs.RESULTS) -> dict[str, Any]:

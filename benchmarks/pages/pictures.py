@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import corpus
+from headwise import corpus, timing
 from headwise.gpt import builtin, load
 
 from ..claims import runs
@@ -67,10 +66,10 @@ def measure(ids: list[int]) -> dict[str, Any]:
         "layers": [[f"{n}.{h}" for h in range(model.config.n_head)] for n in range(len(readings))],
         "shades": {name: _shaded(name, readings, unit) for name, unit in units.items()}
         | {"offsets": _shaded("offsets", readings), "map": _shaded("map", readings)},
-        "max_logit": runs.rounded(
+        "max_logit": timing.rounded(
             [head for one in readings for head in one["max_logit"].values[0].tolist()], 3
         ),
-        "similarity": [runs.rounded(one["similarity"].values[0].tolist(), 2) for one in readings],
+        "similarity": [timing.rounded(one["similarity"].values[0].tolist(), 2) for one in readings],
         "top": [_surest(one) for one in readings],
     }
 
@@ -89,7 +88,7 @@ def _shaded(name: str, readings: list[Any], unit: str = "") -> dict[str, Any]:
         "".join(chr(ord("a") + level) if here else "." for level, here in zip(*pair, strict=True))
         for pair in zip(levels.tolist(), counts.tolist(), strict=True)
     ]
-    return runs.rounded({"low": low, "high": high, "most": most, "rows": lines}, 3)
+    return timing.rounded({"low": low, "high": high, "most": most, "rows": lines}, 3)
 
 
 def _surest(reading: Any) -> dict[str, Any]:
@@ -99,17 +98,13 @@ def _surest(reading: Any) -> dict[str, Any]:
     return {
         "head": head,
         "keys": keys[head].tolist(),
-        "weights": runs.rounded(weights[head].tolist(), 2),
+        "weights": timing.rounded(weights[head].tolist(), 2),
     }
 
 
 def write(found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
     """Keep what was measured; the file is whole or absent."""
-    path = folder / RECORD
-    part = path.with_suffix(".part")
-    part.write_text(runs.dumps(found) + "\n")
-    os.replace(part, path)
-    return path
+    return timing.write_run(folder / RECORD, found)
 
 
 def read(folder: Path = runs.RESULTS) -> dict[str, Any]:

@@ -8,6 +8,7 @@ What does not vary is counted beside it: multiply-adds, and bytes at the peak of
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import random
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 Work = Callable[[], Any]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,31 @@ def interleaved(
     rounds: int = 21,
     least: float = 0.03,
     report: Callable[[float], None] | None = None,
+    *,
+    within: float = math.inf,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender, one figure a round.
+    """Time calls by turns: seconds per call of each contender, one figure a round.
 
     Each takes its turn in every round, in an order drawn anew. A turn repeats the call until it
     lasts about `least` seconds; with `least` 0 it is one call. One round comes first that does not
-    count. `report` is called with the share of the rounds that is done, after each of them.
+    count. `report` is called with the share of the rounds that is done, after each of them. Rounds
+    are fewer, but 3 at least, where `rounds` of them would take more than `within` seconds.
+    `clock` is `time.process_time` to count what this process computes, whoever else is at work.
     """
-    once = {name: _turn(work, 1) for name, work in contenders.items()}  # compiles, allocates
-    once = {name: _turn(work, 1) for name, work in contenders.items()}
+    once = {name: _turn(work, 1, clock) for name, work in contenders.items()}  # compiles, allocates
+    if sum(once.values()) < within:
+        once = {name: _turn(work, 1, clock) for name, work in contenders.items()}
     repeats = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
+    if math.isfinite(within):
+        a_round = sum(once[name] * repeats[name] for name in contenders)
+        rounds = min(rounds, max(3, int(within / a_round)))
     order, taken = list(contenders), {name: [] for name in contenders}
     shuffle = random.Random(0).shuffle
     for number in range(rounds + 1):
         shuffle(order)
         for name in order:
-            seconds = _turn(contenders[name], repeats[name])
+            seconds = _turn(contenders[name], repeats[name], clock)
             if number:
                 taken[name].append(seconds)
         if report is not None:
@@ -78,13 +89,13 @@ def interleaved(
     return taken
 
 
-def _turn(work: Work, repeats: int) -> float:
+def _turn(work: Work, repeats: int, clock: Clock = time.perf_counter) -> float:
     _wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         work()
     _wait()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def _wait() -> None:
@@ -228,17 +239,73 @@ def record(
         "settings": dict(settings),
         "rows": rows,
     }
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-{now:%Y%m%dT%H%M%SZ}.json"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(run, indent=1, default=_plain) + "\n")
-    os.replace(part, path)
-    print(json.dumps(run, default=_plain))
+    path = write_run(folder / f"{name}-{now:%Y%m%dT%H%M%SZ}.json", run)
+    print(json.dumps(rounded(run)))
     return path
 
 
-def _plain(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Spread) else str(value)
+def write_run(path: Path, run: Mapping[str, Any], digits: int = 6) -> Path:
+    """Write a run for people to read; the file is whole or absent.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(dumps(rounded(run, digits)) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def dumps(value: Any, lines: int = 200) -> str:
+    """Spell JSON for reading: what fits on a line stands on one; lines are as long as it takes.
+
+    >>> print(dumps({"a": [1, 2], "b": [{"c": "long " * 40}]}))
+    {
+     "a": [1, 2],
+     "b": [
+      {"c": "long long ...
+     ]
+    }
+    """
+    wide = 160
+    while (text := _cut(value, wide)).count("\n") >= lines:
+        wide *= 2
+    return text
+
+
+def _cut(value: Any, wide: int, indent: str = "") -> str:
+    flat = json.dumps(value)
+    within = list(value.values() if isinstance(value, dict) else value) if _holds(value) else []
+    if not any(map(_holds, within)) or len(flat) + len(indent) <= wide:
+        return flat
+    inner = indent + " "
+    lines = [_cut(item, wide, inner) for item in within]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {line}" for key, line in zip(value, lines, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Round floats in a nested value to so many significant digits; spreads become dicts.
+
+    >>> rounded({"a": [0.123456789, 1, "text"], "b": Spread(1.0, 0.5, 2.0)})
+    {'a': [0.12346, 1, 'text'], 'b': {'median': 1.0, 'low': 0.5, 'high': 2.0}}
+    """
+    if isinstance(value, Spread):
+        return rounded(asdict(value), digits)
+    if isinstance(value, Mapping):
+        return {str(key): rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    return value if isinstance(value, int | str | None) else str(value)
 
 
 def show(title: str, columns: list[str], lines: list[list[str]]) -> None:

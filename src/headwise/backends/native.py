@@ -8,9 +8,11 @@ somebody else made. Masks become flags, ranges of keys or tables (`terms.py`).
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.autograd.forward_ad
@@ -36,67 +38,14 @@ class Measured:
     speed: float
 
 
-MEASURED: tuple[Measured, ...] = (
-    Measured("avx512bf16", "float32", False, 1, 2048, 64, 1.54),
-    Measured("avx512bf16", "bfloat16", False, 1, 2048, 64, 10.00),
-    Measured("avx512bf16", "float32", False, 64, 64, 64, 1.43),
-    Measured("avx512bf16", "float32", True, 64, 64, 64, 1.28),
-    Measured("avx512bf16", "bfloat16", False, 64, 64, 64, 2.67),
-    Measured("avx512bf16", "bfloat16", True, 64, 64, 64, 3.00),
-    Measured("avx512bf16", "float32", False, 512, 512, 64, 1.23),
-    Measured("avx512bf16", "float32", True, 512, 512, 64, 1.21),
-    Measured("avx512bf16", "bfloat16", False, 512, 512, 64, 2.25),
-    Measured("avx512bf16", "bfloat16", True, 512, 512, 64, 2.05),
-    Measured("avx512bf16", "float32", False, 2048, 2048, 64, 1.09),
-    Measured("avx512bf16", "float32", True, 2048, 2048, 64, 1.24),
-    Measured("avx512bf16", "bfloat16", False, 2048, 2048, 64, 2.26),
-    Measured("avx512bf16", "bfloat16", True, 2048, 2048, 64, 1.77),
-    Measured("avx512", "float32", False, 1, 2048, 64, 1.24),
-    Measured("avx512", "bfloat16", False, 1, 2048, 64, 10.50),
-    Measured("avx512", "float32", False, 64, 64, 64, 1.38),
-    Measured("avx512", "float32", True, 64, 64, 64, 1.23),
-    Measured("avx512", "bfloat16", False, 64, 64, 64, 1.60),
-    Measured("avx512", "bfloat16", True, 64, 64, 64, 2.06),
-    Measured("avx512", "float32", False, 512, 512, 64, 1.27),
-    Measured("avx512", "float32", True, 512, 512, 64, 1.22),
-    Measured("avx512", "bfloat16", False, 512, 512, 64, 1.31),
-    Measured("avx512", "bfloat16", True, 512, 512, 64, 1.82),
-    Measured("avx512", "float32", False, 2048, 2048, 64, 1.15),
-    Measured("avx512", "float32", True, 2048, 2048, 64, 1.15),
-    Measured("avx512", "bfloat16", False, 2048, 2048, 64, 1.16),
-    Measured("avx512", "bfloat16", True, 2048, 2048, 64, 1.94),
-    Measured("avx2", "float32", False, 1, 2048, 64, 1.03),
-    Measured("avx2", "bfloat16", False, 1, 2048, 64, 7.57),
-    Measured("avx2", "float32", False, 64, 64, 64, 1.28),
-    Measured("avx2", "float32", True, 64, 64, 64, 1.19),
-    Measured("avx2", "bfloat16", False, 64, 64, 64, 1.48),
-    Measured("avx2", "bfloat16", True, 64, 64, 64, 1.80),
-    Measured("avx2", "float32", False, 512, 512, 64, 1.20),
-    Measured("avx2", "float32", True, 512, 512, 64, 1.22),
-    Measured("avx2", "bfloat16", False, 512, 512, 64, 1.26),
-    Measured("avx2", "bfloat16", True, 512, 512, 64, 1.76),
-    Measured("avx2", "float32", False, 2048, 2048, 64, 1.11),
-    Measured("avx2", "float32", True, 2048, 2048, 64, 1.23),
-    Measured("avx2", "bfloat16", False, 2048, 2048, 64, 1.16),
-    Measured("avx2", "bfloat16", True, 2048, 2048, 64, 2.57),
-    Measured("plain", "float32", False, 1, 2048, 64, 0.81),
-    Measured("plain", "bfloat16", False, 1, 2048, 64, 3.75),
-    Measured("plain", "float32", False, 64, 64, 64, 1.40),
-    Measured("plain", "float32", True, 64, 64, 64, 0.89),
-    Measured("plain", "bfloat16", False, 64, 64, 64, 1.51),
-    Measured("plain", "bfloat16", True, 64, 64, 64, 1.24),
-    Measured("plain", "float32", False, 512, 512, 64, 0.91),
-    Measured("plain", "float32", True, 512, 512, 64, 0.71),
-    Measured("plain", "bfloat16", False, 512, 512, 64, 1.02),
-    Measured("plain", "bfloat16", True, 512, 512, 64, 1.01),
-    Measured("plain", "float32", False, 2048, 2048, 64, 0.90),
-    Measured("plain", "float32", True, 2048, 2048, 64, 0.71),
-    Measured("plain", "bfloat16", False, 2048, 2048, 64, 0.98),
-    Measured("plain", "bfloat16", True, 2048, 2048, 64, 1.05),
-)
-"""From `benchmarks/native_choice.py` on 2026-11-21: an AMD EPYC (AVX-512), PyTorch 2.13.0, one
-thread, the peers held to the same instruction set. Where nothing is measured, the kernel is taken.
-"""
+@functools.cache
+def measured() -> tuple[Measured, ...]:
+    """Read the speeds on record, `speeds.json`, which `benchmarks/native_choice.py` writes.
+
+    Where nothing is measured, the kernel is taken.
+    """
+    text = Path(__file__).with_name("speeds.json").read_text("utf-8")
+    return tuple(Measured(**row) for row in json.loads(text)["rows"])
 
 
 class Native(OnePass):
@@ -197,7 +146,7 @@ def _speed(
         pairs = zip((m.queries, m.keys, m.dim), sizes, strict=True)
         return sum(math.log(a / b) ** 2 for a, b in pairs)
 
-    alike = [m for m in MEASURED if (m.instructions, m.dtype, m.training) == kind]
+    alike = [m for m in measured() if (m.instructions, m.dtype, m.training) == kind]
     return min(alike, key=away).speed if alike else 1.0
 
 
