@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headwise.check.files import literal, split_target
+from headwise.check.files import check_file, literal, split_target
 from headwise.check.lessons import ALL, lesson
 from headwise.check.sandbox import Limits, run
 from headwise.cli import main
@@ -419,11 +419,115 @@ def test_what_it_said_before_it_ended_is_shown(
     assert "  It printed:\n  | loading …\n" in capsys.readouterr().out
 
 
+# Three ways out of a session, each with an empty environment; each process leaves its number.
+DAEMONS = """
+import os, pathlib, subprocess, sys, time
+here = pathlib.Path(__file__).parent
+code = "import os, sys, time; open(sys.argv[1] + str(os.getpid()), 'w'); time.sleep(1000)"
+subprocess.Popen([sys.executable, "-c", code, f"{here}/pid-"], start_new_session=True, env={})
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve(sys.executable, [sys.executable, "-c", code, f"{here}/pid-"], {})
+    os._exit(0)
+if os.fork() == 0:
+    os.setpgid(0, 0)
+    os.execve(sys.executable, [sys.executable, "-c", code, f"{here}/pid-"], {})
+while len(list(here.glob("pid-*"))) < 3:
+    time.sleep(0.01)
+"""
+
+
+def daemons(folder: Path) -> list[int]:
+    """Which of them are there still."""
+    numbers = [int(path.name[4:]) for path in folder.glob("pid-*")]
+    return [number for number in numbers if Path(f"/proc/{number}").exists()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
+def test_what_leaves_its_session_is_ended_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = checked(capsys, write(tmp_path, DAEMONS + "1 / 0\n"))
+    assert data["findings"][0]["rule"] == "file-import"
+    assert len(list(tmp_path.glob("pid-*"))) == 3
+    assert not daemons(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
+def test_what_leaves_its_session_is_counted_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
+) -> None:
+    text = (
+        "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n"
+        "        os.setsid()\n        time.sleep(1000)\ntime.sleep(1000)\n"
+    )
+    data = checked(capsys, write(tmp_path, text))
+    assert data["findings"][0]["rule"] == "file-processes"
+    assert not left_over(ours)
+
+
+FILLS = {
+    "many files": (
+        "import tempfile\nkeep = []\nwhile True:\n    keep.append(tempfile.TemporaryFile())\n"
+        "    keep[-1].write(bytes(2**20))\n    keep[-1].flush()\n"
+    ),
+    "beside it": (
+        "import pathlib\nfor n in range(10**6):\n"
+        "    pathlib.Path(__file__).with_name(str(n % 2)).write_bytes(bytes(2**20))\n"
+    ),
+    "in a process that has ended": (
+        "import subprocess, sys\ncode = \"open('/dev/null', 'wb').write(bytes(2**24))\"\n"
+        "while True: subprocess.run([sys.executable, '-c', code])\n"
+    ),
+    "one file": "import tempfile\ntempfile.TemporaryFile().truncate(2**32)\n",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", FILLS)
+def test_a_file_that_fills_the_disk_is_stopped(name: str, tmp_path: Path) -> None:
+    verdict = check_file(write(tmp_path, FILLS[name]), limits=Limits(disk=0.05))
+    assert verdict.errors[0].rule == "file-disk"
+    assert "more than 0.05 GiB to files, while it was imported" in verdict.errors[0].message
+
+
+def test_a_file_gets_no_secrets_and_a_home_that_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secrets = [
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "SSH_AUTH_SOCK",
+        "OPENAI_API_KEY",
+        "MY_PASSWORD",
+    ]
+    for name in secrets:
+        monkeypatch.setenv(name, "a-secret")
+    monkeypatch.setenv("LC_TIME", "C.UTF-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
+    text = (
+        "import os, sys, tempfile, pathlib\nhere = pathlib.Path(__file__).parent\n"
+        "assert 'a-secret' not in os.environ.values(), 'secrets'\n"
+        "assert os.environ['LC_TIME'] == 'C.UTF-8'\nassert str(here / 'more') in sys.path\n"
+        "(here / 'home').write_text(str(pathlib.Path.home()))\n"
+        "(pathlib.Path.home() / 'left').touch()\ntempfile.mkstemp()\n"
+        "assert pathlib.Path.home() in pathlib.Path(tempfile.gettempdir(), 'x').parents\n1 / 0\n"
+    )
+    data = checked(capsys, write(tmp_path, text))
+    assert "ZeroDivisionError" in data["findings"][0]["message"]
+    home = Path((tmp_path / "home").read_text())
+    assert home != Path.home()
+    assert not home.exists()
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 def test_a_checker_that_is_killed_leaves_nothing(tmp_path: Path, ours: str) -> None:
+    daemon = DAEMONS if sys.platform == "linux" else ""
     path = write(
         tmp_path,
-        "import pathlib\npathlib.Path(__file__).with_name('on').touch()\nwhile True: pass\n",
+        f"{daemon}\nimport pathlib\npathlib.Path(__file__).with_name('on').touch()\n"
+        "while True: pass\n",
     )
     call = "import sys; from headwise.cli import main; sys.exit(main())"
     checker = subprocess.Popen([sys.executable, "-c", call, "check", path])
@@ -431,16 +535,16 @@ def test_a_checker_that_is_killed_leaves_nothing(tmp_path: Path, ours: str) -> N
     while not (tmp_path / "on").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert len(left_over(ours)) == 2  # the checker and its child
+    assert len(left_over(ours)) == 3  # the checker, its keeper, and the file
     checker.kill()
     checker.wait()
-    while left_over(ours):
+    while left_over(ours) or daemons(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 def test_limits_are_positive_and_jobs_end() -> None:
-    for name in ("seconds", "memory"):
+    for name in ("seconds", "memory", "disk"):
         with pytest.raises(ValueError, match=f"{name} must be over 0"):
             Limits(**{name: -1.0})
     told: list[float] = []

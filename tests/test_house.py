@@ -72,7 +72,8 @@ ORDER = [
         "systems.functional",
     ),
     *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
-    *("check.syntax", "check.loading", "check.sandbox", "check.files", "check.lessons"),
+    *("check.syntax", "check.loading", "check.keeper", "check.sandbox"),
+    *("check.files", "check.lessons"),
     *(
         f"check.steps.{name}"
         for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")

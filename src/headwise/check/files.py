@@ -137,6 +137,14 @@ def _ending(done: Run, path: Path, phase: str, limits: Limits) -> Finding:
             f"It printed more than {limits.output / 1e6:g} MB, {phase}.",
             "Take the print out of the loop; print shapes rather than tensors.",
         )
+    if done.ended == "disk":
+        return Finding(
+            "file-disk",
+            "error",
+            f"It wrote more than {limits.disk:g} GiB to files, {phase}.",
+            "Attention writes none. What saves weights, data or logs belongs under "
+            '`if __name__ == "__main__":`.',
+        )
     if done.ended == "processes":
         return Finding(
             "file-processes",

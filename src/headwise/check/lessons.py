@@ -54,6 +54,13 @@ FILE_RULES = (
         about="handling",
     ),
     Rule(
+        "file-disk",
+        "The file fills no disk.",
+        "All bytes that the file and what it starts write count, wherever they go. Attention needs "
+        "no files; a checkpoint that is saved in `forward` is saved at every call.",
+        about="handling",
+    ),
+    Rule(
         "file-processes",
         "The file starts no crowd of processes.",
         "Each process that runs `os.fork()` in a loop runs the rest of the loop in its copy, "

@@ -1,61 +1,61 @@
 """Code that somebody else wrote, run in a process of its own, with limits.
 
 `run("module:function", arguments)` calls that function in a fresh Python and gives back what it
-reported, and how it ended. Whatever the code does in there, the caller lives: time, memory, printed
-text and processes are limited, and all that it started is ended with it.
+reported, and how it ended. Whatever the code does in there, the caller lives: time, memory, written
+and printed bytes and processes are limited, and all that it started is ended with it.
 
 It guards against accidents (an endless loop, an `exit()`, a fork without an end), not against
-malice: the code runs with the user's own rights, like any file that is run with Python.
+malice: the code runs with the user's own rights, like any file that is run with Python. It gets
+none of the user's secrets by its environment, and an empty home of its own.
 
-    parent: run()  --stdin: the job-->  child: child()
-                   <--a pipe: lines "token {json}"--   what the function reports
-                   <--a pipe: faulthandler--           where the code was when time ran out
-                   <--stdout, stderr--                 what the code prints, kept short
+    run()  --stdin: the job-->  keeper.py  --fork-->  the job
+           <--files in a private folder: `messages` that the function reports, `trace` by
+              faulthandler when time ran out, what is `printed`, and how it `ended`--
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
-import importlib
 import json
 import os
 import re
 import secrets
-import selectors
 import signal
+import site
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .keeper import GRACE, OUT_OF_MEMORY, START, TICK
+
 GIB = 2**30
 KEPT = 4096  # bytes of what the code prints that are kept
-START = 120.0  # seconds to import torch on a busy machine, before the clock starts
-TICK = 0.05
 STACK = 30  # calls that are told of
 
 # What may happen: it came to its end, went over a limit, or ended itself (an exit, a signal).
-Ending = Literal["done", "time", "memory", "output", "processes", "exit", "signal"]
+Ending = Literal["done", "time", "memory", "output", "disk", "processes", "exit", "signal"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds from the moment the child is ready, GiB, bytes printed, processes at once."""
+    """Seconds from the moment the job is ready, GiB held, bytes printed, processes at once, and
+    GiB written to files."""
 
     seconds: float = 60.0
     memory: float = 4.0
     output: int = 16_000_000
     processes: int = 32
+    disk: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory", "output", "processes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Limits({name}={getattr(self, name)}): {name} must be over 0")
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"Limits({name}={value}): {name} must be over 0")
 
 
 @dataclass(frozen=True)
@@ -110,278 +110,109 @@ def run(
             "headwise check FILE.py runs on Linux and macOS; here, call hw.check(…) in Python, "
             "which has no limits"
         )
-    return _Watch(function, arguments, limits or Limits(), report).run()
+    limits = limits or Limits()
+    token = secrets.token_hex(16)
+    job = {"function": function, "arguments": dict(arguments), "token": token}
+    job |= {**vars(limits), "parent": os.getpid()}
+    job |= {name: int(getattr(limits, name) * GIB) for name in ("memory", "disk")}
+    with tempfile.TemporaryDirectory(prefix="headwise-", ignore_cleanup_errors=True) as name:
+        box = Path(name)
+        (box / "home").mkdir()
+        code = _wait({**job, "box": name}, box, report)
+        return _sum_up(box, token, code)
 
 
 def _echo(send: Callable[[Any], None], text: str) -> None:
     send(text)
 
 
-class _Watch:
-    """The parent's side of one run."""
-
-    def __init__(
-        self,
-        function: str,
-        arguments: Mapping[str, Any],
-        limits: Limits,
-        report: Callable[[float], object],
-    ) -> None:
-        self.limits, self.report = limits, report
-        self.token = secrets.token_hex(16)
-        self.job = {"function": function, "arguments": dict(arguments), "token": self.token}
-        self.job["memory"] = int(limits.memory * GIB)
-        self.job["cpu"] = int(START + limits.seconds) * (os.cpu_count() or 1)
-        self.result = Run()
-        self.text = {"messages": b"", "trace": b"", "printed": b""}
-        self.ready: float | None = None
-        self.held = 0  # bytes of memory, when it was ready
-        self.taken = 0  # bytes, from all pipes
-        self.finished = False
-
-    def run(self) -> Run:
-        messages, trace = os.pipe(), os.pipe()
-        self.job |= {"messages": messages[1], "trace": trace[1]}
-        command = "from headwise.check.sandbox import child; child()"
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(messages[1], trace[1]),
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, MARK: self.token},
-            )
-        finally:
-            os.close(messages[1])
-            os.close(trace[1])
-        assert process.stdout is not None
-        pipes = {"messages": messages[0], "trace": trace[0], "printed": process.stdout.fileno()}
-        try:
-            self._follow(process, pipes)
-            _end(process, self.token)
-            for name, fd in pipes.items():
-                while self._read(fd, name):  # what is left in the pipes
-                    pass
-        finally:
-            _end(process, self.token)
-            os.close(messages[0])
-            os.close(trace[0])
-            process.stdout.close()
-        self._sum_up(process.returncode)
-        return self.result
-
-    def _follow(self, process: subprocess.Popen[bytes], pipes: dict[str, int]) -> None:
-        """Read all pipes until the child has ended or a limit is passed."""
+def _wait(job: dict[str, Any], box: Path, report: Callable[[float], object]) -> int:
+    """Start the keeper and wait for its end: its exit code."""
+    keeper = Path(__file__).with_name("keeper.py")
+    with (box / "printed").open("ab") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-P", str(keeper)],
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment(os.environ, box / "home"),
+        )
+    try:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(self.job).encode() + b"\n")
-            process.stdin.close()
-        began, next_look = time.monotonic(), 0.0
-        with selectors.DefaultSelector() as selector:
-            for name, fd in pipes.items():
-                os.set_blocking(fd, False)
-                selector.register(fd, selectors.EVENT_READ, name)
-            while process.poll() is None and self.result.ended == "done":
-                for key, _ in selector.select(TICK):
-                    if self._read(key.fd, key.data) is False:
-                        selector.unregister(key.fd)
-                now = time.monotonic()
-                self.result.seconds = now - (self.ready or began)
-                self.report(self.result.seconds)
-                if self.ready is None:
-                    over = now - began > START
-                else:
-                    over = self.result.seconds > self.limits.seconds
-                if over:
-                    self._out_of_time(process, pipes["trace"])
-                elif now >= next_look:
-                    self._look_at_processes(process.pid)
-                    next_look = time.monotonic() + max(TICK, 10 * (time.monotonic() - now))
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps(job).encode() + b"\n")
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < 2 * START + job["seconds"] + GRACE:
+            report(spent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(TICK)
+    finally:
+        process.terminate()  # it ends all others first
+        process.wait()
+    return process.returncode
 
-    def _read(self, fd: int, name: str) -> bool | None:
-        """Take what a pipe holds: False at its end, None where there is nothing now."""
-        try:
-            piece = os.read(fd, 65_536)
-        except BlockingIOError:
-            return None
-        self.taken += len(piece)
-        if self.taken > self.limits.output and self.result.ended == "done":
-            self.result.ended = "output"
-        if name == "printed":
-            self.result.printed_bytes += len(piece)
-            self.text[name] += piece[: KEPT - len(self.text[name])]
-        elif name == "messages":
-            *lines, self.text[name] = (self.text[name] + piece).split(b"\n")
-            for line in lines:
-                self._take(line)
-        else:
-            self.text[name] += piece
-        return bool(piece)
 
-    def _take(self, line: bytes) -> None:
-        """A line on the pipe; without the token it is not from us."""
-        token, _, text = line.partition(b" ")
-        if token != self.token.encode():
-            return
+# What the code is told of the user's environment: where programs and libraries are, the language,
+# and what settles how numbers are computed. No tokens, no keys, no agents' sockets.
+TOLD = re.compile(
+    r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON(PATH|HOME|HASHSEED|UTF8)|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"(LD|DYLD)_\w+|CUDA_\w+|(OMP|MKL|OPENBLAS)_\w+|ATEN_CPU_CAPABILITY|SSL_CERT_(FILE|DIR)|"
+    r"(HF|TRANSFORMERS)_(HUB_)?OFFLINE|HF_HUB_CACHE|TORCH_HOME|PYTHONUSERBASE|"
+    r"MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
+)
+
+
+def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What the code gets for an environment: nothing secret, and a home of its own.
+
+    >>> given = {"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "hf_secret"}
+    >>> told = environment(given, Path("/tmp/home"))
+    >>> told["PATH"], told["LC_ALL"], told["HOME"], "HF_TOKEN" in told
+    ('/bin', 'C', '/tmp/home', False)
+    """
+    caches = Path.home() / ".cache"
+    usual = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUSERBASE": site.getuserbase(),
+        "HF_HUB_CACHE": str(Path(given.get("HF_HOME", caches / "huggingface"), "hub")),
+        "TORCH_HOME": str(caches / "torch"),
+    }
+    told = {name: value for name, value in given.items() if TOLD.fullmatch(name)}
+    return {**usual, **told, "HOME": str(home), "TMPDIR": str(home)}
+
+
+def _sum_up(box: Path, token: str, code: int) -> Run:
+    """What the files in the box say of a run."""
+    ended, texts = box / "ended", {}
+    for name in ("messages", "trace", "printed"):
+        texts[name] = (box / name).read_bytes() if (box / name).exists() else b""
+    how, code, seconds = json.loads(ended.read_text()) if ended.exists() else ("signal", -code, 0.0)
+    printed = texts["printed"]
+    result = Run([], how, code, seconds, printed[:KEPT].decode(errors="replace"), len(printed))
+    thread = 0
+    for line in texts["messages"].split(b"\n"):
+        sender, _, text = line.partition(b" ")
+        if sender != token.encode():  # not from us
+            continue
         try:
             kind, message = json.loads(text)
         except ValueError:  # somebody else wrote in between
-            return
+            continue
         if kind == "ready":
-            self.ready = time.monotonic()
-        elif kind == "end":
-            self.finished = True
-        else:
-            self.result.messages.append(message)
-
-    def _out_of_time(self, process: subprocess.Popen[bytes], trace: int) -> None:
-        """Ask where the code is, wait a little for the answer."""
-        self.result.ended = "time"
-        if self.ready is None:  # its handler is not there yet
-            return
-        process.send_signal(signal.SIGUSR1)
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
-            length = len(self.text["trace"])
-            time.sleep(TICK)
-            self._read(trace, "trace")
-            if 0 < length == len(self.text["trace"]):
-                return
-
-    def _look_at_processes(self, session: int) -> None:
-        found = _session(session)
-        if len(found) > self.limits.processes:
-            self.result.ended = "processes"
-        elif self.ready is None:
-            self.held = max(found.values(), default=0)
-        # A fork shares what the child held when it began.
-        elif sum(held - self.held for held in found.values()) > self.limits.memory * GIB:
-            self.result.ended = "memory"
-
-    def _sum_up(self, returncode: int) -> None:
-        result = self.result
-        result.printed = self.text["printed"].decode(errors="replace")
-        trace = self.text["trace"].decode(errors="replace")
-        found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', trace, re.MULTILINE)
-        result.where = [Place(file, int(line), name) for file, line, name in found[:STACK]]
-        if result.ended != "done" or self.finished:
-            return
-        result.ended, result.code = (
-            ("signal", -returncode) if returncode < 0 else ("exit", returncode)
-        )
-        if result.code == OUT_OF_MEMORY and result.ended == "exit":
-            result.ended = "memory"
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-MARK = "HEADWISE_CHECK"  # in the environment of the child, and so of all that it starts
-
-
-def _session(session: int) -> dict[int, int]:
-    """The processes of a session and the bytes each holds, dead ones not yet fetched included."""
-    found = {}
-    for pid, text in _read_proc("stat"):
-        # pid (name) state parent group session …; the name may hold anything
-        words = text.rpartition(b")")[2].split()
-        if len(words) > 21 and int(words[3]) == session:
-            found[pid] = int(words[21]) * PAGE
-    return found
-
-
-def _marked(token: str) -> list[int]:
-    mark = f"{MARK}={token}".encode()
-    return [pid for pid, text in _read_proc("environ") if mark in text.split(b"\0")]
-
-
-def _read_proc(name: str) -> Iterator[tuple[int, bytes]]:
-    """That file of every process; nothing where the system has none."""
-    try:
-        entries = os.listdir("/proc")
-    except OSError:
-        return
-    for entry in entries:
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                yield int(entry), Path("/proc", entry, name).read_bytes()
-
-
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """End the child and all that it started, those that left its session too."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for _ in range(10):  # one may start another while we look
-        left = _marked(token)
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(TICK)
-
-
-# --- the child ------------------------------------------------------------------------------------
-
-OUT_OF_MEMORY = 77
-
-
-def child() -> None:
-    """Do the job that stands on standard input, then leave without a look back.
-
-    `os._exit` passes over what the code hung into the interpreter's end, and threads that run on.
-    """
-    job = json.loads(sys.stdin.buffer.readline())
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # input() finds the end, not the job
-    os.close(null)
-    for fd in (job["messages"], job["trace"]):
-        os.set_inheritable(fd, False)
-    module, _, name = job["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    write, exit_now, dumps, pid = os.write, os._exit, json.dumps, os.getpid()
-    token, channel = job["token"], job["messages"]
-
-    def say(kind: str, message: Any = None) -> None:
-        if os.getpid() != pid:  # a copy of us, made by a fork, that has come back
-            exit_now(0)
-        line = f"{token} {dumps([kind, message])}\n".encode()
-        while line:
-            line = line[write(channel, line) :]
-
-    _set_limits(job["memory"], job["cpu"])
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=job["trace"], all_threads=False)
-    sys.dont_write_bytecode = True  # nothing appears beside the user's files
-    say("ready")
-    try:
-        function(lambda message: say("message", message), **job["arguments"])
-    except MemoryError:
-        exit_now(OUT_OF_MEMORY)
-    except SystemExit as error:
-        exit_now(error.code if isinstance(error.code, int) else int(error.code is not None))
-    say("end")
-    exit_now(0)
-
-
-def _set_limits(memory: int, cpu: int) -> None:
-    """Limits that the system keeps, should the parent be gone."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    wanted = {"RLIMIT_DATA": memory, "RLIMIT_CPU": cpu, "RLIMIT_FSIZE": GIB, "RLIMIT_CORE": 0}
-    for name, value in wanted.items():
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            kind = getattr(resource, name)
-            hard = resource.getrlimit(kind)[1]
-            least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (least, least))
-    if sys.platform == "linux":
-        die_with_parent = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+            thread = message
+        elif kind == "message":
+            result.messages.append(message)
+        elif how == "exit":
+            result.ended = "done"
+    trace = texts["trace"].decode(errors="replace")
+    if trace.startswith("Timeout"):
+        result.ended, result.code = "time", 0
+    elif how == "signal" and code == signal.SIGXFSZ:
+        result.ended = "disk"
+    elif result.ended == "exit" and code == OUT_OF_MEMORY:
+        result.ended = "memory"
+    ours = trace.partition(f"Thread 0x{thread:016x}")[2].partition("\nThread ")[0]
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', ours, re.MULTILINE)
+    result.where = [Place(file, int(line), name) for file, line, name in found[:STACK]]
+    return result
