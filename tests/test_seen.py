@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -170,6 +171,34 @@ def test_without_pandas_it_says_so() -> None:
     assert done.stdout.strip() == (
         "seen.to_pandas(): pandas is not installed; `pip install pandas`, or take seen.table()"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("running", [False, True])
+def test_tables_do_not_depend_on_the_order_of_memory(running: bool, dtype: torch.dtype) -> None:
+    """PyTorch sums along the strides, in another order for each unit of the machine."""
+    batch, heads, length = 5, HEADS, 67
+    values, sums = torch.randn(2, batch, heads, length, dtype=dtype)
+    rows = torch.rand(batch, heads, length) > 0.2
+
+    def table(order: tuple[int, int, int]) -> list[dict[str, Any]]:
+        def laid(x: Tensor) -> Tensor:
+            back = [order.index(axis) for axis in range(3)]
+            return x.permute(order).contiguous().permute(back)
+
+        seen = Watched(running)
+        for _ in range(2):
+            readings = {
+                "a": Reading(laid(values), laid(rows), among=laid(rows | (values > 0))),
+                "b": Reading(laid(values)[..., 0]),
+                "c": Reading(laid(sums).exp(), over=laid(rows.long())),
+            }
+            seen.add("m", readings, heads)
+        maps = seen["m"]["c"] if running else torch.zeros(1)
+        return [*seen.table(), *seen.table(texts=True), {"maps": maps.tolist()}]
+
+    for order in itertools.permutations(range(3)):
+        assert table(order) == table((0, 1, 2)), order
 
 
 # ── sums ────────────────────────────────────────────────────────────────────────────────────────

@@ -76,7 +76,7 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     count = torch.stack([part[1].sum(0).cpu() for part in parts]).sum(0)
     coverage = None
     if first.among is not None:
-        among = [_held(r.among, r).sum((0, 2)).cpu() for r in readings]
+        among = [summed(_held(r.among, r), (0, 2)).cpu() for r in readings]
         coverage = count / torch.stack(among).sum(0).clamp(min=1)
     mean = total / count.clamp(min=1)
     if texts:
@@ -93,17 +93,24 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     return Figure(mean, coverage, error)
 
 
+def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The sum in float64, without a graph, in one order: PyTorch's own follows the strides.
+
+    So equal readings have equal tables, bit for bit, wherever they came from.
+    """
+    return values.detach().contiguous().sum(dims, dtype=torch.float64)
+
+
 def sums_of_texts(reading: Reading) -> tuple[Tensor, Tensor]:
     """The sum over valid queries, and their number, of every batch row: `[B, H]`, in float64.
 
     Of a figure that is one number for each head and batch row, that and 1.
     """
-    values = reading.values.detach()
     if reading.rows is None:
-        return values.double(), torch.ones_like(values, dtype=torch.float64)
+        values = reading.values.detach().double().contiguous()
+        return values, torch.ones_like(values)
     rows = _held(reading.rows, reading)
-    total = torch.where(rows, values, 0.0).sum(2, dtype=torch.float64)
-    return total, rows.sum(2, dtype=torch.float64)
+    return summed(torch.where(rows, reading.values, 0.0), 2), summed(rows, 2)
 
 
 @dataclass(frozen=True, eq=False)

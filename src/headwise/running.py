@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attend import Seen, figure_rows
-from .readings import Figure, Reading, Texts, sums_of_texts
+from .readings import Figure, Reading, Texts, sums_of_texts, summed
 
 
 class Running:
@@ -264,7 +264,8 @@ class _OfQueries(_Part):
     def start(cls, name: str, like: Tensor) -> _OfQueries:
         zero = _per_head(like)
         lowest = _per_head(like, -math.inf)
-        centre = like.detach().double().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
+        rows = like.shape[0] * like.shape[2]
+        centre = (summed(like, (0, 2)) / rows).nan_to_num(0.0, 0.0, 0.0)
         return cls(name, zero, zero, zero, lowest, zero, zero, Texts.about(centre))
 
     def add(self, reading: Reading, first: int) -> None:
@@ -274,7 +275,7 @@ class _OfQueries(_Part):
         totals, counts = sums_of_texts(reading)
         count = counts.sum(0)
         mean = totals.sum(0) / count.clamp(min=1)
-        squares = torch.where(rows, (values - mean[:, None]).square(), 0.0).sum((0, 2))
+        squares = summed(torch.where(rows, (values - mean[:, None]).square(), 0.0), (0, 2))
         self._join(count, mean, squares)
         self.texts = self.texts.joined(totals, counts)
         if values.numel():
@@ -282,7 +283,7 @@ class _OfQueries(_Part):
             self.maximum = torch.maximum(self.maximum, largest)
         self.covered &= reading.among is not None
         if reading.among is not None:
-            self.among = self.among + reading.among.expand(values.shape).sum((0, 2))
+            self.among = self.among + summed(reading.among.expand(values.shape), (0, 2))
         self.drawn &= reading.error is not None
         if reading.error is not None:
             self.errors = self.errors + (count * reading.error).square()
@@ -327,12 +328,12 @@ class _OfHeads(_Part):
     @classmethod
     def start(cls, name: str, like: Tensor) -> _OfHeads:
         zero = _per_head(like)
-        centre = like.detach().double().mean(0).nan_to_num(0.0, 0.0, 0.0)
+        centre = (summed(like, 0) / len(like)).nan_to_num(0.0, 0.0, 0.0)
         return cls(name, zero, zero, Texts.about(centre))
 
     def add(self, reading: Reading, first: int) -> None:
         self.count = self.count + len(reading.values)
-        self.total = self.total + reading.values.detach().double().sum(0)
+        self.total = self.total + summed(reading.values, 0)
         self.texts = self.texts.joined(*sums_of_texts(reading))
 
     def merge(self, other: _OfHeads) -> None:
@@ -436,7 +437,7 @@ class _Means(_Part):
     def add(self, reading: Reading, first: int) -> None:
         assert reading.over is not None
         over = reading.over.double().expand(reading.values.shape)
-        self._join((reading.values.detach() * over).sum(0), over.sum(0))
+        self._join(summed(reading.values * over, 0), summed(over, 0))
 
     def merge(self, other: _Means) -> None:
         self._check(list(other.total.shape))
