@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._files import write_tensors
 from .gpt_folder import FolderError, write_files
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -61,8 +62,6 @@ def write(
     Raises:
         FolderError: the folder cannot be written.
     """
-    from safetensors.torch import save_file
-
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach().cpu()
@@ -71,7 +70,7 @@ def write(
             if moment in state:
                 tensors[f"{moment}.{name}"] = state[moment].cpu()
     header = {"step": str(step), "settings": json.dumps(dict(settings)), "text": fingerprint}
-    write_files(folder, {CHECKPOINT: lambda path: save_file(tensors, path, metadata=header)})
+    write_files(folder, {CHECKPOINT: lambda path: write_tensors(path, tensors, header)})
 
 
 def read(folder: Path) -> Checkpoint:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._files import write_whole
+from ._files import only_writer, write_tensors, write_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -118,14 +119,12 @@ def write_folder(
     Raises:
         FolderError: the folder cannot be made or written.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
     # `format` tells transformers that the tensors are PyTorch's.
     writers: dict[str, Callable[[Path], object]] = {
         CONFIG: lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
-        WEIGHTS: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        WEIGHTS: lambda path: write_tensors(path, tensors, {"format": "pt"}),
     }
     if tokenizer is not None:
         writers[TOKENIZER] = lambda path: tokenizer.save(str(path))
@@ -138,16 +137,33 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
     Raises:
         FolderError: the folder cannot be made or written; what was there before is untouched.
     """
-    from safetensors import SafetensorError
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FolderError(f"{folder}: cannot be made, {error.strerror}") from None
     try:
         write_whole(folder, writers)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise FolderError(f"{folder}: cannot be written, {_one_line(error)}") from None
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Make `folder` and keep others from writing into it, as `only_writer` does.
+
+    Raises:
+        FolderError: another run is writing into it, or it cannot be made or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FolderError(f"{folder}: is a file, and a folder was expected")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(only_writer(folder))
+        except BlockingIOError as error:
+            raise FolderError(str(error)) from None
+        except OSError as error:
+            raise FolderError(f"{folder}: cannot be written, {error.strerror}") from None
+        yield
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attend import Seen, figure_rows
-from .readings import Figure, Reading, Texts, sums_of_texts, summed
+from .readings import Figure, Reading, Texts, summed, sums_of_texts
 
 
 class Running:

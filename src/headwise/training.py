@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import corpus
-from .gpt_folder import FolderError
+from ._files import holds_files
+from .gpt_folder import FolderError, only_run
 from .run import Run, TrainConfig
 
 __all__ = ["Progress", "Summary", "TrainConfig", "train"]
@@ -81,7 +82,8 @@ def train(
         report: told of every step.
 
     Raises:
-        FolderError: the folder is in use, holds no run to resume, or cannot be written.
+        FolderError: the folder is not empty, is written into by another run, holds no run to
+            resume, or cannot be written.
         TextError: a text cannot be read or is too short.
         ValueError: a setting is out of its range, settings were given with `resume`, or the run
             diverged.
@@ -89,7 +91,19 @@ def train(
     folder = Path(folder)
     if stop_after is not None and stop_after < 1:
         raise ValueError(f"stop_after={stop_after}: must be at least 1")
-    run = _begin(folder, config, resume=resume, overwrite=overwrite)
+    with only_run(folder):
+        run = _begin(folder, config, resume=resume, overwrite=overwrite)
+        return _train(run, folder, stop_after, should_stop, report)
+
+
+def _train(
+    run: Run,
+    folder: Path,
+    stop_after: int | None,
+    should_stop: Callable[[], bool],
+    report: Callable[[Progress], None],
+) -> Summary:
+    """Take the steps that are left, saving and measuring on the way."""
     first, started, saved = run.step, time.monotonic(), time.monotonic()
     every = max(1, run.config.steps // 20)
     last = run.config.steps if stop_after is None else min(run.config.steps, first + stop_after)
@@ -158,9 +172,7 @@ def _begin(folder: Path, config: TrainConfig | None, *, resume: bool, overwrite:
         if config is not None or overwrite:
             raise ValueError("resume goes on with the run's own settings; give no others")
         return Run.resume(folder)
-    if folder.exists() and not folder.is_dir():
-        raise FolderError(f"{folder}: is a file, and a folder was expected")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    if holds_files(folder) and not overwrite:
         raise FolderError(
             f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "
             f"or name another folder"

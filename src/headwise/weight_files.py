@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ._files import write_whole
+from ._files import holds_files, only_writer, place_for, write_whole
 from .convert import Wanted, converted, detect_shapes, find_layers
 from .gpt_folder import CONFIG, INDEX, WEIGHTS, weight_files
 
@@ -115,6 +116,12 @@ def convert_file(
     source_path, target_path = Path(source_path), Path(target_path)
     _check_target(source_path, target_path, overwrite)
     with ExitStack() as stack:
+        if target_path.suffix != ".safetensors":
+            stack.enter_context(only_writer(target_path))
+            if holds_files(target_path) and not overwrite:
+                raise ValueError(
+                    f"{target_path}: is not empty; name a new folder, or say --overwrite"
+                )
         tensors = _Stored(source_path, stack)
         if source is None:
             source = detect_shapes(tensors.shapes)
@@ -149,8 +156,7 @@ def convert_file(
             places = {made.name: name for name, part in parts.items() for made in part}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             writers[INDEX] = lambda path: path.write_text(json.dumps(index, indent=2) + "\n")
-        folder.mkdir(exist_ok=True)
-        write_whole(folder, writers)
+        write_whole(folder, writers, replace=overwrite)
     return Converted(
         source, target, len(layers), len(plan), total, tuple(str(folder / name) for name in writers)
     )
@@ -218,21 +224,18 @@ def _check_plan(plan: list[_Made], asked: str) -> None:
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    if source.resolve() == target.resolve():
+    if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"{target}: is the source itself; name another target")
     if not target.parent.is_dir():
         raise ValueError(f"{target}: there is no folder {target.parent}; create it first")
     if target.suffix in _OTHER_FORMATS:
         raise ValueError(f"{target}: only safetensors are written; end the name in .safetensors")
     if target.suffix == ".safetensors":
-        if target.is_dir():
-            raise ValueError(f"{target}: is a folder")
+        place_for(target)
         if target.exists() and not overwrite:
             raise ValueError(f"{target}: is there already; --overwrite replaces it")
-    elif target.is_file():
+    elif target.exists() and not target.is_dir():
         raise ValueError(f"{target}: is a file; name a folder, or a file ending in .safetensors")
-    elif target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ValueError(f"{target}: is not empty; name a new folder, or say --overwrite")
 
 
 def _shards(plan: list[_Made], limit: int) -> dict[str, list[_Made]]:

@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .. import corpus, gpt
+from .._files import place_for
 from ..looked import Look, finite, load, titles
 from ..page import check_out, write_page
 from .api import look
@@ -66,8 +67,8 @@ def command(
             raise LookError("--compare A B: reads two results; of the rest, only --out and --json")
         return _compare(*compare, out, as_json)
     what, name = _read(text, texts, image)
-    if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise LookError(f"cannot write {save}: name a file in a folder that is there")
+    if save is not None:
+        place_for(save)
     if dtype not in DTYPES:
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     with _bar() as report:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headwise._files import write_whole
+from headwise._files import place_for, write_whole
 from headwise.grids import squeeze
 from headwise.looked import finite
 
@@ -29,10 +29,10 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     Call it before the slow part, so that a wrong `--out` costs nothing.
     """
     path = Path(path)
-    if path.is_dir():
-        raise PageError(f"cannot write {path}: it is a folder; name a file, such as page.html")
-    if not path.parent.is_dir():
-        raise PageError(f"cannot write {path}: there is no folder {path.parent}; create it first")
+    try:
+        place_for(path)
+    except OSError as error:
+        raise PageError(f"cannot write {error}") from None
     plotly()
     return path
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._files import write_whole
+from .._files import place_for, write_tensors, write_whole
 
 FORMAT = "headwise.seen"
 VERSION = 1
@@ -23,14 +23,10 @@ def write_tree(path: Path, content: Any) -> None:
     In the header a tensor is `{"tensor": n}`, and the tensor is called `n`.
 
     Raises:
-        OSError: there is no such folder, or a folder of that name.
+        OSError: there is no such folder, or no regular file of that name.
         ValueError: too many tensors for a file.
     """
-    from safetensors.torch import save_file
-
-    _must_be_no_folder(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent}: there is no such folder")
+    place_for(path)
     tensors: dict[str, Tensor] = {}
     known: dict[int, tuple[Tensor, str]] = {}
 
@@ -47,7 +43,7 @@ def write_tree(path: Path, content: Any) -> None:
     header["content"] = json.dumps(content, default=numbered)
 
     def save(part: Path) -> None:
-        save_file(tensors, part, metadata=header)
+        write_tensors(part, tensors, header)
         with part.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
         if size > LONGEST_HEADER:
@@ -59,11 +55,6 @@ def write_tree(path: Path, content: Any) -> None:
     write_whole(path.parent, {path.name: save})
 
 
-def _must_be_no_folder(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder; name a file in it")
-
-
 def read_tree(path: Path) -> Any:
     """What `write_tree` wrote, its tensors on the CPU.
 
@@ -73,7 +64,8 @@ def read_tree(path: Path) -> Any:
     """
     from safetensors import SafetensorError, safe_open
 
-    _must_be_no_folder(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; name a file in it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
