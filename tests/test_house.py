@@ -30,6 +30,7 @@ ORDER = [
         f"watching.{name}"
         for name in (
             *(
+                "contents",
                 "foreign",
                 "calls",
                 "names",

@@ -20,6 +20,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from .._axes import Extent, statistics_dtype
 from .calls import HeadsCall
+from .contents import captured
 from .functional import mask_of
 from .handwritten import call_of_scores
 from .net import Functions, Net
@@ -178,7 +179,13 @@ def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
         sizes = (batch, heads, extent.queries, extent.keys)
         return of(block_mask.mask_mod, *sizes, device=str(blocks.device))
 
-    return net.masks.of(blocks, ("flex", block_mask.mask_mod, extent), find)
+    read = captured(block_mask.mask_mod)
+    if read is None:
+        return find()
+    tensors = [x for x in read if isinstance(x, Tensor)]
+    plain = tuple(x for x in read if not isinstance(x, Tensor))
+    what = ("flex", block_mask.mask_mod, extent, plain)
+    return net.masks.of(blocks, what, find, tensors)
 
 
 def _scores(q: Tensor, k: Tensor, score_mod: Any, scale: float) -> Tensor:

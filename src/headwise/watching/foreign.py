@@ -11,7 +11,7 @@ is the query at its position: that one is left out of every mean, as if it might
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from .._axes import Extent
 from .._index import grid, lookup
 from ..backends.blocked import blocks
 from ..masks import ALiBi, And, Bias, Causal, Dense, Everything, Interval, Mask, Window
+from .contents import Copy, once
 
 FORBIDDEN = -9e3
 """Beside zeros alone, such numbers and smaller ones mean "may not attend": BERT's −10,000, −1e9,
@@ -288,34 +289,41 @@ def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "
     return seen
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor was changed in place; in inference mode nobody counts."""
-    return 0 if x.is_inference() else x._version
-
-
 Found = TypeVar("Found")
 
 
 class MaskMemo:
     """What masks were found to mean: one mask mostly serves all layers of a model.
 
-    Few are kept, and none longer than a call of the model.
+    Few are kept, and none longer than a call of the model. A mask that holds other numbers than
+    before is another mask, whoever has changed it.
     """
 
     SIZE = 8
+    LARGEST = 2**28
+    """In bytes; of a larger one no copy is kept, and it is looked at anew each time."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[object, tuple[Tensor, Any]] = OrderedDict()
+        self._found: OrderedDict[object, tuple[list[tuple[Tensor, Copy]], Any]] = OrderedDict()
 
-    def of(self, given: Tensor, what: object, find: Callable[[], Found]) -> Found:
-        """`find()`, or what it gave when this tensor was asked about before, for `what`."""
+    def of(
+        self, given: Tensor, what: object, find: Callable[[], Found], reads: Sequence[Tensor] = ()
+    ) -> Found:
+        """`find()`, or what it gave when this tensor was asked about before, for `what`.
+
+        `reads` are the other tensors that it depends on.
+        """
         place = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
-        key = (place, version(given), what)
-        if key not in self._found:
-            self._found[key] = given, find()  # held, so that its memory is no other mask's
+        before = self._found.get((place, what))
+        if before is not None and all(copy.same(x) for x, copy in before[0]):
+            return before[1]
+        result = find()
+        if all(once(x).nbytes <= self.LARGEST for x in (given, *reads)):
+            # Held, so that its memory is no other mask's.
+            self._found[place, what] = [(x, Copy(x)) for x in (given, *reads)], result
             if len(self._found) > self.SIZE:
                 self._found.popitem(last=False)
-        return self._found[key][1]
+        return result
 
     def clear(self) -> None:
         """Forget all."""

@@ -19,20 +19,42 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._axes import Extent, statistics_dtype
 from ..masks import Mask
 from .calls import HeadsCall
-from .foreign import FORBIDDEN, as_bias, in_place, version
+from .contents import checksum, version
+from .foreign import FORBIDDEN, as_bias, in_place
 from .net import Net, Road
 from .roads import composite, heads_first, leading
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a tensor held when it was remembered."""
+
+    version: int
+    sums: Tensor | None
+
+    @classmethod
+    def by(cls, x: Tensor) -> _Held:
+        # Tensors in transforms have no numbers of their own, and their attention is refused.
+        plain = not torch._C._are_functorch_transforms_active()
+        return cls(version(x), checksum(x) if plain else None)
+
+    def still(self, x: Tensor) -> bool:
+        """Whether the tensor holds the same now."""
+        if self.version != version(x):
+            return False
+        return self.sums is None or torch.equal(self.sums, checksum(x))
 
 
 @dataclass(frozen=True, eq=False)
 class _Softmax:
     """The scores of a softmax, the shapes that its probabilities have had, and who ran then.
 
-    `versions` are those of probabilities and scores: who changes either in place makes it another.
+    `before` and `held` are what scores and probabilities hold: changed, they are other ones.
     """
 
     scores: Tensor
-    versions: tuple[int, int]
+    before: _Held
+    held: _Held
     shapes: tuple[torch.Size, ...]
     running: tuple[nn.Module, ...]
 
@@ -40,17 +62,30 @@ class _Softmax:
 def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A softmax, which may be a step of attention."""
     scores = args[0] if args else kwargs["input"]
-    if scores.dim() < 3 or scores.is_nested:
+    if scores.dim() < 3 or scores.layout is not torch.strided:
         return function(*args, **kwargs)
-    before = version(scores)
+    before = _Held.by(scores)
     p = function(*args, **kwargs)
     axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if axis not in (-1, scores.dim() - 1):
         net.contexts |= _storage(p)
     elif p is not scores:
         running = tuple(net.names.stack)
-        net.softmaxes[p] = _Softmax(scores, (version(p), before), (scores.shape,), running)
+        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running)
     return p
+
+
+def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other axes or another dtype, with which probabilities are still those of the same keys."""
+    found = net.softmaxes.get(args[0]) if args else None
+    result = function(*args, **kwargs)
+    if found is None:
+        return result
+    if result.dtype == args[0].dtype and _storage(result) & _storage(args[0]):
+        _pass_on(net, found, result, found.held)  # not looked at before they are multiplied
+    elif found.held.still(args[0]):
+        _pass_on(net, found, result)
+    return result
 
 
 def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,39 +100,40 @@ def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What passes if it leaves the probabilities what they are, or scales those of a query alike
     (a mask of heads)."""
-    found = _known(net, args[0]) if args else None
+    told = [(p, found) for p in args if (found := _known(net, p)) is not None]
     result = function(*args, **kwargs)
-    if found is not None and (
-        _scales(function, *args[1:], **kwargs) or _same(found, args[0], result)
-    ):
-        _pass_on(net, found, result)
+    if len(told) == 1:
+        p, found = told[0]
+        others = [x for x in args if x is not p]
+        if _scales(function, others) or _same(found, p, result):
+            _pass_on(net, found, result)
     return result
 
 
 def _known(net: Net, p: Any) -> _Softmax | None:
-    """What is remembered of probabilities, if neither they nor the scores have changed since."""
+    """What is remembered of probabilities that have not changed since."""
     found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
-    if found is None or found.versions != (version(p), version(found.scores)):
-        return None
-    return found
+    return found if found is not None and found.held.still(p) else None
 
 
-def _pass_on(net: Net, found: _Softmax, p: Tensor) -> None:
+def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
     """Remember the same of what the probabilities have become, unless they are spread out."""
-    if p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel():
-        versions = version(p), found.versions[1]
-        net.softmaxes[p] = replace(found, versions=versions, shapes=(*found.shapes, p.shape))
+    alike = p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel()
+    if alike and p.is_floating_point():
+        shapes = (*found.shapes, p.shape)
+        net.softmaxes[p] = replace(found, held=held or _Held.by(p), shapes=shapes)
 
 
-def _scales(function: Any, other: Any = None, *_: Any, **__: Any) -> bool:
+def _scales(function: Any, others: list[Any]) -> bool:
     """Whether this multiplies by what is the same for all keys."""
-    plain = not isinstance(other, Tensor) or other.dim() == 0 or other.shape[-1] == 1
-    return function in _PRODUCTS and plain
+    if function not in _PRODUCTS:
+        return False
+    return not any(isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1 for x in others)
 
 
 def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
     """Whether all queries that may attend to a key have kept their probabilities."""
-    if result.shape != p.shape or version(p) != found.versions[0]:  # changed by `out=`
+    if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
         return False
     dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
     return bool(((result == p).all(-1) | dead).all())
@@ -109,12 +145,18 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
-    found = _known(net, p)
+    found = _attends(net, p)
     if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
         return out
     grouped = p.dim() == v.dim() == 5 and v.shape[2] == 1
     new = _tell(net, found, p.shape, out, grouped)
     return out if new is None else new.reshape(out.shape)
+
+
+def _attends(net: Net, p: Any) -> _Softmax | None:
+    """What is remembered of probabilities, if they are still the softmax of their scores."""
+    found = _known(net, p)
+    return found if found is not None and found.before.still(found.scores) else None
 
 
 def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +165,7 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
-    told = [(n, found) for n, x in enumerate(operands) if (found := _known(net, x)) is not None]
+    told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
     if not told:
         return out
     place, found = told[0]
@@ -242,7 +284,7 @@ def _named(*names: str) -> list[Any]:
     return [getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)]
 
 
-_PRODUCTS = _named("mul", "__mul__")
+_PRODUCTS = _named("mul", "multiply", "__mul__", "__rmul__")
 
 
 def functions() -> dict[Any, Road]:
@@ -250,14 +292,17 @@ def functions() -> dict[Any, Road]:
     return {
         **dict.fromkeys(
             _named(
-                *("dropout", "dropout_", "feature_dropout", "alpha_dropout"),
                 *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
                 *("view", "reshape", "contiguous", "clone", "flatten", "unflatten", "unsqueeze"),
-                *("squeeze", "nan_to_num"),
+                "squeeze",
             ),
+            reshaping,
+        ),
+        **dict.fromkeys(
+            _named("dropout", "dropout_", "feature_dropout", "alpha_dropout", "nan_to_num"),
             passing,
         ),
-        **dict.fromkeys([*_named("masked_fill"), *_PRODUCTS], changing),
+        **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
         **dict.fromkeys(_named("softmax"), softmax),
         **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
         torch.einsum: einsum,

@@ -122,7 +122,8 @@ class Given:
             yield self._once(mask, keys, self._of_mask)
             return
         if mask is not None and not isinstance(mask, Tensor):
-            yield self._once(mask.kv_num_blocks, keys, self._of_blocks)
+            written_out = allowed_by(self.net, mask, self._extent(keys))
+            yield self._once(written_out, keys, self._of_mask)
             return
         real: Mask = Everything()
         if mask is not None:  # a static cache is empty behind what a mask of the keys covers
@@ -159,10 +160,6 @@ class Given:
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         """Which keys are real, `[B, S]`; in self-attention so are the queries at their end."""
         return self._of_mask(given[:, None, None, :keys].bool(), keys)
-
-    def _of_blocks(self, _: Tensor, keys: int) -> tuple[int, Mask]:
-        """A mask of FlexAttention, written out."""
-        return self._of_mask(allowed_by(self.net, self.mask, self._extent(keys)), keys)
 
     def _band(self, keys: int) -> Mask:
         """Who may attend, by position, in a kernel that is told so in place of a mask."""
