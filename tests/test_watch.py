@@ -1,5 +1,6 @@
 """`watch()`: what it gives, that it changes nothing, and that it cleans up."""
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -504,3 +505,121 @@ def test_watches_that_end_in_another_order_leave_nothing_behind() -> None:
     closed.set()
     thread.join()
     assert torch.overrides.has_torch_function is before
+
+
+# ── asyncio ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Everyway(nn.Module):
+    """headwise's own layer, PyTorch's function, and attention by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.fused, self.hand = hw.MultiHeadAttention(E, HEADS), Fused(), ByHand()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hand(self.fused(self.own(x)))
+
+
+class ByHand(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out((F.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+
+
+def calls(seen: hw.Watched) -> set[int]:
+    return {row["calls"] for row in seen.table()}
+
+
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_tasks_that_take_turns_count_their_own_calls(ends_first: int) -> None:
+    model, x, before = Everyway(), torch.randn(2, T, E), state()
+    found: dict[int, hw.Watched] = {}
+
+    async def other(number: int, turns: int) -> None:
+        with hw.watch(model, hw.Entropy()) as seen:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                model(x)
+            await asyncio.gather(*[asyncio.create_task(child()) for _ in range(number)])
+            await asyncio.sleep(0)
+        found[number] = seen
+        await asyncio.sleep(0)
+        model(x)  # nobody's
+
+    async def child() -> None:
+        await asyncio.sleep(0)
+        model(x)
+
+    async def main() -> None:
+        turns = (2, 5) if ends_first == 0 else (5, 2)
+        await asyncio.gather(other(0, turns[0]), other(1, turns[1]))
+
+    asyncio.run(main())
+    expected = {0: {2}, 1: {6}} if ends_first == 0 else {0: {5}, 1: {3}}
+    assert {number: calls(seen) for number, seen in found.items()} == expected
+    assert [seen.modules for seen in found.values()] == [("own", "fused", "hand")] * 2
+    assert state() == before
+    assert model.own.observer is None
+
+
+def test_a_watch_around_all_tasks_sees_all_of_them() -> None:
+    model, x = Everyway(), torch.randn(2, T, E)
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        model(x)
+
+    async def main() -> None:
+        await asyncio.gather(work(), work(), work())
+
+    with hw.watch(model, hw.Entropy()) as seen:
+        asyncio.run(main())
+    assert calls(seen) == {3}
+
+
+def test_calls_of_another_task_are_named() -> None:
+    model, x = Everyway(), torch.randn(2, T, E)
+
+    async def main() -> hw.Watched:
+        begun = asyncio.Event()
+
+        async def stranger() -> None:
+            await begun.wait()
+            model(x)
+
+        task = asyncio.create_task(stranger())
+        with hw.watch(model, hw.Entropy()) as seen:
+            begun.set()
+            await task
+        return seen
+
+    with pytest.raises(ValueError, match="called in another asyncio task"):
+        asyncio.run(main()).table()
+
+
+def test_watches_that_end_in_the_order_in_which_they_began() -> None:
+    model, x, before = Everyway(), torch.randn(2, T, E), state()
+    one, two = hw.watch(model, hw.Entropy()), hw.watch(model, hw.Entropy())
+    first, second = one.__enter__(), two.__enter__()
+    model(x)
+    one.__exit__(None, None, None)
+    model(x)
+    two.__exit__(None, None, None)
+    model(x)
+    assert (calls(first), calls(second)) == ({1}, {2})
+    assert state() == before
+    assert model.own.observer is None
+
+
+def test_a_compiler_that_was_watched_in_turns_is_given_back() -> None:
+    from torch._dynamo import eval_frame
+
+    before = eval_frame._callback_from_stance
+    one, two = hw.watch(Fused(), hw.Entropy()), hw.watch(Fused(), hw.Entropy())
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert eval_frame._callback_from_stance is not before
+    two.__exit__(None, None, None)
+    assert eval_frame._callback_from_stance is before

@@ -43,7 +43,7 @@ def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))
         stack.enter_context(_FUSED_LAYERS.heard_by(net))
-        stack.enter_context(net.functions)
+        stack.enter_context(net.functions.on())
         yield net
 
 

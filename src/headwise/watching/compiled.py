@@ -7,13 +7,14 @@ it would be compiled anew, to other last bits.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn, overrides
 
 from .net import Net
+from .replaced import Replaced
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
 _CURE = {
@@ -52,10 +53,16 @@ def _compiled(module: nn.Module) -> str:
 @contextmanager
 def compiled_functions(net: Net) -> Iterator[None]:
     """Refuse compiled functions by name when the model calls one."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:  # nothing is compiled where this is not loaded
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled where it is not loaded
         yield
         return
+    with _COMPILER.heard_by(net):
+        yield
+
+
+def _watch_the_compiler() -> Callable[[], None]:
+    """Let PyTorch's compiler ask who watches; gives what undoes it."""
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     before = dynamo._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
@@ -65,8 +72,8 @@ def compiled_functions(net: Net) -> Iterator[None]:
 
         def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
             skipped = sys.modules["torch._dynamo.trace_rules"].check(frame.f_code)
-            modes = overrides._get_current_function_mode_stack()
-            if net.names.inside and net.functions in modes and not skipped:
+            net = None if skipped else _watching()
+            if net is not None:
                 code = frame.f_code
                 raise ValueError(
                     f"watch({type(net.names.model).__name__}): {net.names.current!r} calls "
@@ -78,8 +85,18 @@ def compiled_functions(net: Net) -> Iterator[None]:
         refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
         return refuse
 
-    dynamo._callback_from_stance = callback_from_stance
-    try:
-        yield
-    finally:
+    def restore() -> None:
         dynamo._callback_from_stance = before
+
+    dynamo._callback_from_stance = callback_from_stance
+    return restore
+
+
+_COMPILER = Replaced(_watch_the_compiler)
+
+
+def _watching() -> Net | None:
+    """The innermost net whose model is running here."""
+    modes = overrides._get_current_function_mode_stack()
+    running = (net for net in reversed(_COMPILER.everyone) if net.names.inside)
+    return next((net for net in running if net.functions in modes), None)

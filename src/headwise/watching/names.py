@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +17,9 @@ from torch.nn.modules import module as hooks
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
+
+_FOLLOWED: ContextVar[tuple[object, ...]] = ContextVar("_FOLLOWED", default=())
+"""The marks of those that follow in this context: that of a task, and of the tasks it starts."""
 
 Modules = str | Sequence[str] | Callable[[str], bool] | None
 """Which modules: patterns of qualified names, or a function that says whether a name is meant."""
@@ -39,6 +45,8 @@ class Names:
         self._begin, self._watching = begin, watching
         self._names = {id(module): name for name, module in model.named_modules()}
         self._threads = {threading.get_ident()}
+        self._mark, self._task = object(), _task()
+        self._elsewhere = False
 
     @property
     def inside(self) -> bool:
@@ -78,9 +86,11 @@ class Names:
         """Follow while this lasts."""
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        _FOLLOWED.set((*_FOLLOWED.get(), self._mark))
         try:
             yield
         finally:
+            _FOLLOWED.set(tuple(mark for mark in _FOLLOWED.get() if mark is not self._mark))
             before.remove()
             after.remove()
             self.stack.clear()
@@ -94,6 +104,9 @@ class Names:
                     f"{type(module).__name__}(…): this model is watched in another thread than the "
                     f"one that calls it; enter headwise.watch() in the thread that calls."
                 )
+            return
+        if self._of_another_task():
+            self._elsewhere = True
             return
         if not self.stack:
             self.calls += 1
@@ -111,8 +124,20 @@ class Names:
             self._threads.add(here)
         return here in self._threads
 
+    def _of_another_task(self) -> bool:
+        """Whether this is an asyncio task that neither watches nor was started by one that does.
+
+        Tasks of one thread take turns, so that another's calls come while this one waits.
+        """
+        if self._mark in _FOLLOWED.get():
+            return False
+        watching = self._task()
+        return watching is not None and not watching.done() and _task()() is not watching
+
     def why_nothing(self) -> str:
         """Why no attention was seen, as a clause."""
+        if not self.calls and self._elsewhere:
+            return "the model was called in another asyncio task than the one that watches"
         if not self.calls:
             return "the model was not called"
         alike = [
@@ -127,6 +152,15 @@ class Names:
             f"what {', '.join(alike[:3])}{more} computed was no function that is known to attend, "
             f"nor a softmax over the last axis that values were multiplied with"
         )
+
+
+def _task() -> Callable[[], Any]:
+    """A weak reference to the asyncio task that is running; to nothing, outside of any."""
+    asyncio: Any = sys.modules.get("asyncio")
+    try:
+        return weakref.ref(asyncio.current_task())
+    except (AttributeError, RuntimeError, TypeError):  # not loaded, no loop, no task
+        return lambda: None
 
 
 def chosen(modules: Modules) -> Callable[[str], bool]:

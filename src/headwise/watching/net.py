@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -100,6 +100,20 @@ class Functions(TorchFunctionMode):
     def __init__(self, net: Net) -> None:
         super().__init__()
         self.net = net
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """See while this lasts, whatever modes come after this one and outlast it."""
+        overrides._push_mode(self)
+        try:
+            yield
+        finally:
+            above: list[Any] = []
+            if self in overrides._get_current_function_mode_stack():
+                while (mode := overrides._pop_mode()) is not self:
+                    above.append(mode)
+            while above:
+                overrides._push_mode(above.pop())
 
     def __torch_function__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..attend import attend, observe
 from ..evidence import Statistic
-from ..layer import MultiHeadAttention
+from ..layer import MultiHeadAttention, Observer
 from ..masks import as_mask
 from ..readings import Reading
 from .calls import HeadsCall, Looking
@@ -40,32 +41,59 @@ class OwnCall(HeadsCall):
         return seen.readings
 
 
+class _Observer:
+    """Tells nets of a layer's calls, outermost first; `before` is who observed the layer."""
+
+    def __init__(self, before: Observer | None) -> None:
+        self.before = before
+        self.nets: tuple[Net, ...] = ()
+
+    def __call__(
+        self,
+        layer: MultiHeadAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keywords: dict[str, Any],
+    ) -> Tensor:
+        made: Any = partial(attend, q, k, v, **keywords)
+        if self.before is not None:
+            made = self.before(layer, q, k, v, keywords)
+        for net in self.nets:
+            if not net.open:
+                continue
+            call = OwnCall(
+                *(net.names.name_of(layer) or "", "headwise", q, k, v, made),
+                keywords={**keywords, "mask": as_mask(keywords["mask"])},
+                projection=layer.projection,
+                own_positions=layer.own_positions,
+                first_key=layer.first_key,
+            )
+            new = net.tell(call)
+            made = call.out if new is None else new
+        return made if isinstance(made, Tensor) else made()
+
+
+_LOCK = threading.Lock()
+
+
 @contextmanager
 def own_layers(net: Net) -> Iterator[None]:
-    """Hear of the calls of the model's `MultiHeadAttention` layers."""
+    """Hear of the calls of the model's `MultiHeadAttention` layers, with others that hear of them,
+    who may end before or after."""
     layers = [m for m in net.names.model.modules() if isinstance(m, MultiHeadAttention)]
-    before = {layer: layer.observer for layer in layers}
-
-    def observer(
-        layer: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]
-    ) -> Tensor:
-        outer = before[layer]
-        attending = partial(attend, q, k, v, **keywords)
-        made = attending if outer is None else outer(layer, q, k, v, keywords)
-        call = OwnCall(
-            *(net.names.name_of(layer) or "", "headwise", q, k, v, made),
-            keywords={**keywords, "mask": as_mask(keywords["mask"])},
-            projection=layer.projection,
-            own_positions=layer.own_positions,
-            first_key=layer.first_key,
-        )
-        new = net.tell(call) if net.open else None
-        return call.out if new is None else new
-
-    for layer in layers:
-        layer.observer = observer
+    with _LOCK:
+        for layer in layers:
+            if not isinstance(layer.observer, _Observer):
+                layer.observer = _Observer(layer.observer)
+            layer.observer.nets = (*layer.observer.nets, net)
     try:
         yield
     finally:
-        for layer, old in before.items():
-            layer.observer = old
+        with _LOCK:
+            for layer in layers:
+                if not isinstance(observer := layer.observer, _Observer):
+                    continue
+                observer.nets = tuple(other for other in observer.nets if other is not net)
+                if not observer.nets:
+                    layer.observer = observer.before

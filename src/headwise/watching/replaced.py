@@ -37,6 +37,11 @@ class Replaced:
                     self._restore()
 
     @property
+    def everyone(self) -> tuple[Net, ...]:
+        """All nets that are out, of whatever thread."""
+        return self._out
+
+    @property
     def nets(self) -> tuple[Net, ...]:
         """Those that listen now, in this thread, outermost first."""
         return tuple(net for net in self._out if net.open)
