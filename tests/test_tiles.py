@@ -152,14 +152,21 @@ def test_gradcheck_in_float64() -> None:
     assert torch.autograd.gradcheck(both, (q, k, v))
 
 
-def test_a_second_derivative_is_refused_in_words() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    _, lse = sdpa.Sdpa().run(Call.of(q, k, v), lse_gradient=True)
-    with pytest.raises(RuntimeError, match="backend='eager'"):
-        torch.autograd.grad(lse.sum(), q, create_graph=True)
-    _, lse = Blocked().run(Call.of(q, k, v), lse_gradient=True)
-    (first,) = torch.autograd.grad(lse.sum(), q, create_graph=True)
-    torch.autograd.grad(first.square().sum(), k)
+@pytest.mark.parametrize("name", ["none", "causal", "padding", "random", "nothing"])
+def test_second_derivatives(name: str) -> None:
+    mask = MASKS_WITH_POSITIONS[name](3, 4)
+    parts = [x.double().requires_grad_() for x in qkv(t=3, s=4, dv=D + 1)]
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+
+    def both(q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v, *sinks = others
+        call = Call.of(q, k, v, mask=mask, sinks=sinks[0] if sinks else None)
+        out, lse = sdpa.Sdpa().run(call, lse_gradient=True)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    fast = {"check_batched_grad": False, "fast_mode": True}
+    assert torch.autograd.gradgradcheck(both, parts, **fast)
+    assert torch.autograd.gradgradcheck(both, (*parts, sinks), **fast)
 
 
 def test_a_long_window_runs_fused_in_little_memory() -> None:

@@ -42,7 +42,13 @@ class Extent:
 
 def quote(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> str:
     """The call as its caller would recognise it, for error messages."""
-    return f"{function}(q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)})"
+    return f"{function}(q {_shape(q)}, k {_shape(k)}, v {_shape(v)})"
+
+
+def _shape(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "nested" if x.is_nested else str(list(x.shape))
 
 
 def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Extent:
@@ -53,13 +59,8 @@ def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Exte
     """
     said = quote(q, k, v, function)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(
-                f"{said}: {name} has {x.dim()} axes and must have 4, "
-                f"[batch, heads, length, head_dim]; add the missing ones with unsqueeze."
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"{said}: {name} is {x.dtype}; attention needs floating point.")
+        if fault := _fault_of(x):
+            raise ValueError(f"{said}: {name} {fault}.")
     batch, heads, queries, dim = q.shape
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"{said}: the batch (axis 0) of q, k and v must be the same.")
@@ -81,6 +82,38 @@ def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Exte
     if not q.device == k.device == v.device:
         raise ValueError(f"{said}: q is on {q.device}, k on {k.device}, v on {v.device}.")
     return Extent(batch, heads, k.shape[1], queries, k.shape[2])
+
+
+def _fault_of(x: object) -> str | None:
+    """What keeps something from being queries, keys or values, in words."""
+    if fault := not_dense(x):
+        return fault
+    assert isinstance(x, Tensor)
+    if x.dim() != 4:
+        return (
+            f"has {x.dim()} axes and must have 4, [batch, heads, length, head_dim]; "
+            f"add the missing ones with unsqueeze"
+        )
+    if x.is_quantized:
+        return f"is quantized, {x.dtype}; give dequantize() of it"
+    if not x.is_floating_point():
+        return f"is {x.dtype}; attention needs floating point"
+    return None
+
+
+def not_dense(x: object) -> str | None:
+    """What keeps something from being a tensor with its numbers side by side, in words."""
+    if not isinstance(x, Tensor):
+        return f"is a {type(x).__name__} and must be a torch.Tensor"
+    if x.is_nested:
+        return (
+            "is a nested tensor; pad the rows before they are split into heads, "
+            "to_padded_tensor(0.0), and give mask=Padding(lengths), or lay them one after another "
+            "and give mask=Documents(ids)"
+        )
+    if x.layout != torch.strided:
+        return f"is {x.layout}; give a dense tensor, as by to_dense()"
+    return None
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

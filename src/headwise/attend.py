@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._axes import as_given
-from .backends import Call, Choice, choose, consider
+from ._axes import as_given, quote
+from ._modes import batched
+from .backends import Call, Choice, check_scores, choose, consider
 from .evidence import Evidence, Statistic
 from .masks import Mask
 from .readings import Figure, Reading, Way, summarise
@@ -62,7 +63,9 @@ def attend(
     """
     call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
     with as_given(q.device):
-        return choose(call, backend).run(call)[0]
+        out, lse = choose(call, backend).run(call)
+    check_scores(call, lse)
+    return out
 
 
 def observe(
@@ -125,6 +128,11 @@ def observe(
         sinks=sinks,
         function="observe",
     )
+    if batched(q, k, v, sinks, *call.mask.tensors()):
+        raise ValueError(
+            f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
+            f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
+        )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     chosen = choose(call, backend)
     gradients = gradients and call.needs_grad
@@ -142,6 +150,11 @@ def observe(
         evidence.prepare(statistics)
         out, lse = evidence.run() or (None, None)
     with as_given(q.device), nullcontext() if gradients else torch.no_grad():
+        if lse is not None:
+            check_scores(call, lse, "observe")
+        else:
+            lse = evidence.lse
+            check_scores(call, lse, "observe", evidence.queries)
         for statistic in statistics:
             for name, reading in statistic.read(evidence).items():
                 if name in readings:
@@ -149,7 +162,6 @@ def observe(
                 if sample is not None and sample.drawn:
                     reading = _with_error(reading, sample)
                 readings[name] = reading
-        lse = evidence.lse if lse is None else lse
     return Seen(lse, evidence, readings, output=out if made is None else made)
 
 

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ._numbers import LONGEST, said, whole
+
 _SPARE = 64
 """Rows that a growing cache takes beyond what it needs now."""
 
@@ -25,7 +27,7 @@ class KVCache:
     values until `reset` or `rewind`.
 
     Raises:
-        ValueError: `max_length` or `window` below 1, or both given.
+        ValueError: `max_length` or `window` that is no whole number or below 1, or both given.
 
     >>> import torch
     >>> cache = KVCache()
@@ -37,13 +39,13 @@ class KVCache:
     """
 
     def __init__(self, *, max_length: int | None = None, window: int | None = None) -> None:
-        call = f"KVCache(max_length={max_length}, window={window})"
+        call = f"KVCache(max_length={said(max_length)}, window={said(window)})"
         if max_length is not None and window is not None:
             raise ValueError(f"{call}: give max_length or window, not both: a window bounds itself")
-        if (max_length is not None and max_length < 1) or (window is not None and window < 1):
-            raise ValueError(f"{call}: the number of keys must be at least 1")
-        self.max_length = max_length
-        self.window = window
+        self.max_length = None if max_length is None else _checked(max_length, call)
+        self.window = None if window is None else _checked(window, call)
+        if self.max_length == LONGEST:
+            raise ValueError(f"{call}: no memory has room for so many keys; KVCache() grows")
         self._seen = 0
         self._room: tuple[Tensor, Tensor] | None = None  # keys and values [B, G, rows, D]
         self._own = False  # False: the room is part of a graph or a caller's, not to be written
@@ -179,7 +181,8 @@ class KVCache:
         if self.max_length is not None:
             rows = self.max_length
         elif self.window is not None:
-            rows = 2 * self.window  # so that the move comes once in `window` tokens
+            # In the end twice the window, so that the move comes once in `window` tokens.
+            rows = min(2 * self.window, max(kept + count + _SPARE, 2 * (kept + count)))
         else:
             rows = max(kept + count + _SPARE, 2 * kept)
         with torch.inference_mode(False), torch.no_grad():  # writable in either mode, later too
@@ -203,6 +206,15 @@ class KVCache:
             self._room = both[0][:, :, first:].clone(), both[1][:, :, first:].clone()
         self._start, self._stop = 0, total - first
         return both
+
+
+def _checked(given: object, call: str) -> int:
+    number = whole(given)
+    if number is None:
+        raise ValueError(f"{call}: the number of keys must be a whole number")
+    if number < 1:
+        raise ValueError(f"{call}: the number of keys must be at least 1")
+    return number
 
 
 def _alike(new: Tensor, old: Tensor) -> bool:

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ._axes import not_dense
+from ._numbers import said, whole
 from .attend import attend
 from .backends import check_name
+from .backends.base import fault_of_numbers
 from .cache import KVCache
 from .masks import Mask
 from .rope import RoPE
@@ -190,6 +193,9 @@ class MultiHeadAttention(nn.Module):
             raise
 
     def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (fault := not_dense(given)):
+                raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {name} {fault}")
         fault = None
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             fault = f"x must be [B, T, {self.embed_dim}]"
@@ -335,9 +341,11 @@ def _check_sizes(
         "kv_dim": kv_dim,
         "out_dim": out_dim,
     }
-    shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+    shown = ", ".join(f"{name}={said(size)}" for name, size in sizes.items() if size is not None)
     call = f"MultiHeadAttention({shown})"
     for name, size in sizes.items():
+        if size is not None and whole(size) is None:
+            raise ValueError(f"{call}: {name} must be a whole number")
         if size is not None and size < 1:
             raise ValueError(f"{call}: {name} must be at least 1")
     if head_dim is None and embed_dim % num_heads:
@@ -352,10 +360,8 @@ def _check_values(layer: MultiHeadAttention) -> None:
     call = f"MultiHeadAttention({layer.extra_repr()})"
     if len(layer.bias) != 3:
         raise ValueError(f"{call}: bias must be one bool, or three for q, k and v")
-    if not 0 <= layer.dropout < 1:
-        raise ValueError(f"{call}: dropout must be at least 0 and below 1")
+    if fault := fault_of_numbers(layer.scale, layer.softcap, layer.dropout, torch.float64):
+        raise ValueError(f"{call}: {fault}")
     check_name(layer.backend)
-    if layer.softcap is not None and not layer.softcap > 0:
-        raise ValueError(f"{call}: softcap must be above 0")
     if layer.rope is not None and layer.rope.dim > layer.head_dim:
         raise ValueError(f"{call}: rope.dim is larger than head_dim={layer.head_dim}")

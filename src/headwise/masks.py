@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ._axes import Extent
 from ._index import grid, lookup, take
+from ._numbers import said, whole
 
 Interval = tuple[Tensor, Tensor]
 
@@ -38,7 +39,10 @@ class Mask:
         return None
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        """What is added to the score of (i, j), in float32 or float64; `None` for nothing."""
+        """What is added to the score of (i, j); `None` for nothing.
+
+        In the dtype that it was given in; what is a sum of several is so in float32 at least.
+        """
         return None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
@@ -151,21 +155,25 @@ class Causal(Mask):
 class Window(Mask):
     """Exactly the last `size` keys, the query's own position included.
 
+    A window longer than the text is all of it, however long.
+
     >>> Window(2).dense(queries=3, keys=3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
     Raises:
-        ValueError: if `size` is under 1.
+        ValueError: if `size` is no whole number, or under 1.
     """
 
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
+        size = whole(self.size)
+        if size is None or size < 1:
             raise ValueError(
-                f"Window({self.size}): a window is a whole number of keys, "
+                f"Window({said(self.size)}): a window is a whole number of keys, "
                 f"at least the query's own key."
             )
+        object.__setattr__(self, "size", size)
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         behind = i + extent.offset - j
@@ -180,7 +188,8 @@ class Window(Mask):
 class Padding(Mask):
     """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
 
-    `side` names where the padding is: `"right"` (the default) or `"left"`.
+    `side` names where the padding is: `"right"` (the default) or `"left"`. A row of more keys than
+    the call has is full, one of fewer than none is empty.
 
     >>> Padding(torch.tensor([1, 3])).dense(batch=2, keys=3)[:, 0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 1]]
@@ -190,7 +199,7 @@ class Padding(Mask):
     side: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
-        _must_be_tensor("Padding", self.lengths)
+        _must_be_whole_numbers("Padding", self.lengths)
         if self.side not in ("right", "left"):
             raise ValueError(f"Padding(side={self.side!r}): padding is at the 'right' or 'left'.")
 
@@ -202,11 +211,11 @@ class Padding(Mask):
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        length = self._length(i)
+        length = self._length(i, extent)
         return j < length if self.side == "right" else j >= extent.keys - length
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        length = self._length(i).clamp(0, extent.keys)
+        length = self._length(i, extent)
         zero = torch.zeros_like(length)
         if self.side == "right":
             return zero, length
@@ -215,8 +224,8 @@ class Padding(Mask):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.lengths,)
 
-    def _length(self, i: Tensor) -> Tensor:
-        return self.lengths.to(i.device).view(-1, 1, 1, 1)
+    def _length(self, i: Tensor, extent: Extent) -> Tensor:
+        return _of_batch(self.lengths, i, extent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,11 +239,11 @@ class Documents(Mask):
     ids: Int[Tensor, "*B S"]
 
     def __post_init__(self) -> None:
-        _must_be_tensor("Documents", self.ids)
+        _must_be_whole_numbers("Documents", self.ids, or_bool=True)
 
     def check(self, extent: Extent) -> None:
-        rows = 1 if self.ids.dim() == 1 else self.ids.shape[0]
-        if self.ids.dim() > 2 or self.ids.shape[-1] != extent.keys or rows not in (1, extent.batch):
+        *rows, keys = self.ids.shape or (0, 0, 0)
+        if rows not in ([], [1], [extent.batch]) or keys != extent.keys:
             raise ValueError(
                 f"Documents(ids {list(self.ids.shape)}) in a call with {extent}: ids must be "
                 f"[S] or [B, S], one document number per key."
@@ -262,6 +271,18 @@ class Prefix(Mask):
 
     size: int | Int[Tensor, " B"]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.size, Tensor):
+            _must_be_whole_numbers("Prefix", self.size)
+            return
+        size = whole(self.size)
+        if size is None or size < 0:
+            raise ValueError(
+                f"Prefix({said(self.size)}): a prefix is a whole number of keys, 0 or more, "
+                f"or a tensor with one for each batch row."
+            )
+        object.__setattr__(self, "size", size)
+
     def check(self, extent: Extent) -> None:
         if isinstance(self.size, Tensor) and (
             self.size.dim() != 1 or len(self.size) not in (1, extent.batch)
@@ -272,17 +293,17 @@ class Prefix(Mask):
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        return j < self._size(i)
+        return j < self._size(i, extent)
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        high = self._size(i).clamp(0, extent.keys)
+        high = self._size(i, extent)
         return torch.zeros_like(high), high
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.size,) if isinstance(self.size, Tensor) else ()
 
-    def _size(self, i: Tensor) -> Tensor:
-        return torch.as_tensor(self.size, device=i.device).view(-1, 1, 1, 1)
+    def _size(self, i: Tensor, extent: Extent) -> Tensor:
+        return _of_batch(torch.as_tensor(self.size, device=i.device), i, extent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +380,7 @@ class ALiBi(Mask):
     """
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        slopes = alibi_slopes(extent.heads).to(i.device).view(1, -1, 1, 1)
+        slopes = alibi_slopes(extent.heads, i.device).view(1, -1, 1, 1)
         return -slopes * (i + extent.offset - j).abs()
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
@@ -370,12 +391,12 @@ class ALiBi(Mask):
         return True
 
 
-def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
-    """The slope of each head."""
+def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Float[Tensor, " H"]:
+    """The slope of each head, in float32 whatever PyTorch's default dtype is."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -392,7 +413,7 @@ class And(Mask):
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         answers = [part.bias(i, j, extent) for part in self.parts]
         found = [answer for answer in answers if answer is not None]
-        return sum(found[1:], found[0]) if found else None
+        return functools.reduce(_sum, found) if found else None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
         found = [p.interval(i, extent) for p in self.parts]
@@ -455,9 +476,34 @@ def _left_padded(mask: Mask) -> bool:
     return isinstance(mask, Padding) and mask.side == "left"
 
 
+def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
+    """Numbers of keys `[B]` of a call, in 64 bits as its indices are, `[B, 1, 1, 1]`."""
+    return counts.to(i.device, torch.long).clamp(0, extent.keys).view(-1, 1, 1, 1)
+
+
+def _sum(one: Tensor, two: Tensor) -> Tensor:
+    """Two biases added up, in float32 at least."""
+    dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
+    return one.to(dtype) + two.to(dtype)
+
+
 def _must_be_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}({value!r}): give a torch.Tensor, such as torch.tensor(…).")
+        raise ValueError(f"{name}({said(value)}): give a torch.Tensor, such as torch.tensor(…).")
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise ValueError(f"{name}({kind}): give a dense one, as by padding or to_dense().")
+
+
+def _must_be_whole_numbers(name: str, value: object, or_bool: bool = False) -> None:
+    _must_be_tensor(name, value)
+    assert isinstance(value, Tensor)
+    boolean = value.dtype == torch.bool and not or_bool
+    if boolean or value.is_floating_point() or value.is_complex():
+        raise ValueError(
+            f"{name}({value.dtype} {list(value.shape)}): give whole numbers, such as a tensor of "
+            f"torch.long."
+        )
 
 
 def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._axes import Extent
+from ._numbers import LONGEST, said, whole
 from .masks import Interval, Mask
 
 
@@ -40,7 +41,7 @@ def draw(
     >>> draw(4, 100, 0, torch.device("cpu")).rows // 25
     tensor([0, 1, 2, 3])
     """
-    check_queries(queries)
+    queries, seed = check_queries(queries), _checked(seed)
     if isinstance(queries, int):
         if queries >= of:
             return None
@@ -64,19 +65,40 @@ def draw(
     return Sample(ordered.to(device), of, False)
 
 
-def check_queries(queries: int | Sequence[int] | Tensor) -> None:
-    """Raise ValueError for what no call could be sampled by, however many queries it has."""
-    if isinstance(queries, int) and not isinstance(queries, bool):
-        if queries < 1:
+def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
+    """A number of queries, or their numbers `[n]`.
+
+    Raises:
+        ValueError: what no call could be sampled by, however many queries it has.
+    """
+    count = whole(queries)
+    if count is not None:
+        if count < 1:
             raise ValueError(f"queries={queries}: at least one query must be looked at.")
-        return
-    if isinstance(queries, bool | float | str):
-        raise ValueError(f"queries={queries!r}: give a whole number of queries, or a list of them.")
-    rows = torch.as_tensor(queries).flatten()
-    if rows.is_floating_point() or rows.dtype == torch.bool or not rows.numel():
-        raise ValueError(f"{_said(rows)}: give a whole number of queries, or a list of them.")
+        return count
+    rows = queries if isinstance(queries, Tensor) else None
+    if rows is None and isinstance(queries, Collection) and not isinstance(queries, str | bytes):
+        numbers = [whole(number) for number in queries]
+        if None not in numbers:
+            rows = torch.tensor(numbers, dtype=torch.long, device="cpu")
+    if rows is None or not rows.dim() or not rows.numel() or rows.is_meta:
+        raise ValueError(f"queries={said(queries)}: {_WANTED}")
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+        raise ValueError(f"{_said(rows)}: {_WANTED}")
+    rows = rows.flatten()
     if len(rows.unique()) < len(rows):
         raise ValueError(f"{_said(rows)}: a query is named twice.")
+    return rows
+
+
+_WANTED = "give a whole number of queries, or a list of them."
+
+
+def _checked(seed: object) -> int:
+    number = whole(seed)
+    if number is None or number < -LONGEST:
+        raise ValueError(f"seed={said(seed)}: give a whole number.")
+    return number
 
 
 def _said(rows: Tensor) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ._axes import Extent
 from .backends import Call
-from .backends.blocked import blocks
+from .backends.blocked import blocks, computed_again
 from .definition import finish_scores
 
 
@@ -48,7 +47,7 @@ class Scores:
         """
         e, cut = self.extent, blocks(self.call.mask, self.extent, self.device, scores)
         if self.gradients:
-            parts: list[Any] = [checkpoint(of, block, use_reentrant=False) for block in cut]
+            parts: list[Any] = [computed_again(of, block) for block in cut]
             if parts:
                 return tuple(torch.cat(figure, dim=2) for figure in zip(*parts, strict=True))
         shape = (e.batch, e.heads, e.queries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Backend, Call, Figures, OnePass
+from .base import Backend, Call, Figures, OnePass, check_scores
 from .blocked import Blocked
 from .eager import Eager
 from .native import Native, faster
@@ -20,6 +20,7 @@ __all__ = [
     "Figures",
     "OnePass",
     "check_name",
+    "check_scores",
     "choose",
     "consider",
 ]

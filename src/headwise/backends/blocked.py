@@ -7,8 +7,9 @@ in the backward pass instead of being kept (Chen et al. 2016, gradient checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._axes import Extent, statistics_dtype
 from .._index import grid
+from .._modes import forward_derivatives, readable, transformed
 from ..definition import Definition, rows
 from ..masks import Mask
 from .base import Call
@@ -57,7 +59,8 @@ def _key_ranges(
     mask: Mask, extent: Extent, device: torch.device, starts: list[int], size: int
 ) -> tuple[list[int], list[int]]:
     interval = mask.interval(grid(extent, device)[0], extent)
-    if interval is None or not starts or not extent.batch or torch.compiler.is_compiling():
+    known = interval is not None and all(readable(edge) for edge in interval)
+    if interval is None or not known or not starts or not extent.batch:
         return [0] * len(starts), [extent.keys] * len(starts)
     every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
     low, high, _ = torch.broadcast_tensors(*interval, every_row)
@@ -81,11 +84,44 @@ class Blocked:
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         cut = blocks(call.mask, call.extent, call.q.device)
-        if not call.needs_grad or not call.extent.queries:
+        if not (call.needs_grad or transformed()) or not call.extent.queries:
             return _without_gradient(call, cut)
-        parts = [checkpoint(_run_block, call, block, use_reentrant=False) for block in cut]
-        outs, lses = zip(*parts, strict=True)  # type: ignore[misc]
+        parts = [computed_again(_run_block, call, block) for block in cut]
+        outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[Tensor, ...]:
+    """`of(*parts)`, which a backward pass computes again instead of keeping what it is made of.
+
+    Checkpoints hold for plain autograd alone: transforms and forward derivatives keep everything.
+    """
+    if transformed() or forward_derivatives():
+        return of(*parts)
+    return checkpoint(of, *parts, use_reentrant=False)
+
+
+def gradients_again(
+    call: Call, grads: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients in q, k, v and sinks, where needed, that can be differentiated once more.
+
+    For backward passes of kernels that have no second derivative; `grads` are those of output and
+    LSE.
+    """
+    inputs = (call.q, call.k, call.v, call.sinks)
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
+    with torch.enable_grad():
+        results = zip(Blocked().run(call), grads, strict=True)
+        came = [(result, grad) for result, grad in results if grad is not None]
+        outs, incoming = zip(*came, strict=True)
+        found = iter(
+            torch.autograd.grad(outs, wanted, incoming, create_graph=True, allow_unused=True)
+        )
+    return tuple(
+        next(found) if need and x is not None else None
+        for x, need in zip(inputs, needed, strict=True)
+    )
 
 
 def _without_gradient(call: Call, cut: Iterator[Block]) -> tuple[Tensor, Tensor]:

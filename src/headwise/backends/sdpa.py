@@ -2,8 +2,9 @@
 
 `F.scaled_dot_product_attention` hides the LSE; the operators behind it give it. On the CPU that is
 one flash kernel, on CUDA there are three (flash, cuDNN, memory-efficient). Their quirks are dealt
-with here, each once: masks become tiles (`tiles.py`), a row that may attend to nothing or holds NaN
-comes back as zeros, the values must be as wide as the keys, and the LSE has no gradient.
+with here, each once: masks become tiles (`tiles.py`), a row that may attend to nothing or whose
+scores are no numbers comes back as zeros, rows must lie apart in memory, the values must be as wide
+as the keys, and there is neither a gradient of the LSE nor a second derivative.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import definition
+from .._axes import statistics_dtype
+from .._modes import forward_derivatives, readable, transformed
 from .base import Call, with_sinks
+from .blocked import gradients_again
 from .tiles import Tile, bias_size, flag, tiles
 
 BIAS_LIMIT = 256 * 2**20
@@ -45,12 +50,14 @@ class Sdpa:
             sign = -1.0 if call.scale < 0 else 0.0
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         wide = call.v.shape[-1]
-        q, k, v = (_dense_last(x) for x in _equal_widths(call.q, call.k, call.v))
+        q, k, v = (_apart(x) for x in _equal_widths(call.q, call.k, call.v))
         call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         whole = _whole(call)
-        if on_cpu and needs_grad and (whole is None or through_lse):
+        # Compilers differentiate the kernel itself, where that will do.
+        compiled = torch.compiler.is_compiling() and whole is not None and not through_lse
+        if on_cpu and needs_grad and not compiled:
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
             out, lse = _tiled(call) if whole is None else _tile(call, whole)
@@ -74,8 +81,10 @@ def _refuse_anywhere(call: Call) -> list[str]:
         reasons.append("the kernels do not take empty tensors")
     if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
         reasons.append("the kernels give no gradient for a bias")
+    if transformed() or forward_derivatives():
+        reasons.append("the kernels know no torch.func and no forward derivative")
     # In one piece where nothing but the kernel's own gradient is at hand.
-    if torch.compiler.is_compiling() or (call.q.device.type != "cpu" and call.needs_grad):
+    if not readable(call.q) or (call.q.device.type != "cpu" and call.needs_grad):
         size = _bias_bytes(call)
         if size > BIAS_LIMIT:
             reasons.append(
@@ -110,7 +119,7 @@ def _whole(call: Call) -> Tile | None:
 
 
 def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
-    """One tile's output and LSE: dead rows 0 and −inf, and queries with NaN their NaN back."""
+    """One tile's output and LSE: dead rows 0 and −inf, and rows of no numbers as they are."""
     q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
     bias, dead = tile.bias, tile.dead
     if bias is not None and dead is not None:
@@ -121,15 +130,32 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     if dead is not None:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
-    # The CPU kernel returns zeros and an LSE of exactly 0 for a query that holds NaN.
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        suspect = lse == 0
-        if bool(suspect.any()):
-            poisoned = suspect & q.detach().isnan().any(-1)
-            if bool(poisoned.any()):
-                out = torch.where(poisoned[..., None], torch.nan, out)
-                lse = torch.where(poisoned, torch.nan, lse)
+    if q.device.type == "cpu" and readable(lse):
+        _say_what_is_no_number(call, tile, out, lse)
     return out, lse
+
+
+def _say_what_is_no_number(call: Call, tile: Tile, out: Tensor, lse: Tensor) -> None:
+    """Give rows whose scores are no numbers, or all below the smallest one, what they come to.
+
+    The CPU kernel returns zeros and an LSE of exactly 0 for them.
+    """
+    suspect = lse.detach() == 0
+    if not bool(suspect.any()):
+        return
+    suspect &= (out.detach() == 0).all(-1)
+    found = suspect.any(1).any(0).nonzero()[:, 0]
+    if not len(found):
+        return
+    i = torch.arange(call.extent.queries, device=out.device)[tile.rows][found]
+    j = torch.arange(call.extent.keys, device=out.device)[tile.keys]
+    parts = (call.q[:, :, i], call.k[:, :, tile.keys], call.v[:, :, tile.keys])
+    with torch.no_grad():
+        place = call.mask, call.extent, i[:, None], j[None]
+        full = definition.rows(*parts, *place, scale=call.scale)
+        which = suspect[:, :, found]
+        lse[:, :, found] = torch.where(which, full.lse, lse[:, :, found])
+        out[:, :, found] = torch.where(which[..., None], full.out, out[:, :, found])
 
 
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
@@ -137,7 +163,7 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
     e = call.extent
     # In the memory order that the kernels give, so that merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
-    lse = torch.full_like(out[..., 0], -torch.inf, dtype=_wide(call.q.dtype))
+    lse = torch.full_like(out[..., 0], -torch.inf, dtype=statistics_dtype(call.q.dtype))
     for _, group in groupby(tiles(call.mask, e, call.q), key=lambda tile: tile.rows.start):
         rows, merged = slice(0), None
         for tile in group:
@@ -156,10 +182,6 @@ def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tens
         out.to(lse.dtype) * torch.exp(part - base)[..., None] for out, part in (one, two)
     )
     return first + second, lse
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Tiled(torch.autograd.Function):
@@ -184,14 +206,12 @@ class _Tiled(torch.autograd.Function):
         """`dS = P ∘ (dP − D + g_lse)` (design: a zero column of V, with 1 in the output and −g_lse
         in its gradient, makes the kernel's own D into `D − g_lse`). With a sink in the LSE this is
         the gradient as well, and the sink's own is `p_sink · (g_lse − D)`."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the fused kernels have no second derivative; for double backward "
-                "(create_graph=True) call attention with backend='eager'"
-            )
         q, k, v, out, lse, sinks = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the kernel has no second derivative
+            call = Call(q, k, v, ctx.mask, ctx.scale, None, 0.0, ctx.extent, sinks)
+            return (*gradients_again(call, grads, ctx.needs_input_grad[:4]), None)
         g_out, g_lse = grads
-        width, dtype = q.shape[-1], _wide(q.dtype)
+        width, dtype = q.shape[-1], statistics_dtype(q.dtype)
         g_out = torch.zeros_like(out) if g_out is None else g_out.to(out.dtype)
         g_sinks = _gradient_of_sinks(sinks, out, lse, g_out, g_lse) if sinks is not None else None
         if g_lse is not None:
@@ -238,7 +258,7 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
     """
     q, k = call.q, call.k
     seen, _ = Sdpa().run(call.with_(q=q.detach(), k=k.detach(), v=k, dropout=0.0, sinks=None))
-    wide = _wide(q.dtype)
+    wide = statistics_dtype(q.dtype)
     change = (q.to(wide) * seen.detach().to(wide)).sum(-1)
     change = change + (q.detach().to(wide) * seen.to(wide)).sum(-1)
     change = call.scale * (change - change.detach())
@@ -258,8 +278,17 @@ def _equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def _dense_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _apart(x: Tensor) -> Tensor:
+    """The tensor with the rows of each head side by side or farther apart, copied if need be.
+
+    Of queries that overlap, the CPU kernel leaves parts of the output as the memory was: its output
+    has their strides, and each row is written as if it were dense. Its products refuse keys and
+    values whose rows overlap. Batch rows and heads may be one and the same, with a stride of 0.
+    """
+    width = x.shape[-1]
+    strides = zip(x.shape[:3], x.stride()[:3], (True, True, False), strict=True)
+    apart = (n == 1 or step >= width or (shared and step == 0) for n, step, shared in strides)
+    return x if x.stride(-1) == 1 and all(apart) else x.contiguous()
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────
@@ -307,6 +336,10 @@ def _cuda_efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
 ) -> tuple[Tensor, Tensor]:
     e = call.extent
+    if bias is not None and bias.dtype != q.dtype:  # in q's dtype the bias would be rounded
+        dtype, (q, k, v) = q.dtype, (x.to(bias.dtype) for x in (q, k, v))
+        out, lse = _cuda_efficient(q, k, v, bias, causal, call)
+        return out.to(dtype), lse
     if bias is not None:
         # The kernel wants rows that start at multiples of 16 bytes.
         bias = F.pad(bias.expand(-1, -1, q.shape[2], k.shape[2]), (0, -k.shape[2] % 8))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._axes import Extent
+from .._axes import Extent, statistics_dtype
 from .._index import grid
+from .._modes import readable
 from ..masks import Causal, Everything, Mask
 
 BIAS_AT_A_TIME = 1 << 22
@@ -59,7 +60,7 @@ def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
         if offset > 0:
             yield Tile(every, slice(0, offset))
         yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), extent.keys), True)
-    elif bias_size(mask, extent, device) <= BIAS_AT_A_TIME // 4 or torch.compiler.is_compiling():
+    elif bias_size(mask, extent, device) <= BIAS_AT_A_TIME // 4 or not readable(like):
         yield with_bias(mask, extent, like, every, all_keys)
     else:
         bounds = Bounds.of(mask, extent, device)
@@ -104,7 +105,7 @@ class Bounds:
         everything = [extent.keys] * extent.queries
         i = grid(extent, device)[0]
         found = mask.interval(i, extent)
-        if found is None:
+        if found is None or not all(readable(edge) for edge in found):
             return cls(nothing, nothing, nothing, everything)
         every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
         low, high, _ = torch.broadcast_tensors(*found, every_row)
@@ -139,7 +140,7 @@ def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
     # Anything else may still come to the same, such as a window wider than the sequence.
     i = grid(extent, device)[0]
     interval = mask.interval(i, extent)
-    if interval is None or torch.compiler.is_compiling():
+    if interval is None or not all(readable(edge) for edge in interval):
         return None
     low, high = interval
     if not bool((low == 0).all()):
@@ -153,9 +154,9 @@ def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice
     """The tile of these rows and keys, with its mask as a bias."""
     i, j = grid(extent, like.device, rows, keys)
     allowed, bias = mask.allowed(i, j, extent), mask.bias(i, j, extent)
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if like.device.type != "cpu":
-        dtype = like.dtype
+    dtype = statistics_dtype(like.dtype)
+    if like.device.type != "cpu" and (bias is None or bias.dtype == like.dtype):
+        dtype = like.dtype  # the kernels want it so, and it holds 0, −∞ and the bias as they are
     if allowed is None:
         return Tile(rows, keys, bias=None if bias is None else _four(bias.to(dtype)))
     allowed = _four(allowed)

@@ -1,0 +1,42 @@
+"""The modes of PyTorch that a call may run in: transforms, forward derivatives, no numbers at all.
+
+Most of attention is plain operators, which work in all of them. Kernels with pointers and choices
+that depend on the numbers in a tensor do not; they ask here first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.autograd.forward_ad
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is at work: its tensors hold no memory of their own."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def batched(*tensors: Tensor | None) -> bool:
+    """Whether `torch.func.vmap` maps over one of these tensors, at whatever depth."""
+    if not transformed():
+        return False
+    for x in tensors:
+        while x is not None and _functorch.is_functorch_wrapped_tensor(x):
+            if _functorch.is_batchedtensor(x):
+                return True
+            x = _functorch.get_unwrapped(x)
+    return False
+
+
+def forward_derivatives() -> bool:
+    """Whether derivatives are carried forward: `torch.func.jvp`, `forward_ad.dual_level`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the numbers in a tensor can be asked for: it has some, and nobody traces the call."""
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    return not x.is_meta and not isinstance(x, FakeTensor)
