@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/native
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-peers test-max lint bench native sanitize wheel clean
+.PHONY: run test test-peers test-max test-suites lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -43,6 +43,10 @@ test-peers: .venv-peers/.made
 
 test-max: .venv-max/.max-$(MAX)
 	@.venv-max/bin/python -m pytest -c peers/pytest.ini peers/modular_max
+
+# What others test their attention with, from the packages that ship it; see suites/README.md.
+test-suites: .venv-suites/.made $(COMPILED)
+	@.venv-suites/bin/python -m pytest -c suites/pytest.ini -n auto --dist worksteal suites
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .
@@ -111,6 +115,21 @@ wheel: .venv/.tools
 	@$(call install,.venv-max) -e . pytest rich transformers
 	@touch $@
 
+# transformers and flash-attention ship their tests in their sources alone.
+.venv-suites/.made: pyproject.toml constraints.txt peers/constraints.txt suites/constraints.txt
+	$(call new_venv,.venv-suites)
+	@echo "installing what the suites need (PyTorch is large) into .venv-suites (once only) …"
+	@$(call install,.venv-suites) -c peers/constraints.txt -c suites/constraints.txt \
+	  -e . pytest pytest-xdist transformers keras onnx expecttest parameterized \
+	  setuptools wheel ninja psutil
+	@mkdir .venv-suites/sources
+	@FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE PIP_CONSTRAINT=constraints.txt \
+	  .venv-suites/bin/python -m pip download --quiet --disable-pip-version-check \
+	  -c suites/constraints.txt --no-deps --no-binary :all: --no-build-isolation \
+	  --dest .venv-suites/sources transformers flash-attn
+	@cd .venv-suites/sources && for file in *.tar.gz; do tar xzf "$$file"; done
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-peers .venv-max build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
+	rm -rf .venv .venv-peers .venv-max .venv-suites build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
 	  src/headwise/kernels/libheadwise.*
