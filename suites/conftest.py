@@ -1,17 +1,14 @@
-"""Settings of the suites: the list of cases that are left out, and the counts at the end."""
+"""Settings of the suites, and the counts at the end."""
 
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-LEFT_OUT = tomllib.loads((HERE / "skipped.toml").read_text())["left_out"]
+from headwise.kernels import cpu
 
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,10 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)
 
 
-def source(package: str) -> Path:
-    """Where `make` unpacked the sources of a package that ships its tests in these alone."""
-    [folder] = (HERE.parent / ".venv-suites" / "sources").glob(f"{package}-*/")
-    return folder
+def pytest_configure() -> None:
+    """Under CI the native kernel must be there to be tested."""
+    if os.environ.get("CI") == "true" and cpu.library() is None:
+        raise pytest.UsageError("the native kernel is not built: `make native`")
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +35,6 @@ def count(request: pytest.FixtureRequest) -> Callable[..., None]:
         request.node.user_properties.extend(numbers.items())
 
     return add
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of `skipped.toml`, each with its reason."""
-    for item in items:
-        file, _, name = item.nodeid.partition("::")
-        for entry in LEFT_OUT:
-            if Path(file).stem == entry["suite"] and any(
-                fnmatchcase(name, pattern) for pattern in entry["cases"]
-            ):
-                item.add_marker(pytest.mark.skip(reason=entry["why"]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

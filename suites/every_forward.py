@@ -79,9 +79,7 @@ def comparable(model: nn.Module) -> bool:
     return not (meta or torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
-def twice(
-    model: nn.Module, alone: Callable[..., Any], args: Any, kwargs: Any, count: Count
-) -> Any:
+def twice(model: nn.Module, alone: Callable[..., Any], args: Any, kwargs: Any, count: Count) -> Any:
     random = torch.get_rng_state()
     try:
         copied = caches(args), caches(kwargs)
@@ -102,9 +100,13 @@ def twice(
     assert same(first, second), f"{type(model).__name__}: other outputs when watched"
     assert same(copied, (args, kwargs)), f"{type(model).__name__}: other caches when watched"
     count(**{"forwards": 1, "forwards without attention": 0 if len(seen or ()) else 1})
-    if isinstance(model, PreTrainedModel) and not model.training and not args:
-        if model.config._attn_implementation == "eager":
-            compare_layers(model, alone, eager, count)
+    if (
+        isinstance(model, PreTrainedModel)
+        and model.config._attn_implementation == "eager"
+        and not model.training
+        and not args
+    ):
+        compare_layers(model, alone, eager, count)
     return second
 
 

@@ -1,10 +1,9 @@
 """flash-attention's functions, computed by `attend`, and its own test module run on them.
 
-Sequences come as `[B, T, H, D]`, or packed as `[ΣT, H, D]` with the places where each starts; causal
-masks and windows are aligned to the last key, as in headwise.
+Sequences come as `[B, T, H, D]`, or packed as `[ΣT, H, D]` with the places where each starts;
+causal masks and windows are aligned to the last key, as in headwise.
 """
 
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ def attend(
 def mask_of(
     q: Tensor, k: Tensor, causal: bool, left: int, right: int, slopes: Tensor | None
 ) -> hw.Mask | None:
-    """So many keys before and after a query's own position, −1 for all; slopes `[H]` or `[B, H]`."""
+    """So many keys before and after a query's position, −1 for all; slopes `[H]` or `[B, H]`."""
     queries, keys = q.shape[2], k.shape[2]
     behind = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
     parts: list[hw.Mask] = []
@@ -102,7 +101,8 @@ def attend_varlen(
         if block_table is None:
             keys, values = k[None, j:last], v[None, j:last]
         else:
-            keys, values = (x[block_table[b].long()].flatten(0, 1)[None, : last - j] for x in (k, v))
+            pages = (x[block_table[b].long()].flatten(0, 1) for x in (k, v))
+            keys, values = (x[None, : last - j] for x in pages)
         slopes = None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[1])
         slopes = slopes if slopes is None or len(slopes) == 1 else slopes[b : b + 1]
         outs.append(attend(q[None, mine], keys, values, *args, alibi_slopes=slopes, **options)[0])
@@ -141,16 +141,15 @@ def attend_with_cache(
     num_splits: int,
     **options: Any,
 ) -> Tensor:
-    """`flash_attn_with_kvcache`: new keys go into the cache, in place, before one call a sequence."""
+    """`flash_attn_with_kvcache`: new keys are written in place, then one call for each sequence."""
     outs = []
     for b, length in enumerate(cache_seqlens.tolist()):
         places = torch.arange(k_cache.shape[1] if block_table is None else 0)
         if block_table is not None:
             size = k_cache.shape[1]
             places = (block_table[b].long()[:, None] * size + torch.arange(size)).flatten()
-        rows = [
-            (cache[b] if block_table is None else cache.flatten(0, 1)) for cache in (k_cache, v_cache)
-        ]
+        both = k_cache, v_cache
+        rows = [x[b] if block_table is None else x.flatten(0, 1) for x in both]
         if k is not None and v is not None:
             new = places[length : length + k.shape[1]]
             rows[0][new], rows[1][new] = k[b], v[b]

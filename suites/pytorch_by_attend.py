@@ -2,9 +2,9 @@
 
     PYTHONPATH=suites BACKEND=auto python -m pytest -p pytorch_by_attend …/test/test_transformers.py
 
-`BACKEND=none` changes nothing: what fails then fails without headwise. `EVERY=40` keeps each 40th
-case of those that are over a thousand, `test_scaled_dot_product_fused_attention_mask_vs_math`. Calls that headwise does not
-take, or the backend of that name, go to PyTorch and are counted with the reason.
+`BACKEND=none` changes nothing: what fails then fails without headwise. `EVERY=41` keeps each 41st
+of the three thousand cases of `test_scaled_dot_product_fused_attention_mask_vs_math_cpu`. What
+headwise does not take, or the backend of that name, goes to PyTorch and is counted with the reason.
 """
 
 import os
@@ -62,7 +62,8 @@ def left(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float) -
         return "subclasses of tensors"
     if dropout:
         return "dropout, which is compared number by number"
-    if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):
+    kernels = torch.backends.cuda
+    if not (kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled()):
         return "asked of its math kernel, the reference"
     return None
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import flash_attention
 import pytest
-from conftest import source
+from sources import source
 
 from headwise.backends import BACKENDS
 
@@ -35,7 +35,7 @@ ALWAYS: Axes = {
     "rotary_fraction": [0.0],
     "rotary_interleaved": [False],
 }
-"""What no cell varies; the reasons are in `skipped.toml`."""
+"""What no cell varies; the reasons are in `README.md`."""
 
 KEPT: dict[str, Axes] = {
     "output": {

@@ -31,7 +31,9 @@ def inputs(info: ModuleInfo, dtype: torch.dtype, training: bool) -> Iterator[Mod
     )
 
 
-def module_of(info: ModuleInfo, given: ModuleInput, dtype: torch.dtype, training: bool) -> nn.Module:
+def module_of(
+    info: ModuleInfo, given: ModuleInput, dtype: torch.dtype, training: bool
+) -> nn.Module:
     torch.manual_seed(1)
     made = given.constructor_input
     return info.module_cls(*made.args, **made.kwargs).to(dtype).train(training)

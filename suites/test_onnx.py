@@ -1,4 +1,4 @@
-"""ONNX's node cases of `Attention`: inputs and expected outputs as the package `onnx` makes them."""
+"""ONNX's node cases of `Attention`, with the inputs and outputs that the package `onnx` makes."""
 
 import importlib
 from collections.abc import Callable

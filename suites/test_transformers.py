@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import source
 from every_forward import watched
+from sources import source
 from transformers import AutoConfig, PretrainedConfig
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
@@ -42,15 +42,26 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Models by their type, with every axis as small as it goes."""
 
-RUN = (
-    "attention_outputs batching_equivalence can_set_attention_dynamically determinism "
-    "eager_matches_batched_and_grouped_inference eager_matches_sdpa_inference "
-    "feed_forward_chunking hidden_states_output inputs_embeds inputs_embeds_matches_input_ids "
-    "model_outputs_equivalence retain_grad_hidden_states_attentions save_load "
-    "sliding_window_mask training training_gradient_checkpointing "
-    "training_gradient_checkpointing_use_reentrant_false "
-    "training_gradient_checkpointing_use_reentrant_true"
-).split()
+RUN = [
+    "attention_outputs",
+    "batching_equivalence",
+    "can_set_attention_dynamically",
+    "determinism",
+    "eager_matches_batched_and_grouped_inference",
+    "eager_matches_sdpa_inference",
+    "feed_forward_chunking",
+    "hidden_states_output",
+    "inputs_embeds",
+    "inputs_embeds_matches_input_ids",
+    "model_outputs_equivalence",
+    "retain_grad_hidden_states_attentions",
+    "save_load",
+    "sliding_window_mask",
+    "training",
+    "training_gradient_checkpointing",
+    "training_gradient_checkpointing_use_reentrant_false",
+    "training_gradient_checkpointing_use_reentrant_true",
+]
 """Those of the shared tests that compute attention."""
 
 
