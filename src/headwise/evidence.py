@@ -640,7 +640,8 @@ class Evidence:
     def received(self, weight: Tensor) -> Float[Tensor, "B H S"]:
         """`Σ_i weight_i p_ij`: what every key receives, from queries that count so much `[n]`."""
         if isinstance(self.backend, OnePass):
-            return self.backend.received(self._constant, self.lse.detach(), weight)
+            call = self._constant.with_(sinks=self.sinks)
+            return self.backend.received(call, self.lse.detach(), weight)
         self.gather_received(weight)
         return self.by_head(self.gathered("received").total)
 
@@ -654,7 +655,8 @@ class Evidence:
         """Sums of P over each block of queries and of keys; `of_query` `[n]`, `of_key` `[S]`."""
         if isinstance(self.backend, OnePass):
             lse = self.lse.detach()
-            return self.backend.block_map(self._constant, lse, of_query, of_key, blocks)
+            call = self._constant.with_(sinks=self.sinks)
+            return self.backend.block_map(call, lse, of_query, of_key, blocks)
         one_hot = torch.nn.functional.one_hot(of_key, blocks).to(self.call.q.dtype)
         seen = torch.where(self.alive[..., None], self.mean_of(one_hot[None, None]), 0.0)
         return (

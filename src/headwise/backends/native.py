@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels import cpu, cpu_ops
 from ..kernels.cpu import Problem
+from .again import again
 from .base import Call, Figures, OnePass
 from .terms import TABLE_LIMIT, table_bytes, terms_of
 
@@ -74,6 +75,10 @@ class Native(OnePass):
             reasons.append("the native kernel gives no gradient for a bias")
         if torch.autograd.forward_ad._current_level >= 0 or _transformed():
             reasons.append("the native kernel knows no torch.func and no forward derivative")
+        if not -cpu.LARGEST <= call.scale <= cpu.LARGEST:
+            reasons.append(f"a scale beyond float32 ({call.scale})")
+        if call.softcap is not None and not cpu.SOFTCAPS[0] <= call.softcap <= cpu.SOFTCAPS[1]:
+            reasons.append(f"a softcap of extreme size ({call.softcap})")
         size = table_bytes(call.mask, extent, device)
         if size > TABLE_LIMIT:
             reasons.append(
@@ -83,18 +88,18 @@ class Native(OnePass):
         return reasons
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        out, lse = cpu_ops.compute(_problem(call, call.v), cpu_ops.BIT["lse"])[:2]
+        out, lse = cpu_ops.compute(_problem(call, call.v), cpu_ops.BIT["lse"], again)[:2]
         assert out is not None
         assert lse is not None
         return out, lse
 
     def observe(self, call: Call, wishes: Iterable[str]) -> Figures:
         """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
-        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes)))
+        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes), again))
 
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
         """The same without the output; the values are not read."""
-        return Figures(*cpu_ops.compute(_problem(call, None), _bits(wishes)))
+        return Figures(*cpu_ops.compute(_problem(call, None), _bits(wishes), again))
 
     def received(
         self,
@@ -156,7 +161,7 @@ def _transformed() -> bool:
 
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
-    sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+    sinks = None if call.sinks is None else call.sinks.to(torch.float32)
     terms = terms_of(call.mask, call.extent, call.q.device)
     return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0)
 

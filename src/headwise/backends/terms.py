@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._axes import Extent
-from .._index import grid
-from ..kernels.cpu import Terms
+from .._index import grid, lookup
+from ..kernels.cpu import LARGEST, Terms
 from ..masks import (
     ALiBi,
     And,
@@ -171,10 +171,11 @@ class _Found:
         if kind is Causal and flags:
             self.causal = True
         elif isinstance(mask, Window) and kind is Window and flags:
+            size = min(mask.size, part.view.whole.keys)
             self.causal = True
-            self.window = min(self.window or mask.size, mask.size)
+            self.window = min(self.window or size, size)
         elif kind is ALiBi and flags:
-            slopes = alibi_slopes(self.heads)
+            slopes = alibi_slopes(self.heads, self.device)
             self.slopes = slopes if self.slopes is None else self.slopes + slopes
         elif kind is Bias:  # what it forbids is −inf already
             self._bias(mask.bias(*part.view.grid(self.device), part.view.whole))
@@ -215,7 +216,7 @@ class _Found:
 
     def _bias(self, bias: Tensor | None) -> None:
         if bias is not None:
-            self.biases.append(bias.detach().to(torch.float32))
+            self.biases.append(_in_float32(bias.detach()))
 
     def terms(self, position: Tensor | None, offset: int) -> Terms:
         low = high = allowed = bias = None
@@ -226,10 +227,22 @@ class _Found:
         if self.tables:
             allowed = _table(functools.reduce(torch.logical_and, self.tables))
         if self.biases:
-            bias = _table(functools.reduce(torch.add, self.biases))
+            bias = _table(functools.reduce(_add, self.biases))
         return Terms(
             position, low, high, allowed, bias, self.slopes, offset, self.causal, self.window
         )
+
+
+def _in_float32(bias: Tensor) -> Tensor:
+    """A bias in float32, where only −inf itself forbids a key, and no number beyond float32."""
+    if bias.dtype == torch.float64:
+        bias = torch.where(bias.isfinite(), bias.clamp(-LARGEST, LARGEST), bias)
+    return bias.to(torch.float32)
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two biases, the same way."""
+    return torch.where(a.isfinite() & b.isfinite(), (a + b).clamp(-LARGEST, LARGEST), a + b)
 
 
 def _runs(part: _Part, device: torch.device) -> Interval | None:
@@ -265,3 +278,70 @@ def _table(table: Tensor) -> Tensor:
     """`[B, H, T, S]`, with size 1 where an axis is shared, dense along the keys."""
     table = table[(None,) * (4 - table.dim())]
     return table if table.stride(3) == 1 or table.shape[3] == 1 else table.contiguous()
+
+
+# ── terms as a mask ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class OfTerms(Mask):
+    """What the kernel's terms say, as a mask for others.
+
+    >>> from headwise.masks import Causal, Window
+    >>> call = Extent(1, 1, 1, 2, 3)
+    >>> mask = OfTerms(terms_of(Causal() & Window(2), call, torch.device("cpu")))
+    >>> mask.dense(queries=2, keys=3)[0, 0].int().tolist()
+    [[1, 1, 0], [0, 1, 1]]
+    """
+
+    terms: Terms
+
+    def positions(self, i: Tensor) -> Tensor:
+        """Where queries stand among the keys."""
+        position = self.terms.position
+        return i + self.terms.offset if position is None else position[i]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        found = (j >= 0) & (i >= 0)
+        interval = self._range(i, extent)
+        found = found & (j >= interval[0]) & (j < interval[1])
+        if self.terms.allowed is not None:
+            found = found & lookup(self.terms.allowed, i, j, extent)
+        if self.terms.bias is not None:
+            found = found & ~lookup(self.terms.bias, i, j, extent).isneginf()
+        return found
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        bias, slopes = self.terms.bias, self.terms.slopes
+        found = None if bias is None else lookup(bias, i, j, extent)
+        if slopes is not None:
+            away = -slopes.view(1, -1, 1, 1) * (self.positions(i) - j).abs()
+            found = away if found is None else found + away
+        return found
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        if self.terms.allowed is not None or self.terms.bias is not None:
+            return None
+        return self._range(i, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in self.terms[:6] if isinstance(x, Tensor))
+
+    @property
+    def biased(self) -> bool:
+        return self.terms.bias is not None or self.terms.slopes is not None
+
+    def _range(self, i: Tensor, extent: Extent) -> Interval:
+        """The keys of each query as flags and ranges have them."""
+        terms, position = self.terms, self.positions(i)
+        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        if terms.causal:
+            high = torch.minimum(high, position + 1)
+        if terms.window:
+            low = torch.maximum(low, position + 1 - terms.window)
+        every_key = torch.zeros_like(i)
+        if terms.low is not None:
+            low = torch.maximum(low, lookup(terms.low[..., None], i, every_key, extent))
+        if terms.high is not None:
+            high = torch.minimum(high, lookup(terms.high[..., None], i, every_key, extent))
+        return low, torch.maximum(low, high)

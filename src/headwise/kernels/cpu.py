@@ -2,25 +2,27 @@
 
 The library lies beside this file and is called through ctypes on data pointers; it knows nothing
 of PyTorch. `native/headwise.h` says what each function reads and writes; `CCall` mirrors its struct
-field by field, and a library whose struct has another size or version is not used.
+field by field, and a library whose struct has another size or version is not used. `CCall.point`
+looks at every tensor that the struct points to: its dtype, device, shape, strides and memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import __path__ as places
 
-INTERFACE = 1
+INTERFACE = 2
 """`HW_INTERFACE` of the header that `CCall` mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,8 +31,16 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WIDEST = 256
 """The largest head dimension, and the largest width of the values."""
 
+LARGEST = torch.finfo(torch.float32).max
+"""The largest scale."""
+
+SOFTCAPS = (2.0**-120, 2.0**120)
+"""The smallest and the largest softcap."""
+
 FIGURES: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
 """What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
+
+CPU = torch.device("cpu")
 
 empty, empty_like = torch.empty, torch.empty_like  # the tests hand out poisoned memory here
 
@@ -42,12 +52,19 @@ _int, _pointer, _three, _four = (
 )
 
 
+class CHost(ctypes.Structure):
+    """`hw_host`: Python's own functions for it."""
+
+    _fields_ = [(name, _pointer) for name in ("leave", "enter", "stop")]
+
+
 class CCall(ctypes.Structure):
     """`hw_call`."""
 
     _fields_ = [
         *((name, _int) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
         *((name, _int) for name in ("dim", "value_dim", "dtype", "threads")),
+        ("host", _pointer),
         *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
         *((name, _pointer) for name in "qkv"),
         *((f"{name}_stride", _three) for name in "qkv"),
@@ -67,6 +84,69 @@ class CCall(ctypes.Structure):
         *(("weight", _pointer), ("received", _pointer)),
         *(("query_block", _pointer), ("key_block", _pointer), ("blocks", _int), ("map", _pointer)),
     ]
+
+    kept: list[Tensor]
+    """The tensors that the fields point into."""
+
+    def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Point a field at a tensor, or at a copy where it lies otherwise than C reads it.
+
+        That is where its last axis has gaps, or where only a flag says that its numbers are
+        negated, or all 0 and nowhere.
+
+        Raises:
+            ValueError: a tensor of another dtype, shape or device, or without memory of its own.
+        """
+        shared = name in _SHARED
+        fits = x.shape == shape or (shared and _spreads(x, shape))
+        if not fits or x.dtype is not dtype or not x.is_cpu:
+            given = f"{x.dtype} {list(x.shape)} on {x.device}"
+            want = f"{dtype} {list(shape)} on the CPU"
+            raise ValueError(f"native kernel: {name} is {given}, and must be {want}.")
+        pointer = x.data_ptr()
+        if not pointer or x.is_neg():
+            x = _in_memory(name, x)
+            pointer = x.data_ptr()
+        if shared:
+            strides = x.stride()
+            if 1 in x.shape:
+                strides = (0 if n == 1 else by for n, by in zip(x.shape, strides, strict=True))
+            setattr(self, f"{name}_stride", tuple(strides))
+        elif name in _STRIDED:
+            strides = x.stride()
+            if strides[3] != 1 and shape[3] != 1:
+                x = x.contiguous()
+                pointer, strides = x.data_ptr(), x.stride()
+            setattr(self, f"{name}_stride", strides[:3])
+        elif not x.is_contiguous():
+            x = x.contiguous()
+            pointer = x.data_ptr()
+        self.kept.append(x)
+        setattr(self, name, pointer)
+
+
+_STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
+"""Tensors whose last axis is dense, with a stride for each other; those in no set are dense."""
+
+_SHARED = frozenset({"low", "high", "allowed", "bias"})
+"""Tensors with a stride for each axis, of size 1 where all share it."""
+
+
+def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has all axes of a shape, or 1 in their place."""
+    return x.dim() == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True))
+
+
+def _in_memory(name: str, x: Tensor) -> Tensor:
+    """The numbers of a tensor that has a flag in their place."""
+    if x.is_neg():
+        return x.resolve_neg()
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=CPU)
+    raise ValueError(
+        f"native kernel: {name} is a {type(x).__name__} {list(x.shape)} without memory of its own, "
+        f"and the kernel reads memory; choose another backend."
+    )
 
 
 class Terms(NamedTuple):
@@ -132,7 +212,7 @@ def _load() -> Library | str:
     if isinstance(path, str):
         return path
     try:
-        handle = ctypes.CDLL(str(path))
+        handle = ctypes.PyDLL(str(path))  # a call lets go of Python itself, and may raise
     except OSError as error:
         return f"the native kernel {path} cannot be loaded: {error}"
     return _checked(handle, path)
@@ -213,12 +293,28 @@ def _loaded() -> Library:
     return _found
 
 
-def _run(function: str, call: CCall) -> None:
+def _host() -> CHost:
+    """Python, as a call leaves it to compute and asks it whether somebody pressed Ctrl-C."""
+    python = ctypes.pythonapi
+    functions = python.PyEval_SaveThread, python.PyEval_RestoreThread, python.PyErr_CheckSignals
+    return CHost(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
+
+
+_HOST = _host()
+_HOST_AT = ctypes.addressof(_HOST)
+
+# What the functions return beside 0, the last two alone or together.
+_NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
+
+
+def _run(function: str, call: CCall) -> int:
+    """Run the call; a signal's exception, such as KeyboardInterrupt, is raised from within."""
     code = getattr(_loaded().handle, function)(ctypes.byref(call), _forced)
-    if code == 1:
+    if code == _NO_MEMORY:
         raise MemoryError(f"the native kernel found no memory for {_describe(call)}")
-    if code:
+    if code & ~(_NO_NUMBER | _OVERFLOW):
         raise RuntimeError(f"the native kernel refused {_describe(call)} (code {code})")
+    return code
 
 
 def _describe(call: CCall) -> str:
@@ -233,24 +329,31 @@ def _describe(call: CCall) -> str:
 def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
     """Output and the figures of which `wishes` has the bit set, `None` in place of the others.
 
-    Without values there is no output. The output's memory is `[B, T, H, Dv]`.
+    Without values there is no output. The output's memory is `[B, T, H, Dv]`. Numbers that are none
+    show as NaN in the rows that see them.
+
+    Raises:
+        ValueError: finite numbers make scores that float32 cannot hold.
     """
-    keep: list[Tensor] = []
-    call = _start(problem, keep)
+    call = _start(problem)
     shape = problem.q.shape[:3]
     out = output_like(problem.q, problem.v)
     if out is not None:
-        call.out, call.out_stride = out.data_ptr(), out.stride()[:3]
+        call.point("out", out, out.dtype, out.shape)
     found: list[Tensor | None] = [out]
     last = None  # like another, a tensor takes half the time to make
     for bit, name in enumerate(FIGURES):
         if not wishes >> bit & 1:
             found.append(None)
             continue
-        last = empty(shape, dtype=torch.float32) if last is None else empty_like(last)
-        setattr(call, name, last.data_ptr())
+        last = _figure(shape) if last is None else empty_like(last)
+        call.point(name, last, torch.float32, shape)
         found.append(last)
-    _run("hw_forward", call)
+    code = _run("hw_forward", call)
+    if code & _NO_NUMBER:
+        _check_scores(problem, call)
+    if code & _OVERFLOW:
+        _sum_smaller_numbers(problem, out)
     return found
 
 
@@ -266,31 +369,25 @@ def backward(
 
     `figures` are those of the forward as it left them, `grads` what comes in for each.
     """
-    keep: list[Tensor] = []
-    call = _start(problem, keep)
-    if out is not None:
-        call.out, call.out_stride = out.data_ptr(), out.stride()[:3]
-    for name, figure in figures.items():
-        if figure is not None:
-            setattr(call, name, figure.data_ptr())
-    if grad_out is not None:
-        grad_out = _dense_last(grad_out, keep)
-        call.grad_out, call.grad_out_stride = grad_out.data_ptr(), grad_out.stride()[:3]
-    for name, grad in grads.items():
-        if grad is not None:
-            keep.append(grad := grad.to(torch.float32).contiguous())
-            setattr(call, f"grad_{name}", grad.data_ptr())
+    call = _start(problem)
+    q, _, v = problem[:3]
+    shape = q.shape[:3]
+    for name, x in (("out", out), ("grad_out", grad_out)):
+        if x is not None and v is not None:
+            call.point(name, x, q.dtype, (*shape, v.shape[3]))
+    for name, x in (*figures.items(), *((f"grad_{name}", grad) for name, grad in grads.items())):
+        if x is not None:
+            call.point(name, x, torch.float32, shape)
     found: list[Tensor | None] = []
     for name, x, wanted in zip("qkv", problem[:3], needed, strict=False):
         grad = gradient_like(x) if wanted and x is not None else None
         if grad is not None:
-            setattr(call, f"grad_{name}", grad.data_ptr())
-            setattr(call, f"grad_{name}_stride", grad.stride()[:3])
+            call.point(f"grad_{name}", grad, q.dtype, grad.shape)
         found.append(grad)
     shares = None
     if needed[3] and problem.sinks is not None:
-        shares = empty(problem.q.shape[:3], dtype=torch.float32)
-        call.grad_sinks = shares.data_ptr()
+        shares = _figure(shape)
+        call.point("grad_sinks", shares, torch.float32, shape)
     _run("hw_backward", call)
     found.append(None if shares is None else shares.sum(2).sum(0))
     return found
@@ -305,27 +402,61 @@ def sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`Σ_i weight_i p_ij` `[B, H, S]` if `received`, and the same by blocks `[B, H, n, n]`.
 
-    `blocks` is the block of every query (int32 `[T]`) and of every key, ascending, and n.
+    `blocks` is the block of every query `[T]` and of every key `[S]`, ascending, and n.
+
+    Raises:
+        ValueError: a block that there is not.
     """
-    keep: list[Tensor] = [lse := lse.to(torch.float32).contiguous()]
-    call = _start(problem, keep)
-    call.lse = lse.data_ptr()
-    b, h = problem.q.shape[:2]
+    call = _start(problem)
+    b, h, t, _ = problem.q.shape
+    s = problem.k.shape[2]
+    call.point("lse", lse.to(torch.float32), torch.float32, (b, h, t))
     if weight is not None:
-        keep.append(weight := weight.to(torch.float32).contiguous())
-        call.weight = weight.data_ptr()
+        call.point("weight", weight.to(torch.float32), torch.float32, (t,))
     columns = table = None
     if received:
-        columns = empty((b, h, problem.k.shape[2]), dtype=torch.float32)
-        call.received = columns.data_ptr()
+        columns = _figure((b, h, s))
+        call.point("received", columns, torch.float32, columns.shape)
     if blocks is not None:
-        of_query, of_key = (x.to(torch.int32).contiguous() for x in blocks[:2])
-        keep += of_query, of_key
-        table = empty((b, h, blocks[2], blocks[2]), dtype=torch.float32)
-        call.query_block, call.key_block = of_query.data_ptr(), of_key.data_ptr()
-        call.blocks, call.map = blocks[2], table.data_ptr()
+        of_query, of_key, n = blocks
+        call.blocks = n
+        for name, of, size in (("query_block", of_query, t), ("key_block", of_key, s)):
+            if not 0 <= int(of.amin()) <= int(of.amax()) < n:
+                raise ValueError(f"{_describe(call)}: {name} must be numbers from 0 to {n - 1}.")
+            call.point(name, of.to(torch.int32), torch.int32, (size,))
+        table = _figure((b, h, n, n))
+        call.point("map", table, torch.float32, table.shape)
     _run("hw_sums", call)
     return columns, table
+
+
+def _check_scores(problem: Problem, call: CCall) -> None:
+    """Raise ValueError where a score is no number although all that it is made of are."""
+    q, k, _, sinks, terms, _, _ = problem
+    bias = terms.bias
+    if bias is not None:
+        bias = bias.masked_fill(bias == -math.inf, 0.0)  # a mask
+    if all(x is None or bool(x.isfinite().all()) for x in (q, k, sinks, bias, terms.slopes)):
+        raise ValueError(
+            f"{_describe(call)}: scores overflow float32 (beyond {LARGEST:.2g}): the largest of "
+            f"some query is scale · q·k with its bias; make q, k, scale ({problem.scale:.3g}) or "
+            f"the bias smaller, or compute in float64."
+        )
+
+
+def _sum_smaller_numbers(problem: Problem, out: Tensor | None) -> None:
+    """Fill in where sums over finite values overflowed before they were divided by their weight."""
+    v = problem.v
+    if v is None or out is None or not bool(v.isfinite().all()):
+        return
+    factor = 2.0 ** -math.ceil(1 + math.log2(v.shape[2]))
+    again = forward(problem._replace(v=v * factor), 0)[0]
+    assert again is not None
+    out.copy_(torch.where(out.isfinite(), out, again / factor))
+
+
+def _figure(shape: tuple[int, ...]) -> Tensor:
+    return empty(shape, dtype=torch.float32, device=CPU)
 
 
 def output_like(q: Tensor, v: Tensor | None) -> Tensor | None:
@@ -344,43 +475,32 @@ def gradient_like(x: Tensor) -> Tensor:
     return empty((b, h, t, d), dtype=x.dtype, device=x.device)
 
 
-# ── the struct ──────────────────────────────────────────────────────────────────────────────────
-
-
-def _start(problem: Problem, keep: list[Tensor]) -> CCall:
-    """The struct with all inputs; `keep` holds the copies that it points into."""
+def _start(problem: Problem) -> CCall:
+    """The struct with all inputs."""
     q, k, v, sinks, terms, scale, softcap = problem
-    q, k = _dense_last(q, keep), _dense_last(k, keep)
     b, h, t, d = q.shape
     _, g, s, _ = k.shape
-    call: Any = CCall(b, h, g, t, s, d, 0, DTYPES[q.dtype], torch.get_num_threads(), scale, softcap)
-    call.q, call.q_stride = q.data_ptr(), q.stride()[:3]
-    call.k, call.k_stride = k.data_ptr(), k.stride()[:3]
+    dtype, threads = q.dtype, torch.get_num_threads()
+    call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads, _HOST_AT, scale, softcap)
+    call.kept = []
+    call.point("q", q, dtype, (b, h, t, d))
+    call.point("k", k, dtype, (b, g, s, d))
     if v is not None:
-        v = _dense_last(v, keep)
-        call.value_dim = v.shape[3]
-        call.v, call.v_stride = v.data_ptr(), v.stride()[:3]
+        call.value_dim = wide = v.shape[3]
+        call.point("v", v, dtype, (b, g, s, wide))
     if sinks is not None:
-        call.sinks = sinks.data_ptr()
-    call.offset, call.causal, call.window = terms.offset, terms.causal, terms.window
-    for name, x in zip(Terms._fields[:6], terms[:6], strict=True):
-        if x is None:
-            continue
-        setattr(call, name, x.data_ptr())
-        if x.dim() > 1:
-            setattr(call, f"{name}_stride", _shared(x))
+        call.point("sinks", sinks, torch.float32, (h,))
+    position, low, high, allowed, bias, slopes, call.offset, call.causal, call.window = terms
+    if position is not None:
+        call.point("position", position, torch.int64, (t,))
+    if low is not None:
+        call.point("low", low, torch.int64, (b, h, t))
+    if high is not None:
+        call.point("high", high, torch.int64, (b, h, t))
+    if allowed is not None:
+        call.point("allowed", allowed, torch.bool, (b, h, t, s))
+    if bias is not None:
+        call.point("bias", bias, torch.float32, (b, h, t, s))
+    if slopes is not None:
+        call.point("slopes", slopes, torch.float32, (h,))
     return call
-
-
-def _dense_last(x: Tensor, keep: list[Tensor]) -> Tensor:
-    if x.stride(3) == 1 or x.shape[3] == 1:
-        return x
-    keep.append(x := x.contiguous())
-    return x
-
-
-def _shared(x: Tensor) -> tuple[int, ...]:
-    """Strides that are 0 along axes of size 1, which all share."""
-    return tuple(
-        0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)
-    )

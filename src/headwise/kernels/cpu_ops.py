@@ -7,6 +7,7 @@ operators `headwise::native_forward`, `native_backward` and `native_sums`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +23,25 @@ DIFFERENTIABLE = tuple(name for name in FIGURES if name != "max")
 """The figures with a gradient; the backward pass reads them as the forward left them."""
 
 
-def compute(problem: Problem, wishes: int) -> list[Tensor | None]:
+Again = Callable[[Problem], list[Tensor]]
+"""What computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
+
+
+def compute(problem: Problem, wishes: int, again: Again) -> list[Tensor | None]:
     """Output (`None` without values) and the wished figures, differentiable where anything is.
 
-    `wishes` is a sum of `BIT`s. The largest score has no gradient.
+    `wishes` is a sum of `BIT`s. The largest score has no gradient. Second derivatives are those of
+    `again`.
     """
-    if _observed() or not _plain(problem):
-        q, k, v, sinks, terms, scale, softcap = problem
+    q, k, v, sinks, terms, scale, softcap = problem
+    if _observed() or not _plain(q, k, v, sinks, *terms[:6]):
         found = torch.ops.headwise.native_forward(
             q, k, v, sinks, *terms, scale, softcap, wishes | BIT["lse"]
         )
         wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem[:4]):
-        return list(_Attention.apply(*problem, wishes | BIT["lse"]))
+        return list(_Attention.apply(*problem, wishes | BIT["lse"], again))
     return cpu.forward(problem, wishes)
 
 
@@ -47,14 +53,14 @@ def sums(
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Column sums and block maps of P (see `cpu.sums`); they have no gradient."""
-    # The log-sum-exp knows of the sinks already.
-    problem = problem._replace(q=problem.q.detach(), k=problem.k.detach(), v=None, sinks=None)
-    lse, weight = lse.detach(), None if weight is None else weight.detach()
-    if not _observed() and _plain(problem):
+    q, k, _, sinks, terms, scale, softcap = problem
+    q, k, lse = q.detach(), k.detach(), lse.detach()
+    sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
+    problem = Problem(q, k, None, sinks, terms, scale, softcap)
+    if not _observed() and _plain(*problem[:4], *terms[:6], lse, weight):
         return cpu.sums(problem, lse, weight, received, blocks)
-    q, k, _, _, terms, scale, softcap = problem
     columns, table = torch.ops.headwise.native_sums(
-        q, k, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
+        q, k, sinks, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
     )
     return columns if received else None, None if blocks is None else table
 
@@ -64,10 +70,12 @@ def _observed() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _plain(problem: Problem) -> bool:
-    """Whether the data pointers are what they seem: no fake tensors and no wrappers."""
-    kinds = (Tensor, torch.nn.Parameter)
-    return type(problem.q) in kinds and type(problem.k) in kinds
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether data pointers are what they seem: no fake tensors and no wrappers."""
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 # ── eager autograd ──────────────────────────────────────────────────────────────────────────────
@@ -85,6 +93,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         softcap: float,
         wishes: int,
+        again: Again,
     ) -> tuple[Tensor | None, ...]:
         found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap), wishes)
         ctx.set_materialize_grads(False)
@@ -94,25 +103,59 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(
             q, k, v, sinks, *terms[:6], found[0], *(figures[name] for name in DIFFERENTIABLE)
         )
-        ctx.numbers, ctx.factors = terms[6:], (scale, softcap)
+        ctx.numbers, ctx.factors, ctx.again = terms[6:], (scale, softcap), again
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the native kernel has no second derivative; for double backward "
-                "(create_graph=True) call attention with backend='eager'"
-            )
         q, k, v, sinks, *rest = ctx.saved_tensors
         problem = Problem(q, k, v, sinks, Terms(*rest[:6], *ctx.numbers), *ctx.factors)
-        figures = dict(zip(DIFFERENTIABLE, rest[7:], strict=True))
-        incoming = dict(zip(FIGURES, grads[1:], strict=True))
-        incoming.pop("max")
-        found = cpu.backward(
-            problem, rest[6], figures, grads[0], incoming, ctx.needs_input_grad[:4]
-        )
-        return (*found, None, None, None, None)
+        incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
+        needed = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            found = _gradient_with_graph(problem, incoming, needed, ctx.again)
+        elif _observed() or not _plain(*incoming):
+            found = _gradient_by_operator(problem, rest[6:], incoming, needed)
+        else:
+            figures, gradients = (
+                dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
+            )
+            found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
+        return (*found, None, None, None, None, None)
+
+
+def _gradient_with_graph(
+    problem: Problem, incoming: list[Tensor | None], needed: Sequence[bool], again: Again
+) -> list[Tensor | None]:
+    """Gradients in q, k, v and the sinks that can be differentiated themselves."""
+    # Each a tensor of its own: the graph between them, as of keys made from the queries, stays out.
+    own = [None if x is None else x.view_as(x) for x in problem[:4]]
+    q, k, v, sinks = own
+    assert q is not None
+    assert k is not None
+    outputs = again(Problem(q, k, v, sinks, *problem[4:]))
+    pairs = [(x, g) for x, g in zip(outputs, incoming, strict=True) if g is not None]
+    wanted = [x for x, need in zip(own, needed, strict=True) if x is not None and need]
+    found = torch.autograd.grad(
+        *([x for x, _ in pairs], wanted, [g for _, g in pairs]),
+        create_graph=True,
+        allow_unused=True,
+    )
+    each = iter(found)
+    return [next(each) if x is not None and y else None for x, y in zip(own, needed, strict=True)]
+
+
+def _gradient_by_operator(
+    problem: Problem,
+    kept: list[Tensor | None],
+    incoming: list[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    q, k, v, sinks, terms, scale, softcap = problem
+    found = torch.ops.headwise.native_backward(
+        q, k, v, sinks, *terms, scale, softcap, *kept, *incoming, list(needed)
+    )
+    return [g if yes else None for g, yes in zip(found, needed, strict=True)]
 
 
 # ── operators ───────────────────────────────────────────────────────────────────────────────────
@@ -166,16 +209,15 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    needed = [
-        x is not None and want for x, want in zip(saved, ctx.needs_input_grad[:4], strict=False)
-    ]
+    q, k, v, sinks, *rest = ctx.saved_tensors
+    problem = _problem((q, k, v, sinks, *rest[:6], *ctx.numbers))
     incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
-    found = torch.ops.headwise.native_backward(
-        *saved[:10], *ctx.numbers, *saved[10:], *incoming, needed
-    )
-    asked = [g if yes else None for g, yes in zip(found, needed, strict=True)]
-    return (*asked, *(None,) * 12)
+    needed = [
+        x is not None and want
+        for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
+    ]
+    found = _gradient_by_operator(problem, rest[6:], incoming, needed)
+    return (*found, *(None,) * 12)
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
@@ -194,6 +236,17 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     return _filled(found, args[0])
 
 
+def _refuse_second(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "the native kernel's operators have no second derivative, and somebody follows operators "
+        "here (a compiler, a mode or a tensor subclass); for double backward (create_graph=True) "
+        "call attention with backend='blocked'"
+    )
+
+
+_backward.register_autograd(_refuse_second)
+
+
 @_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     *inputs, sinks = args[:4]
@@ -206,20 +259,20 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     "headwise::native_sums",
     mutates_args=(),
     schema=(
-        f"({_READ.replace('Tensor? v, Tensor? sinks, ', '')}, Tensor lse, Tensor? weight, "
+        f"({_READ.replace('Tensor? v, ', '')}, Tensor lse, Tensor? weight, "
         "bool received, Tensor? query_block, Tensor? key_block, SymInt blocks) -> (Tensor, Tensor)"
     ),
 )
 def _sums(*args: Any) -> tuple[Tensor, ...]:
-    problem = _problem((*args[:2], None, None, *args[2:13]))
-    lse, weight, received, *blocks = args[13:]
+    problem = _problem((*args[:2], None, *args[2:14]))
+    lse, weight, received, *blocks = args[14:]
     asked = None if blocks[0] is None else (blocks[0], blocks[1], blocks[2])
     return _filled(list(cpu.sums(problem, lse, weight, received, asked)), args[0])
 
 
 @_sums.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    q, k, (received, of_query, _, blocks) = args[0], args[1], args[15:19]
+    q, k, (received, of_query, _, blocks) = args[0], args[1], args[16:20]
     b, h = q.shape[:2]
     columns = q.new_empty(b, h, k.shape[2], dtype=torch.float32) if received else None
     table = None if of_query is None else q.new_empty(b, h, blocks, blocks, dtype=torch.float32)

@@ -4,7 +4,7 @@
 // Each task sums dK and dV of some keys of its own; dQ is summed per split of the keys, in order.
 #pragma once
 
-#include "forward.hpp"
+#include "norms.hpp"
 
 #include <type_traits>
 
@@ -23,6 +23,7 @@ template <class In> struct Backward {
   const int64_t group, wide, value_wide, chunks, splits;
   const float scale; // with its sign
   const bool values, stats;
+  Norms<In> norms;
   float *partial = nullptr; // [splits, B, H, T, wide]: sums of dQ, where one task has not all keys
 
   explicit Backward(const Call &call)
@@ -30,20 +31,24 @@ template <class In> struct Backward {
         chunks((c.keys + CHUNK - 1) / CHUNK),
         splits(most(1, least(chunks, TASKS / (c.batch * c.kv_heads)))), scale(c.sign * c.scale),
         values(c.v && c.grad_out),
-        stats(c.grad_entropy || c.grad_ahead || c.grad_first || c.grad_previous || c.grad_self) {}
+        stats(c.grad_entropy || c.grad_ahead || c.grad_first || c.grad_previous || c.grad_self), norms(c) {}
 
   // Per query of a block: what dS needs to know.
   struct Coefficients {
-    alignas(64) float lse[BQ], row[BQ], entropy[BQ], ahead[BQ], first[BQ], previous[BQ], self[BQ];
+    alignas(64) float top[BQ], rest[BQ], row[BQ], entropy[BQ], ahead[BQ], first[BQ], previous[BQ], self[BQ];
+    bool raised; // some top is not 0
   };
 
   // Blocks are [key][lane]; queries and grads are laid on their side, query_rows and grad_rows are not.
   struct Room {
+    headwise::Steps steps;
     Lanes *lanes;
     Coefficients *co;
     float *scores, *slopes, *capped, *out_grads, *out, *dq, *dk, *dv;
     E *queries, *grads, *query_rows, *grad_rows, *keys, *key_rows, *values, *rows;
     E *weights, *over_lanes, *over_keys; // P, and dS twice
+
+    explicit Room(headwise::Control &control) : steps(control) {}
 
     // Takes its pieces from `s`, or (where that is NULL) counts their bytes.
     int64_t take(headwise::Scratch *s, const Backward &w) {
@@ -84,9 +89,9 @@ template <class In> struct Backward {
     }
     for (int i = 0; i < n; i++) {
       const int64_t at = row0 + i;
-      const bool dead = c.lse[at] == -INF;
-      co.lse[i] = dead ? 0.f : c.lse[at] * LOG2_E;
-      if (dead) continue;
+      if (c.lse[at] == -INF) continue; // dead
+      co.top[i] = norms.top(at), co.rest[i] = norms.rest(at);
+      co.raised |= co.top[i] != 0.f;
       float all = 0.f;
       if (values) {
         vf sum{};
@@ -100,15 +105,15 @@ template <class In> struct Backward {
         all += gradient[at] * value[at];
       };
       if (c.grad_lse) all -= c.grad_lse[at];
-      mean(c.grad_entropy, c.entropy, co.entropy, -LN_2);
+      mean(c.grad_entropy, c.entropy, co.entropy, -c.unit);
       mean(c.grad_ahead, c.ahead, co.ahead, 1.f);
       mean(c.grad_first, c.first, co.first, 1.f);
       mean(c.grad_previous, c.previous, co.previous, 1.f);
       mean(c.grad_self, c.self, co.self, 1.f);
       co.row[i] = all;
       if (sinks) {
-        float digits = c.sinks[h] * LOG2_E - co.lse[i], p = digits < LEAST ? 0.f : std::exp2(digits);
-        c.grad_sinks[at] = p * (co.entropy[i] * (digits < LEAST ? LEAST : digits) - all);
+        const float log_p = norms.above_top(c.sinks[h], co.top[i]) - co.rest[i] * c.unit, p = std::exp(log_p);
+        c.grad_sinks[at] = p == 0.f ? 0.f : p * ((c.grad_entropy ? -c.grad_entropy[at] * log_p : 0.f) - all);
       }
     }
     if (sinks)
@@ -119,7 +124,7 @@ template <class In> struct Backward {
   // Of keys k … k + STEP − 1 of the n in a block, scores become weights and slopes (dP on entry) dS · scale,
   // as products take them.
   template <bool STATS>
-  HW_INLINE void soften(Room &w, int32_t j0, int k, int n, int from, int to, bool open, float digits) const {
+  HW_INLINE void soften(Room &w, int32_t j0, int k, int n, int from, int to, bool open, const Digits &digits) const {
     const Coefficients &co = *w.co;
     for (int v = from; v < to; v++) {
       const int at = v * W;
@@ -131,13 +136,13 @@ template <class In> struct Backward {
         }
         const int64_t place = (int64_t)(k + i) * BQ + at;
         const int32_t key = j0 + k + i;
-        vf t = fma(load<vf>(w.scores + place), splat(digits), -load<vf>(co.lse + at));
+        vf t = load<vf>(w.scores + place) - load<vf>(co.rest + at);
         if (!open) t = select(w.lanes->sees(v, key), t, splat(-INF));
-        p[i] = weight(t);
+        p[i] = weight(t, digits);
         vf slope = -load<vf>(co.row + at);
         if (values) slope += load<vf>(w.slopes + place);
         if (STATS) {
-          slope = fma(load<vf>(co.entropy + at), larger(splat(LEAST), t), slope);
+          slope = fma(load<vf>(co.entropy + at), larger(digits.least, t), slope);
           vi ahead = splat(key) - load<vi>(w.lanes->position + at);
           slope = fma(load<vf>(co.ahead + at), __builtin_convertvector(ahead, vf), slope);
           if (key == 0) slope += load<vf>(co.first + at);
@@ -160,8 +165,7 @@ template <class In> struct Backward {
   // One block of queries of one head against the keys [c0, c1): adds to w.dk, w.dv and w.dq.
   void block(Room &w, int64_t b, int64_t h, int64_t i0, int n, int32_t c0, int32_t c1) const {
     const int64_t g = h / group, q_at = place(c.q_stride, b, h, i0), grad_at = place(c.grad_out_stride, b, h, i0);
-    const bool plain = plain_scores(c);
-    const float digits = digits_of(c);
+    const Digits digits = digits_of(c);
     In::lay(c, c.q, q_at, c.q_stride[2], n, c.dim, w.rows, w.queries);
     if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
     Matrix<E> q{}, grad{};
@@ -171,7 +175,7 @@ template <class In> struct Backward {
     coefficients(w, b, h, i0, n, c.grad_sinks && c0 == 0);
     const int32_t first = (int32_t)most(c0, w.lanes->first), last = (int32_t)least(c1, w.lanes->last);
     int starts[BK / MR], stops[BK / MR]; // vectors that see some of MR keys
-    for (int32_t j0 = first; j0 < last; j0 += BK) {
+    for (int32_t j0 = first; j0 < last && !w.steps.stopped(); j0 += BK) {
       const int keys = (int)least(BK, last - j0);
       const bool open = w.lanes->open(j0, j0 + keys);
       const int64_t k_at = place(c.k_stride, b, g, j0), v_at = place(c.v_stride, b, g, j0);
@@ -192,7 +196,12 @@ template <class In> struct Backward {
       if (values)
         dots(In::across(c, c.v, v_at, c.v_stride[2], keys, c.value_dim, w.values), w.grads,
              c.value_dim, w.slopes);
-      if (!plain) finish_scores(c, *w.lanes, b, h, i0, n, j0, keys, w.scores, c.softcap != 0 ? w.capped : nullptr);
+      if (!c.plain) finish_scores(c, *w.lanes, b, h, i0, n, j0, keys, w.scores, c.softcap != 0 ? w.capped : nullptr);
+      for (int k = 0; w.co->raised && k < keys; k++)
+        for (int v = starts[k / MR]; v < stops[k / MR]; v++) {
+          float *at = w.scores + (int64_t)k * BQ + v * W;
+          store(at, load<vf>(at) - load<vf>(w.co->top + v * W));
+        }
       for (int k = 0; k < keys; k += STEP) {
         if (stats)
           soften<true>(w, j0, k, keys, starts[k / MR], stops[k / MR], open, digits);
@@ -232,7 +241,7 @@ template <class In> struct Backward {
   // The chunks split, split + splits, … of one key/value head.
   void task(int64_t number, headwise::Scratch &scratch) const {
     const int64_t split = number % splits, b = number / splits / c.kv_heads, g = number / splits % c.kv_heads;
-    Room w;
+    Room w(c.control);
     w.take(&scratch, *this);
     w.weights = In::over_lanes(w.scores, w.weights), w.over_lanes = In::over_lanes(w.slopes, w.over_lanes);
     w.over_keys = In::over_keys(w.slopes, w.over_keys);
@@ -241,7 +250,7 @@ template <class In> struct Backward {
       if (c.grad_k) __builtin_memset(w.dk, 0, (c1 - c0) * wide * sizeof(float));
       if (c.grad_v) __builtin_memset(w.dv, 0, (c1 - c0) * value_wide * sizeof(float));
       for (int64_t h = g * group; h < (g + 1) * group; h++)
-        for (int64_t i0 = 0; i0 < c.queries; i0 += BQ) {
+        for (int64_t i0 = 0; i0 < c.queries && !w.steps.stopped(); i0 += BQ) {
           const int n = (int)least(BQ, c.queries - i0);
           w.lanes->set(c, b, h, i0, n);
           __builtin_memset(w.dq, 0, n * wide * sizeof(float));
@@ -269,12 +278,14 @@ template <class In> struct Backward {
 
   int run() {
     const int64_t rows = c.batch * c.heads * c.queries;
+    if (!norms.make()) return HW_NO_MEMORY;
     if (c.grad_q && chunks > 1) {
       partial = (float *)std::calloc((size_t)(splits * rows * wide), sizeof(float));
       if (!partial) return HW_NO_MEMORY;
     }
     auto work = [&](int64_t number, headwise::Scratch &room) { task(number, room); };
-    bool done = headwise::for_each_task(c.batch * c.kv_heads * splits, c.threads, Room().take(nullptr, *this), work);
+    const int64_t bytes = Room(c.control).take(nullptr, *this);
+    bool done = headwise::for_each_task(c.control, c.batch * c.kv_heads * splits, c.threads, bytes, work);
     if (done && partial) {
       auto join = [&](int64_t number, headwise::Scratch &room) {
         float *sum = room.take<float>(wide);
@@ -288,15 +299,16 @@ template <class In> struct Backward {
                     place(c.grad_q_stride, head / c.heads, head % c.heads, row % c.queries));
         }
       };
-      done = headwise::for_each_task((rows + BQ - 1) / BQ, c.threads, headwise::Scratch::size_of<float>(wide), join);
+      done = headwise::for_each_task(c.control, (rows + BQ - 1) / BQ, c.threads,
+                                     headwise::Scratch::size_of<float>(wide), join);
     }
     std::free(partial);
     return done ? HW_OK : HW_NO_MEMORY;
   }
 };
 
-static int backward(const hw_call &call) {
-  const Call c(call);
+static int backward(const hw_call &call, headwise::Control &control) {
+  const Call c(call, control);
 #if defined(__AVX512BF16__)
   if (c.dtype == HW_BFLOAT16) return Backward<InPairs>(c).run();
 #endif

@@ -59,14 +59,13 @@ template <class Product, bool ALL> struct Decode {
   }
 
   // One row's scores of a block become weights; gives what the row's sums so far are to be multiplied by.
-  HW_INLINE float soften(Room &w, int64_t b, int64_t g, int row, int32_t j0, int n, float digits) const {
+  HW_INLINE float soften(Room &w, int64_t b, int64_t g, int row, int32_t j0, int n, const Digits &digits) const {
     float *scores = w.scores + row * KEYS;
     const int64_t h = head_of(g, row), i = query_of(row);
-    if (!plain_scores(c)) finish_row(c, c.scale, b, h, i, j0, n, scores);
+    if (!c.plain) finish_row(c, c.scale, b, h, i, j0, n, scores);
     const int32_t low = w.low[row], high = w.high[row];
     const bool open = low <= j0 && j0 + KEYS <= high && n == KEYS;
-    vi lane;
-    for (int l = 0; l < W; l++) lane[l] = l;
+    const vi lane = lanes_of();
     vf best = splat(-INF);
     for (int v = 0; v < KV; v++) {
       if (!open) {
@@ -82,23 +81,23 @@ template <class Product, bool ALL> struct Decode {
     if (c.first) note(w.run.first, 0);
     if (c.previous) note(w.run.previous, w.position[row] - 1);
     if (c.self) note(w.run.self, w.position[row]);
-    const float old = w.top[row], found = largest_of(best) * digits, top = found > old ? found : old;
+    const float old = w.top[row], found = largest_of(best), top = found > old ? found : old;
     const float base = top == -INF ? 0.f : top, moved = old == -INF ? 0.f : old - base;
     float shrink = 1.f;
     if (old == -INF)
       shrink = 0.f;
     else if (moved != 0.f)
-      shrink = weight(splat(moved))[0];
+      shrink = weight(splat(moved), digits)[0];
     w.top[row] = top;
-    vf sum = w.sum[row] * shrink, es = shrink * fma(splat(moved), w.sum[row], w.entropy[row]);
+    vf sum = w.sum[row] * shrink, es = shrink * fma(larger(digits.least, splat(moved)), w.sum[row], w.entropy[row]);
     vf ej = w.ahead[row] * shrink;
     vf away = __builtin_convertvector(lane + (j0 - w.position[row]), vf);
     for (int v = 0; v < KV; v++) {
-      vf t = fma(load<vf>(scores + v * W), splat(digits), splat(-base));
-      vf p = weight(t);
+      vf t = load<vf>(scores + v * W) - base;
+      vf p = weight(t, digits);
       sum += p;
       if (ALL) {
-        es = fma(p, larger(splat(LEAST), t), es);
+        es = fma(p, larger(digits.least, t), es);
         ej = fma(p, away, ej);
         away += (float)W;
       }
@@ -113,7 +112,8 @@ template <class Product, bool ALL> struct Decode {
     const int64_t b = task / c.kv_heads, g = task % c.kv_heads;
     Room &w = *scratch.take<Room>(1);
     float *queries = scratch.take<float>(rows * wide), *out = scratch.take<float>(rows * value_wide);
-    const float digits = digits_of(c);
+    const Digits digits = digits_of(c);
+    headwise::Steps steps(c.control);
     w.run.clear();
     __builtin_memset(out, 0, rows * value_wide * sizeof(float));
     int64_t first = c.keys, last = 0;
@@ -130,7 +130,7 @@ template <class Product, bool ALL> struct Decode {
     }
     const int64_t all = most(0, last - first);
     const int32_t from = (int32_t)(first + all * split / splits), to = (int32_t)(first + all * (split + 1) / splits);
-    for (int32_t j0 = from; j0 < to; j0 += KEYS) {
+    for (int32_t j0 = from; j0 < to && !steps.stopped(); j0 += KEYS) {
       const int n = (int)least(KEYS, to - j0);
       const number *k = (const number *)c.k + place(c.k_stride, b, g, j0);
       int r = 0;
@@ -162,7 +162,7 @@ template <class Product, bool ALL> struct Decode {
     alignas(64) float share[BQ];
     finish_rows<ALL>(c, run, (b * c.heads + g * group) * c.queries, (int)rows, share);
     if (!c.v) return;
-    rescale(out, value_wide, share, (int)rows);
+    finish_out(c, out, value_wide, share, (int)rows);
     for (int64_t r = 0; r < rows; r++)
       write_row(c, out + r * value_wide, c.value_dim, c.out, place(c.out_stride, b, head_of(g, r), query_of(r)));
   }
@@ -179,8 +179,8 @@ static int decode(const Call &c) {
   return decode_by<Float>(c);
 }
 
-static int attention(const hw_call &call) {
-  const Call c(call);
+static int attention(const hw_call &call, headwise::Control &control) {
+  const Call c(call, control);
   return Decode<Float, false>::serves(c) ? decode(c) : forward(c);
 }
 

@@ -1,9 +1,9 @@
 // The plain C interface: which instruction set serves a call, and on which threads.
-#include "team.hpp"
 #include "unit.hpp"
 
+#include <cmath>
 #include <cstring>
-#include <thread>
+#include <system_error>
 #include <vector>
 
 #define HW_UNIT(isa) const Unit *HW_UNIT_TABLE(isa)();
@@ -56,18 +56,72 @@ bool makes_sense(const hw_call *c) {
   return c && c->batch > 0 && c->heads > 0 && c->kv_heads > 0 && c->heads % c->kv_heads == 0 && c->queries > 0 &&
          c->keys > 0 && c->keys < INT32_MAX && c->dim > 0 && c->threads > 0 && c->q && c->k &&
          c->window >= 0 && (!c->window || c->causal) && (!c->v || c->value_dim > 0) &&
-         c->dtype >= HW_FLOAT32 && c->dtype <= HW_FLOAT16;
+         c->dtype >= HW_FLOAT32 && c->dtype <= HW_FLOAT16 && std::isfinite(c->scale) &&
+         (c->softcap == 0 || (c->softcap >= 0x1p-120f && c->softcap <= 0x1p120f));
 }
+
+bool within(const int32_t *blocks, int64_t count, int64_t end) {
+  for (int64_t i = 0; i < count; i++)
+    if (blocks[i] < 0 || blocks[i] >= end) return false;
+  return true;
+}
+
+int run(Unit::Function *function, const hw_call &call) {
+  headwise::Control control(call.host);
+  const int code = function(call, control);
+  if (control.stopped()) return HW_STOPPED;
+  return code == HW_OK ? control.found() : code;
+}
+
+constexpr std::chrono::milliseconds ASK{50};
 
 } // namespace
 
-void headwise::on_team(int threads, void (*body)(void *), void *data) {
+namespace headwise {
+
+Control::Control(const hw_host *host)
+    : host_(host), caller_(std::this_thread::get_id()), left_(host ? host->leave() : nullptr) {
+  if (host) next_ = Clock::now() + ASK;
+}
+
+Control::~Control() {
+  if (host_) host_->enter(left_);
+}
+
+bool Control::ask() {
+  if (!host_ || !host_->stop || stopped() || std::this_thread::get_id() != caller_) return stopped();
+  if (Clock::now() < next_) return false;
+  host_->enter(left_);
+  if (host_->stop()) stopped_ = true;
+  left_ = host_->leave();
+  next_ = Clock::now() + ASK;
+  return stopped();
+}
+
+void Control::wait_for(const std::atomic<int> &busy) {
+  if (!host_ || !host_->stop || std::this_thread::get_id() != caller_) return;
+  for (int i = 0; busy > 0 && !stopped(); i++) {
+    if (i < 100) { // most calls end soon
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      ask();
+    }
+  }
+}
+
+void on_team(int threads, void (*body)(void *), void *data) {
   if (gomp_parallel) return gomp_parallel(body, data, (unsigned)threads, 0);
   std::vector<std::thread> others;
-  for (int i = 1; i < threads; i++) others.emplace_back(body, data);
+  try {
+    for (int i = 1; i < threads; i++) others.emplace_back(body, data);
+  } catch (const std::system_error &) { // no more threads are to be had: so many must do
+  }
   body(data);
   for (std::thread &other : others) other.join();
 }
+
+} // namespace headwise
 
 extern "C" {
 
@@ -77,7 +131,7 @@ HW_PUBLIC int hw_forward(const hw_call *call, int isa) {
   const Unit *unit = chosen(isa);
   if (!unit) return HW_NO_SUCH_ISA;
   if (!makes_sense(call) || (call->v && !call->out)) return HW_BAD_CALL;
-  return unit->forward(*call);
+  return run(unit->forward, *call);
 }
 
 HW_PUBLIC int hw_backward(const hw_call *call, int isa) {
@@ -90,15 +144,18 @@ HW_PUBLIC int hw_backward(const hw_call *call, int isa) {
       (call->grad_first && !call->first) || (call->grad_previous && !call->previous) ||
       (call->grad_self && !call->self) || (call->grad_sinks && !call->sinks))
     return HW_BAD_CALL;
-  return unit->backward(*call);
+  return run(unit->backward, *call);
 }
 
 HW_PUBLIC int hw_sums(const hw_call *call, int isa) {
   const Unit *unit = chosen(isa);
   if (!unit) return HW_NO_SUCH_ISA;
   if (!makes_sense(call) || !call->lse) return HW_BAD_CALL;
-  if (call->map && (!call->query_block || !call->key_block || call->blocks < 1)) return HW_BAD_CALL;
-  return unit->sums(*call);
+  if (call->map && (!call->query_block || !call->key_block || call->blocks < 1 ||
+                    !within(call->query_block, call->queries, call->blocks) ||
+                    !within(call->key_block, call->keys, call->blocks)))
+    return HW_BAD_CALL;
+  return run(unit->sums, *call);
 }
 
 HW_PUBLIC int hw_isa_count(void) {

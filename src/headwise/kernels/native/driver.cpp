@@ -6,6 +6,7 @@
 #include "headwise.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #ifndef __has_feature
@@ -32,6 +34,7 @@ namespace {
 
 constexpr double INF = std::numeric_limits<double>::infinity();
 constexpr float NOT = std::numeric_limits<float>::quiet_NaN();
+constexpr double MOST = std::numeric_limits<float>::max();
 constexpr int DRAWN = 320;
 
 std::string now; // the case that runs
@@ -185,6 +188,8 @@ struct Spec {
   double scale = 1, softcap = 0;
   bool values = true, fused = false, causal = false, sampled = false, low = false, high = false, allowed = false,
        bias = false, slopes = false, sinks = false;
+  double huge = 0; // added to the scores of so many keys: beside it, all else is lost
+  double share = 0;
   double keep = 1; // how likely each result or gradient is asked for
 
   int64_t heads() const { return kv_heads * group; }
@@ -230,6 +235,10 @@ Spec draw_spec(Random &r) {
   s.bias = r.chance(0.2), s.slopes = r.chance(0.2), s.sinks = r.chance(0.25);
   s.keep = r.chance(0.4) ? 1 : r.chance(0.5) ? 0.8 : 0.3;
   s.blocks = r.from(1, std::min<int64_t>(9, s.keys));
+  if (s.bias && r.chance(0.4)) {
+    const double sizes[] = {1e25, 1e30, 3e38, MOST};
+    s.huge = sizes[r.from(0, 3)] * (r.chance(0.7) ? -1 : 1), s.share = r.of({2, 50, 100}) / 100.0;
+  }
   return s;
 }
 
@@ -267,6 +276,23 @@ const std::function<void(Spec &)> CORNERS[] = {
     // figures alone
     [](Spec &s) { s.queries = 130, s.keys = 5, s.dim = 4, s.values = false, s.low = s.high = true; },
     [](Spec &s) { s.queries = 4, s.keys = 3000, s.dim = 16, s.values = false, s.bias = s.allowed = true; },
+    // scores as large as they come: all of them, where each weighs the same, or some
+    [](Spec &s) {
+      s.queries = s.keys = 130, s.dim = s.value_dim = 16, s.bias = s.causal = true;
+      s.huge = -MOST, s.share = 1;
+    },
+    [](Spec &s) {
+      s.queries = 2, s.keys = 2500, s.dim = s.value_dim = 16, s.bias = s.sinks = true;
+      s.huge = -1e30, s.share = 1;
+    },
+    [](Spec &s) {
+      s.queries = 70, s.keys = 2500, s.dim = 7, s.value_dim = 9, s.group = 2, s.bias = s.allowed = s.sinks = true;
+      s.huge = MOST, s.share = 0.5;
+    },
+    [](Spec &s) {
+      s.queries = 90, s.keys = 90, s.dim = s.value_dim = 8, s.dtype = HW_BFLOAT16, s.bias = s.slopes = true;
+      s.huge = 1e30, s.share = 0.02, s.softcap = 5, s.scale = -1;
+    },
     // all at once
     [](Spec &s) {
       s.batch = 2, s.kv_heads = 2, s.group = 3, s.queries = s.keys = 67, s.dim = s.value_dim = 16;
@@ -381,8 +407,10 @@ private:
     if (s.bias) {
       bias.resize((size_t)lay_out(r, all, call.bias_stride, false, 0.5, 0.05), NOT);
       const double share = r.of({0, 10, 95}) / 100.0;
-      each(all, call.bias_stride,
-           [&](int64_t at) { bias[(size_t)at] = r.chance(share) ? -(float)INF : (float)(2 * r.normal()); });
+      each(all, call.bias_stride, [&](int64_t at) {
+        bias[(size_t)at] = r.chance(share) ? -(float)INF : (float)(2 * r.normal());
+        if (s.huge != 0 && r.chance(s.share)) bias[(size_t)at] = (float)s.huge;
+      });
       call.bias = bias.data();
     }
     for (int64_t h = 0; s.slopes && h < s.heads(); h++) slopes.push_back((float)std::exp2(-r.from(0, 8)));
@@ -433,7 +461,7 @@ std::string Case::words() const {
   const std::pair<bool, const char *> flags[] = {
       {s.fused, "fused"}, {!s.values, "no values"}, {s.causal, "causal"}, {s.window, "window"}, {s.sampled, "sampled"},
       {s.low, "low"},     {s.high, "high"},         {s.allowed, "table"}, {s.bias, "bias"},     {s.slopes, "slopes"},
-      {s.sinks, "sinks"}, {s.softcap != 0, "softcap"}};
+      {s.sinks, "sinks"}, {s.softcap != 0, "softcap"}, {s.huge != 0, "huge"}};
   for (const auto &[on, name] : flags)
     if (on) all += std::string(", ") + name;
   return all;
@@ -453,6 +481,9 @@ struct Near {
 // like a random walk, and in vectors of partial sums.
 constexpr double ROUND = 0x1p-24;
 double summed(int64_t terms) { return ROUND * (4 + std::sqrt((double)terms)); }
+
+// What rounding does to a score; one that a huge number was added to is that number, in float32 and in double.
+double rounded(double score) { return std::fabs(score) < 1e25 ? ROUND * std::fabs(score) : 0; }
 
 // One query's weights: all that is in a row.
 struct Row {
@@ -497,9 +528,9 @@ void row_of(const hw_call &c, const Numbers &x, int64_t b, int64_t h, int64_t i,
     if (c.bias) {
       const int64_t *st = c.bias_stride;
       const double bias = c.bias[b * st[0] + h * st[1] + i * st[2] + j * st[3]];
-      s += bias, off += std::isinf(bias) ? 0 : ROUND * std::fabs(bias);
+      s += bias, off = std::fabs(bias) < 1e25 ? off + rounded(bias) : 0;
     }
-    row.score[j] = s, row.score_off[j] = off + (std::isinf(s) ? 0 : ROUND * std::fabs(s));
+    row.score[j] = s, row.score_off[j] = off + rounded(s);
     row.top = std::max(row.top, s);
   }
   row.dead = row.top == -INF;
@@ -509,20 +540,20 @@ void row_of(const hw_call &c, const Numbers &x, int64_t b, int64_t h, int64_t i,
   double sum = std::exp(sink - top);
   for (int64_t j = 0; j < S; j++) sum += std::exp(row.score[j] - top);
   row.lse = top + std::log(sum);
-  const double always = 2 * ROUND * (std::fabs(row.top) + std::fabs(top)) + summed(S);
+  const double always = 2 * (rounded(row.top) + rounded(top)) + summed(S), log_sum = std::log(sum);
   if (sink > -INF) {
-    row.sink_log = sink - row.lse, row.sink = std::exp(row.sink_log);
+    row.sink_log = sink - top - log_sum, row.sink = std::exp(row.sink_log);
     row.sink_off = always + ROUND * std::fabs(sink), row.lse_off = row.sink * row.sink_off;
   }
   for (int64_t j = 0; j < S; j++) {
     if (row.score[j] == -INF) continue;
-    row.log_p[j] = row.score[j] - row.lse, row.p[j] = std::exp(row.log_p[j]);
-    row.p_off[j] = row.score_off[j] + ROUND * std::fabs(row.score[j]) + always;
+    row.log_p[j] = row.score[j] - top - log_sum, row.p[j] = std::exp(row.log_p[j]);
+    row.p_off[j] = row.score_off[j] + rounded(row.score[j]) + always;
     row.lse_off += row.p[j] * row.p_off[j];
   }
+  row.sink_off += row.lse_off + rounded(row.lse);
+  for (double &off : row.p_off) off += row.lse_off + rounded(row.lse);
   row.lse_off += ROUND * std::fabs(row.lse);
-  row.sink_off += row.lse_off;
-  for (double &off : row.p_off) off += row.lse_off;
 }
 
 // Figures of a row, with how far they may be off.
@@ -702,7 +733,7 @@ template <class... Any> [[noreturn]] void fail(const char *format, Any... values
 
 // The slope of the loss along a drawn direction; 1 if it was compared.
 int check_gradients(Random &r, const Case &a, const Reference &known) {
-  if (a.s.volume() > 3e4) return 0;
+  if (a.s.volume() > 3e4 || a.s.huge != 0) return 0;
   constexpr double STEP = 1e-5;
   Numbers up = a.numbers, down = a.numbers;
   double slope = 0, size = 0;
@@ -768,6 +799,21 @@ void check(const Result &result, Report &report) {
 
 int teams = 0;
 
+// A host that counts, and that wants a call to stop when it is asked for the `patience`th time.
+std::atomic<int> left{0}, asked{0}, patience{INT32_MAX};
+std::thread::id caller;
+
+void *leave() {
+  left++, caller = std::this_thread::get_id();
+  return &left;
+}
+void enter(void *token) { left -= token == &left ? 1 : 1000; }
+int stop() {
+  if (left != 0 || std::this_thread::get_id() != caller) patience = -1; // it must be entered, on its thread
+  return ++asked >= patience;
+}
+constexpr hw_host HOST = {leave, enter, stop};
+
 // A runtime that lends one thread, whatever it is asked for.
 void small_team(void (*body)(void *), void *data, unsigned, unsigned) {
   teams++;
@@ -779,11 +825,12 @@ void run(int (*function)(const hw_call *, int), hw_call call, int isa, std::vect
   std::vector<std::vector<uint8_t>> kept;
   for (int threads : {1, 2, 5, 3}) {
     for (Result &result : results) std::fill(result.tensor.memory->begin(), result.tensor.memory->end(), 0xff);
-    call.threads = threads;
+    call.threads = threads, call.host = threads == 2 ? nullptr : &HOST;
     hw_use_team(threads == 3 ? (void *)small_team : nullptr);
     const int code = function(&call, isa);
     hw_use_team(nullptr);
     if (code != HW_OK) fail("returned %d", code);
+    if (left != 0 || patience < 0) fail("the host was not left as it was found");
     for (size_t i = 0; i < results.size(); i++) {
       const std::vector<uint8_t> &bytes = *results[i].tensor.memory;
       if (threads == 1) {
@@ -899,10 +946,73 @@ void check_refusals(int isa) {
   refused(sums, [](hw_call &c) { c.query_block = nullptr; });
   refused(sums, [](hw_call &c) { c.key_block = nullptr; });
   refused(sums, [](hw_call &c) { c.blocks = 0; });
+  const std::vector<int32_t> bad = {0, 0, 1}, worse = {-1, 0, 0};
+  refused(sums, [&](hw_call &c) { c.query_block = bad.data(); });
+  refused(sums, [&](hw_call &c) { c.key_block = worse.data(); });
+  refused(all, [](hw_call &c) { c.scale = NOT; });
+  refused(all, [](hw_call &c) { c.scale = (float)INF; });
+  refused(all, [](hw_call &c) { c.softcap = -1; });
+  refused(all, [](hw_call &c) { c.softcap = (float)INF; });
   for (Function function : all)
     if (function(nullptr, isa) != HW_BAD_CALL) fail("no call at all was not refused");
   for (float x : room)
     if (x == x) fail("a refused call wrote results");
+}
+
+// ── calls at the limits of float32, and calls that are stopped ──────────────────────────────────
+
+// Numbers of one head: `T` queries, `S` keys, width `D`.
+struct Plain {
+  int64_t T, S, D;
+  std::vector<float> q, k, v, out, lse;
+  hw_call call{};
+  Plain(int64_t t, int64_t s, int64_t d)
+      : T(t), S(s), D(d), q((size_t)(t * d)), k((size_t)(s * d)), v((size_t)(s * d), 1.f), out((size_t)(t * d), NOT),
+        lse((size_t)t, NOT) {
+    call.batch = call.heads = call.kv_heads = 1;
+    call.queries = T, call.keys = S, call.dim = call.value_dim = D, call.threads = 1, call.scale = 1;
+    call.q = q.data(), call.k = k.data(), call.v = v.data(), call.out = out.data(), call.lse = lse.data();
+    for (int64_t *stride : {call.q_stride, call.k_stride, call.v_stride, call.out_stride}) stride[2] = D;
+  }
+};
+
+// One row whose scores are beyond float32, or values whose sum is, spoil nothing else.
+void check_limits(int isa) {
+  for (int64_t queries : {3, 70}) { // few, many
+    for (float sign : {1.f, -1.f}) {
+      Plain a(queries, 100, 16);
+      std::fill(a.k.begin(), a.k.end(), 1e30f);
+      for (int64_t d = 0; d < a.D; d++) a.q[(size_t)(2 * a.D + d)] = sign * 1e30f;
+      if (int code = hw_forward(&a.call, isa); code != HW_NO_NUMBER) fail("overflowing scores: returned %d", code);
+      for (int64_t i = 0; i < queries; i++) {
+        const float lse = a.lse[(size_t)i], out = a.out[(size_t)(i * a.D)];
+        const bool fine = i == 2 ? lse != lse && out != out : std::fabs(lse - std::log(100.f)) < 1e-5f && out == 1.f;
+        if (!fine) fail("overflowing scores: row %ld is %g, with %g", (long)i, out, lse);
+      }
+    }
+    Plain a(queries, 100, 16);
+    std::fill(a.v.begin(), a.v.end(), 3e38f);
+    if (int code = hw_forward(&a.call, isa); code != HW_OVERFLOW) fail("overflowing values: returned %d", code);
+  }
+}
+
+void check_stop(int isa) {
+  constexpr int64_t LONG = 40000; // minutes, if nobody stops it
+  Plain a(LONG, LONG, 64);
+  a.call.host = &HOST;
+  a.call.grad_out = a.out.data(), a.call.grad_q = a.q.data(), a.call.grad_k = a.k.data();
+  std::vector<float> received((size_t)LONG);
+  a.call.received = received.data();
+  std::fill(a.lse.begin(), a.lse.end(), 10.f);
+  typedef int (*Function)(const hw_call *, int);
+  for (Function function : {(Function)hw_sums, (Function)hw_backward, (Function)hw_forward})
+    for (int threads : {1, 3}) {
+      a.call.threads = threads;
+      patience = 2, asked = 0;
+      const int code = function(&a.call, isa);
+      if (code != HW_STOPPED || asked != 2 || left != 0) fail("a call that was stopped: returned %d", code);
+    }
+  patience = INT32_MAX;
 }
 
 // Names, sizes, and what is returned for instruction sets that are not there.
@@ -957,8 +1067,11 @@ int main(int argc, char **argv) {
       }
     }
     for (int isa = 0; isa < hw_isa_count(); isa++) {
-      now = std::string("refusals: ") + hw_isa_name(isa);
-      if (hw_isa_here(isa)) check_refusals(isa);
+      now = std::string("refusals, limits, stops: ") + hw_isa_name(isa);
+      if (!hw_isa_here(isa)) continue;
+      check_refusals(isa);
+      check_limits(isa);
+      check_stop(isa);
     }
     if (only < 0 && (differences < 10 || teams == 0)) fail("the cases do not reach what they should");
   } catch (const Fault &fault) {

@@ -7,8 +7,9 @@
 
 namespace HW_ISA {
 
-// Sums of one block of queries over the keys so far, all relative to the running maximum `top`, which
-// is in binary digits: scores times log2(e). Σp, Σp(s − top) in digits too, Σp(j − position).
+// Sums of one block of queries over the keys so far, all relative to the running maximum `top`. Scores are as
+// they come out of products and finish_scores, so that the largest is exactly `top` and its weight exactly 1,
+// whatever its size. Σp, Σp(s − top), Σp(j − position).
 struct Running {
   alignas(64) float top[BQ], sum[BQ], scores[BQ], ahead[BQ];
   alignas(64) float factor[BQ];                              // what the maximum's last change did
@@ -22,15 +23,14 @@ struct Running {
   }
 };
 
-// What scores, as they come out of products and finish_scores, are multiplied by to be digits.
-static HW_INLINE float digits_of(const Call &c) { return (plain_scores(c) ? c.scale : 1.f) * LOG2_E; }
+static HW_INLINE Digits digits_of(const Call &c) { return Digits(c.unit * LOG2_E); }
 
 static HW_INLINE vf base_of(vf top) { return select(top == splat(-INF), vf{}, top); }
 
 // Puts N vectors of lanes of a block's scores through the softmax: scores[key][lane] become weights
-// 2^(s·factor − top), and go to `weights` as the product wants them. True if some lane's top changed.
+// 2^((s − top) · digits), and go to `weights` as the product wants them. True if some lane's top changed.
 template <class In, int N, bool ALL>
-static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j0, int n, float factor,
+static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j0, int n, const Digits &digits,
                              bool open, const int8_t *start, const int8_t *stop, float *scores,
                              typename In::element *weights) {
   auto idle = [&](int k, int v) { return !open && (v0 + v < start[k] || v0 + v >= stop[k]); };
@@ -49,10 +49,10 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
   bool changed = false;
   for (int v = 0; v < N; v++) {
     const int at = (v0 + v) * W;
-    vf old = load<vf>(run.top + at), top = larger(old, best[v] * factor);
+    vf old = load<vf>(run.top + at), top = larger(old, best[v]);
     base[v] = base_of(top);
-    vf moved = select(old == splat(-INF), vf{}, old - base[v]);
-    vf shrink = select(old == splat(-INF), vf{}, weight(moved));
+    vf moved = select(old == splat(-INF), vf{}, larger(digits.least, old - base[v]));
+    vf shrink = select(old == splat(-INF), vf{}, weight(old - base[v], digits));
     store(run.top + at, top);
     store(run.factor + at, shrink);
     changed |= any_of(shrink != splat(1.f));
@@ -64,7 +64,6 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
     store(run.sum + at, shrink * total);
     sum[v] = es[v] = ej[v] = vf{};
   }
-  const vf by = splat(factor);
   vf step{};
   for (int k = 0; k < n; k += In::Product::step) {
     vf p[In::Product::step][N];
@@ -75,11 +74,11 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
           p[i][v] = vf{};
           continue;
         }
-        vf t = fma(load<vf>(row + v * W), by, -base[v]);
-        p[i][v] = weight(t);
+        vf t = load<vf>(row + v * W) - base[v];
+        p[i][v] = weight(t, digits);
         sum[v] += p[i][v];
         if (ALL) {
-          es[v] = fma(p[i][v], larger(splat(LEAST), t), es[v]);
+          es[v] = fma(p[i][v], larger(digits.least, t), es[v]);
           ej[v] = fma(p[i][v], step, ej[v]);
         }
       }
@@ -121,50 +120,57 @@ static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, 
 // The lanes' rows of the results lie side by side from row0 on.
 template <bool ALL>
 static inline void finish_rows(const Call &c, const Running &run, int64_t row0, int n, float *share) {
-  const vf digits = splat(digits_of(c));
+  const Digits digits = digits_of(c), plain(LOG2_E);
+  const vf none = splat(-INF);
   alignas(64) float sinks[BQ] = {};
-  for (int i = 0; c.sinks && i < n; i++) sinks[i] = c.sinks[(row0 + i) / c.queries % c.heads] * LOG2_E;
+  for (int i = 0; c.sinks && i < n; i++) sinks[i] = c.sinks[(row0 + i) / c.queries % c.heads];
   for (int v = 0; v * W < n; v++) {
-    const int at = v * W;
-    vf sum = load<vf>(run.sum + at), es = load<vf>(run.scores + at), old = load<vf>(run.top + at);
-    vf top = base_of(old), shrink = splat(1.f);
+    const int at = v * W, count = (int)least(W, n - at);
+    vf sum = load<vf>(run.sum + at), es = load<vf>(run.scores + at) * c.unit, old = load<vf>(run.top + at);
+    // Without a weight a row is dead if its mask says so; all its scores may have overflowed instead.
     vi dead = sum == vf{};
+    if (any_of(dead))
+      for (int i = 0; i < count; i++)
+        if (dead[i] && sees_some_key(c, (row0 + at + i) / c.queries / c.heads, (row0 + at + i) / c.queries % c.heads,
+                                     (row0 + at + i) % c.queries))
+          dead[i] = 0, sum[i] = NAN;
+    const vf highest = old * c.unit;
+    vf top = select(old == none, vf{}, highest), shrink = splat(1.f);
     if (c.sinks) {
       const vf sink = load<vf>(sinks + at);
-      vf moved = top;
+      vf lower = top;
       top = larger(sink, top);
-      moved -= top;
-      shrink = weight(moved);
-      vf own = weight(sink - top);
-      es = fma(own, larger(splat(LEAST), sink - top), shrink * fma(moved, sum, es));
+      lower -= top;
+      shrink = weight(lower, plain);
+      vf own = weight(sink - top, plain);
+      es = fma(own, larger(plain.least, sink - top), shrink * fma(larger(plain.least, lower), sum, es));
       sum = fma(sum, shrink, own);
     }
+    // A largest score of ±inf has no weights to speak of.
+    sum = select((top - top == vf{}) | dead, sum, splat(NAN));
     vf logs = log_positive(select(dead, splat(1.f), sum)), inverse = 1.f / select(dead, splat(1.f), sum);
     logs = select(sum == sum, logs, sum);
-    vf lse = fma(top, splat(LN_2), logs), scale = select(dead, vf{}, shrink * inverse);
+    vf scale = select(dead, vf{}, shrink * inverse);
     store(share + at, scale);
-    const int count = (int)least(W, n - at);
-    auto put = [&](float *to, vf x) {
-      x = select(dead, vf{}, x);
+    auto put = [&](float *to, vf x, float of_dead) {
+      x = select(dead, splat(of_dead), x);
       if (to && count == W)
         store(to + row0 + at, x);
       else if (to)
         __builtin_memcpy(to + row0 + at, &x, count * sizeof(float));
     };
     if (ALL) {
-      vf entropy = fma(es * inverse, splat(-LN_2), logs);
-      put(c.entropy, select(entropy < vf{}, vf{}, entropy));
-      put(c.ahead, load<vf>(run.ahead + at) * scale);
+      vf entropy = fma(es, -inverse, logs);
+      put(c.entropy, select(entropy < vf{}, vf{}, entropy), 0.f);
+      put(c.ahead, load<vf>(run.ahead + at) * scale, 0.f);
     }
-    auto of_key = [&](const float *score) { return scale * weight(fma(load<vf>(score + at), digits, -base_of(old))); };
-    if (c.first) put(c.first, of_key(run.first));
-    if (c.previous) put(c.previous, of_key(run.previous));
-    if (c.self) put(c.self, of_key(run.self));
-    lse = select(dead, splat(-INF), lse);
-    vf highest = select(old == splat(-INF), old, old * LN_2);
-    dead = vi{};
-    put(c.lse, lse);
-    put(c.max, highest);
+    auto of_key = [&](const float *score) { return scale * weight(load<vf>(score + at) - base_of(old), digits); };
+    if (c.first) put(c.first, of_key(run.first), 0.f);
+    if (c.previous) put(c.previous, of_key(run.previous), 0.f);
+    if (c.self) put(c.self, of_key(run.self), 0.f);
+    put(c.lse, top + logs, -INF);
+    put(c.max, highest, -INF);
+    if (any_of(sum != sum)) c.control.found(HW_NO_NUMBER);
   }
 }
 
@@ -204,6 +210,15 @@ static inline void rescale(float *out, int64_t wide, const float *factors, int n
   }
 }
 
+// The output of n rows from their sums, given what each is multiplied by.
+static inline void finish_out(const Call &c, float *out, int64_t wide, const float *share, int n) {
+  rescale(out, wide, share, n);
+  vf all{}; // NaN if any is no finite number
+  for (int i = 0; i < n; i++)
+    for (int64_t d = 0; share[i] == share[i] && d < wide; d += W) all += load<vf>(out + i * wide + d) * 0.f;
+  if (any_of(all != all)) c.control.found(HW_OVERFLOW);
+}
+
 // Sums over the keys [first, last) that the lanes may see, in `w.run` and `w.out` (both cleared here).
 template <class In, bool ALL>
 static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int32_t first, int32_t last,
@@ -212,13 +227,13 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
   constexpr int STEP = Product::step, BK = In::BK;
   typename In::element *const weights = In::over_keys(w.scores, w.weights);
   const int64_t g = h / (c.heads / c.kv_heads), wide = c.v ? padded(c.value_dim) : 0;
-  const bool plain = plain_scores(c);
-  const float digits = digits_of(c);
+  const Digits digits = digits_of(c);
   const int depth = (int)In::depth(c.dim);
+  headwise::Steps steps(c.control);
   w.run.clear();
   __builtin_memset(w.out, 0, n * wide * sizeof(float));
   int8_t start[BK], stop[BK];
-  for (int32_t j0 = first; j0 < last; j0 += BK) {
+  for (int32_t j0 = first; j0 < last && !steps.stopped(); j0 += BK) {
     const int keys = (int)least(BK, last - j0);
     const bool open = w.lanes.open(j0, j0 + keys);
     const Matrix<typename In::element> k =
@@ -231,7 +246,7 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
       product<Product, false>(size, to - from, k.data + r * k.stride, k.stride, 1, w.queries + from * W, BQ,
                               w.scores + (int64_t)r * BQ + from * W, BQ, depth);
     }
-    if (!plain) finish_scores(c, w.lanes, b, h, i0, n, j0, keys, w.scores, nullptr);
+    if (!c.plain) finish_scores(c, w.lanes, b, h, i0, n, j0, keys, w.scores, nullptr);
     if (c.first || c.previous || c.self) note_scores(c, w.lanes, w.run, j0, keys, w.scores);
     bool changed = false;
     int at = 0;
@@ -259,15 +274,29 @@ static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, in
   }
 }
 
+// The same over a part of the keys that a block of queries may see: number `split` of `splits`.
+template <class In, bool ALL>
+static void pass_over(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int64_t split, int64_t splits,
+                      Workspace<In> &w) {
+  w.lanes.set(c, b, h, i0, n);
+  In::lay(c, c.q, place(c.q_stride, b, h, i0), c.q_stride[2], n, c.dim, w.rows, w.queries);
+  if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
+  const int64_t first = w.lanes.first, all = w.lanes.last - first;
+  over_keys<In, ALL>(c, b, h, i0, n, (int32_t)(first + all * split / splits),
+                     (int32_t)(first + all * (split + 1) / splits), w);
+}
+
 // The same sums over more keys: those of `part` and `more` join `run` and `out`.
-static inline void merge(Running &run, float *out, const Running &part, const float *more, int n, int64_t wide) {
+static inline void merge(const Call &c, Running &run, float *out, const Running &part, const float *more, int n,
+                         int64_t wide) {
+  const Digits digits = digits_of(c);
   alignas(64) float kept[BQ], added[BQ];
   for (int at = 0; at < n; at += W) {
     vf old = load<vf>(run.top + at), other = load<vf>(part.top + at), top = larger(old, other);
     vf none = splat(-INF), base = base_of(top);
     auto joined = [&](const Running &r, vf its, vf &factor, float *room, vf &scores) {
-      vf moved = select(its == none, vf{}, its - base);
-      factor = select(its == none, vf{}, weight(moved));
+      vf moved = select(its == none, vf{}, larger(digits.least, its - base));
+      factor = select(its == none, vf{}, weight(its - base, digits));
       store(room + at, factor);
       scores = factor * fma(moved, load<vf>(r.sum + at), load<vf>(r.scores + at));
     };
@@ -302,7 +331,8 @@ template <class Body> static int in_parts(const Call &c, const Body &body) {
       Part part = body.sum(task, 0, room);
       body.finish(task, part.run, part.out);
     };
-    return headwise::for_each_task(body.tasks, c.threads, body.bytes, work) ? HW_OK : HW_NO_MEMORY;
+    const bool done = headwise::for_each_task(c.control, body.tasks, c.threads, body.bytes, work);
+    return done ? HW_OK : HW_NO_MEMORY;
   }
   const int64_t out_bytes = Scratch::size_of<float>(body.rows * wide), bytes = Scratch::size_of<Running>(1) + out_bytes;
   Scratch parts(body.tasks * splits * bytes);
@@ -320,12 +350,12 @@ template <class Body> static int in_parts(const Call &c, const Body &body) {
     Part all = part_of(task * splits);
     for (int64_t split = 1; split < splits; split++) {
       Part more = part_of(task * splits + split);
-      merge(all.run, all.out, more.run, more.out, (int)body.rows, wide);
+      merge(c, all.run, all.out, more.run, more.out, (int)body.rows, wide);
     }
     body.finish(task, all.run, all.out);
   };
-  const bool done = headwise::for_each_task(body.tasks * splits, c.threads, body.bytes, work) &&
-                    headwise::for_each_task(body.tasks, c.threads, 64, join);
+  const bool done = headwise::for_each_task(c.control, body.tasks * splits, c.threads, body.bytes, work) &&
+                    headwise::for_each_task(c.control, body.tasks, c.threads, 64, join);
   return done ? HW_OK : HW_NO_MEMORY;
 }
 
@@ -353,12 +383,7 @@ template <class In, bool ALL> struct Forward {
   Part sum(int64_t task, int64_t split, headwise::Scratch &room) const {
     const Place p = place_of(task);
     Workspace<In> w(room, c);
-    w.lanes.set(c, p.b, p.h, p.i0, p.n);
-    In::lay(c, c.q, place(c.q_stride, p.b, p.h, p.i0), c.q_stride[2], p.n, c.dim, w.rows, w.queries);
-    if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
-    const int64_t first = w.lanes.first, all = w.lanes.last - first;
-    over_keys<In, ALL>(c, p.b, p.h, p.i0, p.n, (int32_t)(first + all * split / splits),
-                       (int32_t)(first + all * (split + 1) / splits), w);
+    pass_over<In, ALL>(c, p.b, p.h, p.i0, p.n, split, splits, w);
     return {w.run, w.out};
   }
 
@@ -367,7 +392,7 @@ template <class In, bool ALL> struct Forward {
     alignas(64) float share[BQ];
     finish_rows<ALL>(c, run, (p.b * c.heads + p.h) * c.queries + p.i0, p.n, share);
     if (!c.v) return;
-    rescale(out, wide, share, p.n);
+    finish_out(c, out, wide, share, p.n);
     for (int i = 0; i < p.n; i++)
       write_row(c, out + i * wide, c.value_dim, c.out, place(c.out_stride, p.b, p.h, p.i0 + i));
   }

@@ -5,6 +5,10 @@
  * T queries, S keys, D head dimension, Dv width of the values. Strides count elements, not bytes; the
  * last axis of every tensor with strides is dense. Rows that may attend to nothing give output 0,
  * lse and max -inf, and 0 for all else. Every result is the same bit for bit on any number of threads.
+ *
+ * Who may attend is said by ranges, `allowed` and a bias of -inf, never by the size of a score: all finite
+ * scores are served, up to the largest float. A row with a score of NaN, or whose largest one overflowed to an
+ * infinity, comes out as NaN, as in the plain formula.
  */
 #ifndef HEADWISE_H
 #define HEADWISE_H
@@ -16,19 +20,38 @@ extern "C" {
 #endif
 
 /* Raised with every change of hw_call, and compared by the caller. */
-#define HW_INTERFACE 1
+#define HW_INTERFACE 2
 
 enum { HW_FLOAT32 = 0, HW_BFLOAT16 = 1, HW_FLOAT16 = 2 };
 
 /* What the functions return. */
-enum { HW_OK = 0, HW_NO_MEMORY = 1, HW_BAD_CALL = 2, HW_NO_SUCH_ISA = 3 };
+enum {
+  HW_OK = 0,
+  HW_NO_MEMORY = 1,
+  HW_BAD_CALL = 2,
+  HW_NO_SUCH_ISA = 3,
+  HW_STOPPED = 4, /* the host wished so; results are unfinished */
+  /* Done, with one or both of these: */
+  HW_NO_NUMBER = 8, /* the sum of some row is no finite number, as a score of it is none */
+  HW_OVERFLOW = 16  /* values are so large, or not finite, that some output of another row is no finite number */
+};
+
+/* The runtime that a call comes from. The calling thread leaves it while it computes, enters it again at
+   the end, and after every 50 ms for a moment to ask whether to stop. Python's are PyEval_SaveThread,
+   PyEval_RestoreThread and PyErr_CheckSignals. */
+typedef struct {
+  void *(*leave)(void);
+  void (*enter)(void *left); /* takes what leave gave */
+  int (*stop)(void);         /* not 0: the call ends early; NULL: nobody is asked */
+} hw_host;
 
 typedef struct {
   int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
   int64_t dtype;   /* of q, k, v, out and their gradients; everything else is float32 */
   int64_t threads; /* how many may be used, at least 1 */
+  const hw_host *host; /* or NULL */
   float scale;     /* scores are scale * q.k */
-  float softcap;   /* c: scores become c * tanh(score / c); 0 for none */
+  float softcap;   /* c: scores become c * tanh(score / c), c from 2^-120 to 2^120; 0 for none */
 
   const void *q, *k, *v;                         /* [B, H, T, D], [B, G, S, D], [B, G, S, Dv] */
   int64_t q_stride[3], k_stride[3], v_stride[3]; /* of batch, head, position */
@@ -69,7 +92,7 @@ typedef struct {
   int64_t grad_q_stride[3], grad_k_stride[3], grad_v_stride[3];
   float *grad_sinks;              /* [B, H, T]: each row's share, to be summed; or NULL */
 
-  /* Results of hw_sums, which reads q, k, masks and lse (with the sink in it). */
+  /* Results of hw_sums, which reads q, k, masks, sinks and lse (with the sink in it). */
   const float *weight;            /* [T]: what each query counts, or NULL for 1 */
   float *received;                /* [B, H, S]: sum over queries of weight * p, or NULL */
   const int32_t *query_block;     /* [T] and [S], ascending, values in [0, blocks): */

@@ -13,11 +13,17 @@ constexpr int VQ = BQ / W;   // vectors to a block
 static HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// A call, with a scale that is over 0: its sign is in the queries.
+// A call, with a scale that is over 0: its sign is in the queries. Scores that are plain products are scaled
+// on their way into the softmax: `unit` is what a score in the kernel is multiplied by to be one of the call.
 struct Call : hw_call {
-  float sign;
-  explicit Call(const hw_call &c) : hw_call(c), sign(c.scale > 0 ? 1.f : c.scale < 0 ? -1.f : 0.f) {
+  headwise::Control &control;
+  float sign, unit;
+  bool plain; // nothing is done to products but to scale them, by a number of no extreme size
+  Call(const hw_call &c, headwise::Control &shared)
+      : hw_call(c), control(shared), sign(c.scale > 0 ? 1.f : c.scale < 0 ? -1.f : 0.f) {
     scale = sign == 0 ? 1.f : sign * c.scale;
+    plain = softcap == 0 && !allowed && !bias && !slopes && scale >= 0x1p-64f && scale <= 0x1p64f;
+    unit = plain ? scale : 1.f;
   }
 };
 
@@ -26,8 +32,9 @@ static HW_INLINE int64_t place(const int64_t stride[3], int64_t b, int64_t h, in
   return b * stride[0] + h * stride[1] + t * stride[2];
 }
 
+// Within what differences of positions can hold, wherever the call says that it is.
 static HW_INLINE int64_t position_of(const Call &c, int64_t i) {
-  return c.position ? c.position[i] : i + c.offset;
+  return most(-(INT32_MAX / 2), least(c.position ? c.position[i] : i + c.offset, INT32_MAX - 1));
 }
 
 // The keys [low, high) of one query; empty ones are [0, 0).
@@ -103,11 +110,6 @@ struct Lanes {
   }
 };
 
-// What is done to scaled scores beyond ranges of keys.
-static HW_INLINE bool plain_scores(const Call &c) {
-  return c.softcap == 0 && !c.allowed && !c.bias && !c.slopes;
-}
-
 // W numbers of a table in float32, of which `count` are there.
 static HW_INLINE vf read_some(const float *from, int64_t stride, int count) {
   if (stride == 1 && count == W) return load<vf>(from);
@@ -169,7 +171,8 @@ static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, i
     const int64_t *st = c.bias_stride;
     const float *from = c.bias + b * st[0] + h * st[1] + i0 * st[2] + j0 * st[3];
     auto read = [&](int i, int k, int count) { return read_some(from + i * st[2] + k * st[3], st[3], count); };
-    each_turned(lanes.vectors, queries, n, st[2] == 0, scores, read, [](vf s, vf bias) { return s + bias; });
+    auto add = [](vf s, vf bias) { return select(bias == splat(-INF), bias, s + bias); }; // whatever s is
+    each_turned(lanes.vectors, queries, n, st[2] == 0, scores, read, add);
   }
   if (c.allowed) {
     const int64_t *st = c.allowed_stride;
@@ -180,22 +183,28 @@ static inline void finish_scores(const Call &c, const Lanes &lanes, int64_t b, i
   }
 }
 
-// The same for one query's scores at the n keys from j0 on, side by side; `factor` scales them.
+// The same for one query's scores at the n keys from j0 on, side by side; `factor` scales them. Each comes out
+// bit for bit as above.
 static inline void finish_row(const Call &c, float factor, int64_t b, int64_t h, int64_t i, int32_t j0, int n,
                               float *scores) {
+  const vi position = splat((int32_t)position_of(c, i));
   for (int at = 0; at < n; at += W) {
     vf s = load<vf>(scores + at) * factor;
     if (c.softcap != 0) s = tanh_of(s * (1.f / c.softcap)) * c.softcap;
+    if (c.slopes) {
+      vi away = position - (lanes_of() + (j0 + at));
+      away = away < 0 ? -away : away;
+      s = fma(splat(-c.slopes[h]), __builtin_convertvector(away, vf), s);
+    }
     store(scores + at, s);
   }
-  const int64_t position = position_of(c, i);
-  if (c.slopes)
-    for (int j = 0; j < n; j++)
-      scores[j] -= c.slopes[h] * (float)(position > j0 + j ? position - j0 - j : j0 + j - position);
   if (c.bias) {
     const int64_t *st = c.bias_stride;
     const float *line = c.bias + b * st[0] + h * st[1] + i * st[2] + j0 * st[3];
-    for (int j = 0; j < n; j++) scores[j] += line[j * st[3]];
+    for (int j = 0; j < n; j++) {
+      const float bias = line[j * st[3]];
+      scores[j] = bias == -INF ? bias : scores[j] + bias;
+    }
   }
   if (c.allowed) {
     const int64_t *st = c.allowed_stride;
@@ -203,6 +212,19 @@ static inline void finish_row(const Call &c, float factor, int64_t b, int64_t h,
     for (int j = 0; j < n; j++)
       if (!line[j * st[3]]) scores[j] = -INF;
   }
+}
+
+// Whether the mask lets a query see any key, whatever its scores are.
+static inline bool sees_some_key(const Call &c, int64_t b, int64_t h, int64_t i) {
+  int64_t low, high;
+  range_of(c, b, h, i, low, high);
+  if (!c.allowed && !c.bias) return low < high;
+  const int64_t *sa = c.allowed_stride, *sb = c.bias_stride;
+  const uint8_t *allowed = c.allowed ? c.allowed + b * sa[0] + h * sa[1] + i * sa[2] : nullptr;
+  const float *bias = c.bias ? c.bias + b * sb[0] + h * sb[1] + i * sb[2] : nullptr;
+  for (int64_t j = low; j < high; j++)
+    if ((!allowed || allowed[j * sa[3]]) && (!bias || bias[j * sb[3]] != -INF)) return true;
+  return false;
 }
 
 // ── tensors of any dtype ────────────────────────────────────────────────────────────────────────

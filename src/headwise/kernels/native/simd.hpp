@@ -30,7 +30,7 @@ typedef int32_t vi __attribute__((vector_size(W * 4), aligned(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4), aligned(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2), aligned(W * 2)));
 
-constexpr float INF = __builtin_inff();
+constexpr float INF = __builtin_inff(), MOST = __FLT_MAX__;
 
 template <class V, class T> static HW_INLINE V load(const T *p) {
   V v;
@@ -118,23 +118,24 @@ static HW_INLINE vf gathered(vf other, vi mask, const float *from, vi index) {
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
-// 2^t for t from −126 to 127, about 1 ulp: 2^n · 2^r with n the nearest whole number (least squares of the
-// relative error, reweighted until it is level: 2e-9). With AVX-512, n is the nearest sixteenth, whose
-// power without its whole part stands in a register: two products less.
-static HW_INLINE vf exp2_in_range(vf t) {
+// 2^(u·by) for a product from −126 to 127, about 1 ulp: 2^n · 2^r with n the nearest whole number (least
+// squares of the relative error, reweighted until it is level: 2e-9). With AVX-512, n is the nearest sixteenth,
+// whose power without its whole part stands in a register: two products less. `by` costs nothing, as it is
+// part of sums that are made anyhow.
+static HW_INLINE vf exp2_in_range(vf u, vf by) {
 #if defined(__AVX512F__)
   const __m512 sixteenths =
       _mm512_setr_ps(1.f, 1.04427373f, 1.09050775f, 1.13878859f, 1.18920708f, 1.24185777f, 1.29683955f, 1.35425556f,
                      1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f, 1.75625217f, 1.8340081f, 1.91520655f);
   const vf whole = splat(786432.f); // a sum with it has sixteenths in its last four bits
-  vf sum = t + whole, n = sum - whole, r = t - n;
+  vf sum = fma(u, by, whole), n = sum - whole, r = fma(u, by, -n);
   vf power = (vf)_mm512_permutexvar_ps((__m512i)sum, sixteenths);
   vf p = fma(splat(5.550595e-2f), r, splat(2.4023429e-1f));
   p = fma(p, r, splat(6.9314718e-1f));
   return (vf)_mm512_scalef_ps((__m512)fma(p, power * r, power), (__m512)n); // by 2^floor(n)
 #else
-  vf n = (t + 12582912.f) - 12582912.f; // the sum's last bits are the nearest whole number
-  vf r = t - n;
+  const vf whole = splat(12582912.f); // the sum's last bits are the nearest whole number
+  vf n = fma(u, by, whole) - whole, r = fma(u, by, -n);
   vf p = splat(1.535336e-4f);
   p = fma(p, r, splat(1.3398875e-3f));
   p = fma(p, r, splat(9.618437e-3f));
@@ -147,15 +148,20 @@ static HW_INLINE vf exp2_in_range(vf t) {
 #endif
 }
 
-constexpr float LEAST = -126.f; // 2 to anything below this is 0
+// What logarithms of weights are multiplied by to be binary digits, and the least of them whose weight is not 0:
+// 2 to anything below −126 is.
+struct Digits {
+  vf by, least;
+  explicit Digits(float factor) : by(splat(factor)), least(splat(factor > 126.f / MOST ? -126.f / factor : -MOST)) {}
+};
 
-// A weight 2^t: exactly 0 below LEAST (so for −inf), NaN for NaN.
-static HW_INLINE vf weight(vf t) {
+// A weight 2^(u · digits.by): exactly 0 below digits.least (so for −inf), NaN for NaN.
+static HW_INLINE vf weight(vf u, const Digits &digits) {
 #if defined(__AVX512F__)
-  __mmask16 there = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(LEAST), _CMP_NLT_UQ);
-  return (vf)_mm512_maskz_mov_ps(there, (__m512)exp2_in_range(t));
+  __mmask16 there = _mm512_cmp_ps_mask((__m512)u, (__m512)digits.least, _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_mov_ps(there, (__m512)exp2_in_range(u, digits.by));
 #else
-  return (vf)((vi)exp2_in_range(larger(splat(LEAST), t)) & ~(vi)(t < splat(LEAST)));
+  return (vf)((vi)exp2_in_range(larger(digits.least, u), digits.by) & ~(vi)(u < digits.least));
 #endif
 }
 
@@ -194,7 +200,7 @@ static HW_INLINE vf tanh_of(vf x) {
   p = fma(p, z, splat(-3.33332819422e-1f));
   vf near = fma(p * z, x, x);
   vf capped = a > splat(9.f) ? splat(9.f) : a;
-  vf far = 1.f - 2.f / (exp2_in_range(capped * (2 * LOG2_E)) + 1.f);
+  vf far = 1.f - 2.f / (exp2_in_range(capped, splat(2 * LOG2_E)) + 1.f);
   far = (vf)((vi)far | ((vi)x & (vi)splat((int32_t)0x80000000)));
   vf found = select(a < splat(0.625f), near, far);
   return select(x == x, found, x);

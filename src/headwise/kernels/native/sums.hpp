@@ -2,7 +2,7 @@
 // are the lanes and queries the rows, so that a key's sum is one addition a weight.
 #pragma once
 
-#include "forward.hpp"
+#include "norms.hpp"
 
 namespace HW_ISA {
 
@@ -13,11 +13,9 @@ template <class In> struct Sums {
 
   const Call &c;
   const int64_t tiles; // of BQ keys
-  const float factor;
-  const bool plain;
+  Norms<In> norms;
 
-  explicit Sums(const Call &call)
-      : c(call), tiles((c.keys + BQ - 1) / BQ), factor(c.sign * c.scale), plain(plain_scores(c)) {}
+  explicit Sums(const Call &call) : c(call), tiles((c.keys + BQ - 1) / BQ), norms(c) {}
 
   struct Room {
     E *keys, *rows;
@@ -36,7 +34,8 @@ template <class In> struct Sums {
     const int32_t j0 = (int32_t)(tile * BQ);
     const int n = (int)least(BQ, c.keys - j0);
     const int64_t g = h / (c.heads / c.kv_heads), head = b * c.heads + h;
-    const vf digits = splat((plain ? factor : 1.f) * LOG2_E);
+    const Digits digits = digits_of(c);
+    headwise::Steps steps(c.control);
     float *map = c.map ? c.map + head * c.blocks * c.blocks : nullptr;
     vi lanes[VQ];
     vf received[VQ] = {}, run[VQ] = {};
@@ -54,7 +53,7 @@ template <class In> struct Sums {
       }
     };
     bool laid = false;
-    for (int64_t i0 = 0; i0 < c.queries; i0 += ROWS) {
+    for (int64_t i0 = 0; i0 < c.queries && !steps.stopped(); i0 += ROWS) {
       const int rows = (int)least(ROWS, c.queries - i0);
       int32_t low[ROWS], high[ROWS];
       int from = rows, to = 0;
@@ -67,6 +66,7 @@ template <class In> struct Sums {
       if (from >= to) continue;
       if (!laid) {
         In::lay(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], n, c.dim, w.rows, w.keys);
+        if (c.sign != 1.f) In::change_sign(c, w.keys, c.dim);
         laid = true;
       }
       Matrix<E> q =
@@ -77,19 +77,21 @@ template <class In> struct Sums {
       vf part[VQ] = {};
       for (int i = from; i < to; i++) {
         float *row = w.scores + (int64_t)i * BQ;
-        const float lse = c.lse[head * c.queries + i0 + i];
-        if (lse == -INF) continue;
-        if (!plain) finish_row(c, factor, b, h, i0 + i, j0, n, row);
+        const int64_t at = head * c.queries + i0 + i;
+        if (c.lse[at] == -INF) continue;
+        if (!c.plain) finish_row(c, c.scale, b, h, i0 + i, j0, n, row);
         const bool open = low[i] <= j0 && j0 + BQ <= high[i];
-        const vf base = splat(lse * LOG2_E), counts = splat(c.weight ? c.weight[i0 + i] : 1.f);
+        const vf rest = splat(norms.rest(at)), counts = splat(c.weight ? c.weight[i0 + i] : 1.f);
+        if (const float top = norms.top(at); top != 0.f)
+          for (int v = 0; v < VQ; v++) store(row + v * W, load<vf>(row + v * W) - top);
         if (map && c.query_block[i0 + i] != block) {
           flush();
           block = c.query_block[i0 + i];
         }
         for (int v = 0; v < VQ; v++) {
-          vf t = fma(load<vf>(row + v * W), digits, -base);
+          vf t = load<vf>(row + v * W) - rest;
           if (!open) t = select((lanes[v] >= splat(low[i])) & (lanes[v] < splat(high[i])), t, splat(-INF));
-          vf p = weight(t) * counts;
+          vf p = weight(t, digits) * counts;
           part[v] += p;
           if (map) run[v] += p;
         }
@@ -103,7 +105,8 @@ template <class In> struct Sums {
     __builtin_memcpy(c.received + head * c.keys + j0, sums, n * sizeof(float));
   }
 
-  int run() const {
+  int run() {
+    if (!norms.make()) return HW_NO_MEMORY;
     // A map's entries are sums over several tiles, so that a task must have all of a head's.
     const int64_t at_a_time = c.map ? tiles : 1, parts = (tiles + at_a_time - 1) / at_a_time;
     auto work = [&](int64_t task, Scratch &scratch) {
@@ -113,12 +116,13 @@ template <class In> struct Sums {
       for (int64_t tile = first; tile < least(tiles, first + at_a_time); tile++)
         tile_of(w, head / c.heads, head % c.heads, tile);
     };
-    return headwise::for_each_task(c.batch * c.heads * parts, c.threads, Room::bytes(c), work) ? HW_OK : HW_NO_MEMORY;
+    const bool done = headwise::for_each_task(c.control, c.batch * c.heads * parts, c.threads, Room::bytes(c), work);
+    return done ? HW_OK : HW_NO_MEMORY;
   }
 };
 
-static int sums(const hw_call &call) {
-  const Call c(call);
+static int sums(const hw_call &call, headwise::Control &control) {
+  const Call c(call, control);
 #if defined(__AVX512BF16__)
   if (c.dtype == HW_BFLOAT16) return Sums<InPairs>(c).run();
 #endif

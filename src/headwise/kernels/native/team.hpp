@@ -2,14 +2,55 @@
 // that nothing depends on who takes which.
 #pragma once
 
+#include "headwise.h"
+
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <thread>
 
 namespace headwise {
 
-// Runs body(data) on so many threads at once and waits for them.
+// Runs body(data) on so many threads at once (or fewer, where there are no more) and waits for them.
 void on_team(int threads, void (*body)(void *), void *data);
+
+// What the threads of one call have in common: whether its host wants it to stop, and what was found.
+// Made by the calling thread, the only one that asks the host; until its end that thread has left the host.
+class Control {
+public:
+  explicit Control(const hw_host *host);
+  ~Control();
+  Control(const Control &) = delete;
+  Control &operator=(const Control &) = delete;
+
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  bool ask();                                  // the same, after asking the host if it is time to
+  void wait_for(const std::atomic<int> &busy); // until no thread is busy, or all are to stop
+
+  void found(int what) { found_.fetch_or(what, std::memory_order_relaxed); } // HW_NO_NUMBER, HW_OVERFLOW
+  int found() const { return found_.load(std::memory_order_relaxed); }
+
+private:
+  typedef std::chrono::steady_clock Clock;
+  const hw_host *const host_;
+  const std::thread::id caller_;
+  void *left_ = nullptr;
+  Clock::time_point next_;
+  std::atomic<bool> stopped_{false};
+  std::atomic<int> found_{HW_OK};
+};
+
+// One thread's way to ask: as a clock costs more than many a step, at every 16th only.
+class Steps {
+public:
+  explicit Steps(Control &control) : control_(control) {}
+  bool stopped() { return control_.stopped() || (++number_ % 16 == 0 && control_.ask()); }
+
+private:
+  Control &control_;
+  unsigned number_ = 0;
+};
 
 // Memory for one thread's task, cut into pieces that start at cache lines.
 class Scratch {
@@ -36,35 +77,47 @@ private:
   char *start_, *next_;
 };
 
-// Calls work(task, scratch) for every task below `tasks`; false if there was no memory.
+// Calls work(task, scratch) for every task below `tasks`, or for fewer if the call is stopped; false if there
+// was no memory.
 template <class Work>
-bool for_each_task(int64_t tasks, int64_t threads, int64_t scratch_bytes, const Work &work) {
+bool for_each_task(Control &control, int64_t tasks, int64_t threads, int64_t scratch_bytes, const Work &work) {
   struct Shared {
     std::atomic<int64_t> next{0};
+    std::atomic<int> busy{0};
     std::atomic<bool> failed{false};
+    Control *control;
     int64_t tasks, bytes;
     const Work *work;
+
+    void work_on() {
+      int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) return;
+      Scratch scratch(bytes);
+      if (!scratch) {
+        failed = true;
+        return;
+      }
+      Steps steps(*control);
+      for (; task < tasks && !steps.stopped(); task = next.fetch_add(1, std::memory_order_relaxed)) {
+        scratch.clear();
+        (*work)(task, scratch);
+      }
+    }
   } shared;
+  shared.control = &control;
   shared.tasks = tasks;
   shared.bytes = scratch_bytes;
   shared.work = &work;
   auto body = [](void *data) {
     Shared &all = *(Shared *)data;
-    int64_t task = all.next.fetch_add(1, std::memory_order_relaxed);
-    if (task >= all.tasks) return;
-    Scratch scratch(all.bytes);
-    if (!scratch) {
-      all.failed = true;
-      return;
-    }
-    for (; task < all.tasks; task = all.next.fetch_add(1, std::memory_order_relaxed)) {
-      scratch.clear();
-      (*all.work)(task, scratch);
-    }
+    all.busy++;
+    all.work_on();
+    all.busy--;
+    all.control->wait_for(all.busy);
   };
   int64_t crew = threads < tasks ? threads : tasks;
   if (crew <= 1)
-    body(&shared);
+    shared.work_on();
   else
     on_team((int)crew, body, &shared);
   return !shared.failed;

@@ -1,13 +1,12 @@
 // What each instruction set's unit offers to the dispatcher.
 #pragma once
 
-#include "headwise.h"
+#include "team.hpp"
 
 struct Unit {
+  typedef int Function(const hw_call &, headwise::Control &);
   const char *name;
-  int (*forward)(const hw_call &);
-  int (*backward)(const hw_call &);
-  int (*sums)(const hw_call &);
+  Function *forward, *backward, *sums;
 };
 
 #define HW_JOIN_(a, b) a##b

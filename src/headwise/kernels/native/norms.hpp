@@ -1,0 +1,71 @@
+// What every row of weights is relative to, from its log-sum-exp. Where that is large, float32 has no digits left
+// for the log of a sum (of n equal scores of −3e38 it is −3e38 again, and no weight is 1/n): such rows are passed
+// over once more, for their largest score and the log of their sum beside it.
+#pragma once
+
+#include "forward.hpp"
+
+namespace HW_ISA {
+
+// A row's weights are 2^((score − top − rest) · digits), with scores as the kernel has them.
+template <class In> class Norms {
+public:
+  static constexpr float LARGE = 4096.f; // of a log-sum-exp; from here on the rounding of one shows in the weights
+
+  explicit Norms(const Call &call) : c(call), blocks((c.queries + BQ - 1) / BQ) {}
+  ~Norms() { std::free(found_); }
+  Norms(const Norms &) = delete;
+
+  // Makes what there is to be made; false if there was no memory.
+  bool make() {
+    const int64_t rows = c.batch * c.heads * c.queries;
+    bool any = false;
+    for (int64_t row = 0; row < rows && !any; row++) any = large(c.lse[row]);
+    if (!any) return true;
+    found_ = (float *)std::malloc((size_t)(2 * rows) * sizeof(float));
+    if (!found_) return false;
+    Call scores = c; // and nothing else
+    scores.v = nullptr, scores.value_dim = 0, scores.first = scores.previous = scores.self = nullptr;
+    auto work = [&](int64_t task, headwise::Scratch &room) { block(scores, task, room); };
+    return headwise::for_each_task(c.control, c.batch * c.heads * blocks, c.threads, Workspace<In>::bytes(scores), work);
+  }
+
+  bool large(float lse) const { return lse > LARGE || (lse < -LARGE && lse != -INF); }
+  float top(int64_t row) const { return large(c.lse[row]) ? found_[2 * row] : 0.f; }
+  float rest(int64_t row) const { return large(c.lse[row]) ? found_[2 * row + 1] : c.lse[row] / c.unit; }
+
+  // How much higher a sink is than a row's top; beyond some size it takes all the weight whatever that is.
+  float above_top(float sink, float top) const {
+    const float above = sink - top * c.unit;
+    return above < 1e15f ? above : 1e15f;
+  }
+
+private:
+  const Call &c;
+  const int64_t blocks;
+  float *found_ = nullptr;
+
+  void block(const Call &scores, int64_t task, headwise::Scratch &room) {
+    const int64_t i0 = task % blocks * BQ, head = task / blocks, b = head / c.heads, h = head % c.heads;
+    const int n = (int)least(BQ, c.queries - i0);
+    const int64_t row0 = head * c.queries + i0;
+    bool any = false;
+    for (int i = 0; i < n; i++) any |= large(c.lse[row0 + i]);
+    if (!any) return;
+    Workspace<In> w(room, scores);
+    pass_over<In, false>(scores, b, h, i0, n, 0, 1, w);
+    for (int i = 0; i < n; i++) {
+      const float top = w.run.top[i] == -INF ? 0.f : w.run.top[i];
+      float sum = w.run.sum[i], above = 0.f;
+      if (c.sinks) {
+        const float sink = above_top(c.sinks[h], top);
+        above = sink > 0.f ? sink : 0.f;
+        sum = sum * std::exp(-above) + std::exp(sink - above);
+      }
+      found_[2 * (row0 + i)] = top;
+      found_[2 * (row0 + i) + 1] = (above + std::log(sum)) / c.unit;
+    }
+  }
+};
+
+} // namespace HW_ISA
