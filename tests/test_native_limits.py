@@ -431,10 +431,11 @@ def test_a_window_as_wide_as_there_are_numbers() -> None:
 # ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────
 
 LONG = """
-import sys, torch, headwise as hw
+import signal, sys, torch, headwise as hw
 from headwise.backends import Call
 from headwise.backends.native import Native
 from headwise.kernels import cpu
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell said otherwise
 torch.set_num_threads(int(sys.argv[2]))
 x = torch.zeros(1, 1, 400_000, 16)  # minutes
 lse = torch.zeros(1, 1, 400_000)

@@ -162,6 +162,8 @@ def observe(
                 if sample is not None and sample.drawn:
                     reading = _with_error(reading, sample)
                 readings[name] = reading
+        if not gradients:
+            lse = lse.detach()
     return Seen(lse, evidence, readings, output=out if made is None else made)
 
 
@@ -195,10 +197,11 @@ class Seen:
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
 
     `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
-    queries, n of them stand in place of T. `lse` is that of all queries where there is an output.
+    queries, n of them stand in place of T. `lse` is that of all queries where the output was
+    computed with it, else of those looked at.
     """
 
-    lse: Float[Tensor, "B H T"]
+    lse: Float[Tensor, "B H _"]
     evidence: Evidence = field(repr=False)
     readings: dict[str, Reading] = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None

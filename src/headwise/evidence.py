@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,15 +22,27 @@ from torch.nn.functional import logsigmoid
 
 from ._axes import Extent, statistics_dtype
 from ._index import grid
+from ._lazy import Lazy
 from .backends import Backend, Call, Figures, OnePass, choose
-from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, block_definition, blocks
+from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, blocks
 from .definition import Definition, finish_scores
 from .masks import Mask
 from .masses import Masses, Runs
 from .readings import CALL, KERNEL, KERNEL_PASS, PAIRS, PASS, ROWS, Reading, Way
 from .sampling import Rows
-from .scores import Scores, probability
-from .sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of, sweep
+from .scores import RowBlock, RowFigures, Scores, near, probability
+from .sweep import (
+    Accumulator,
+    Ahead,
+    Block,
+    Columns,
+    RowSums,
+    Spread,
+    entropy_of,
+    sweep,
+    tiles,
+    whole_rows,
+)
 
 KERNEL_FIGURES = {
     "entropy": "entropy",
@@ -103,24 +114,26 @@ class Evidence:
         self.whole, self.rows, self.gradients = call.extent, rows, gradients
         self.projection, self._made = projection, made
         self.output, self._asked, self._chosen = output, call, backend
-        if rows is not None:
-            mask = Rows(call.mask, rows, call.extent)
-            extent = replace(call.extent, queries=len(rows))
-            call = call.with_(q=call.q[:, :, rows], mask=mask, extent=extent)
-        dtype = statistics_dtype(call.q.dtype)
-        q, k = call.q.to(dtype), call.k.to(dtype)
-        sinks = None if call.sinks is None else call.sinks.to(dtype)
-        if not gradients:
+        q, k, sinks, mask, extent = call.q, call.k, call.sinks, call.mask, call.extent
+        if not gradients:  # first of all: what follows must leave nothing in the call's own graph
             q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
+        if rows is not None:
+            mask, extent = Rows(mask, rows, extent), replace(extent, queries=len(rows))
+            q = q[:, :, rows]
+        dtype = statistics_dtype(q.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+        sinks = None if sinks is None else sinks.to(dtype)
         # No statistic reads the values; keys stand in for them where a kernel wants some.
-        self.call = call.with_(q=q, k=k, v=k, dropout=0.0, sinks=None)
+        self.call = call.with_(q=q, k=k, v=k, mask=mask, extent=extent, dropout=0.0, sinks=None)
         self.sinks = sinks
         # The statistics' own calls are in float32; not every backend serves that.
         self.backend = choose(self.call) if backend.refuse(self.call) else backend
-        self.extent = call.extent
-        self.scores = Scores(self.call, gradients)
+        self.extent = extent
+        self.scores = Scores(self.call, gradients, sinks)
+        self._of_rows = RowFigures(self.scores)
         self._given: Figures | None = None
         self._waiting: dict[str, Callable[[], Accumulator]] = {}
+        self._waiting_for_keys: dict[str, Callable[[], Accumulator]] = {}
         self._done: dict[str, Accumulator] = {}
         self._wished: set[str] = set()
         self._ways: dict[str, Way] = {}
@@ -135,7 +148,7 @@ class Evidence:
         figures = [name for name, way in self._ways.items() if way.road == KERNEL]
         kernels = [KERNEL_FIGURES[name] for name in figures]
         if self.output and isinstance(chosen, OnePass):
-            whole = chosen.observe(asked, kernels)
+            whole = chosen.observe(asked, kernels, self.gradients)
         elif self.output:
             whole = Figures(*chosen.run(asked, self.gradients))
         elif isinstance(self.backend, OnePass) and kernels:
@@ -150,9 +163,9 @@ class Evidence:
 
     def _looked_at(self, figure: Tensor) -> Tensor:
         """Of a figure of all queries, those that are looked at, in the dtype of statistics."""
-        if self.rows is not None:
-            figure = figure[:, :, self.rows]
-        return figure if self.gradients else figure.detach()
+        if not self.gradients:
+            figure = figure.detach()
+        return figure if self.rows is None else figure[:, :, self.rows]
 
     def _figure(self, name: str) -> Tensor:
         """A figure of the kernel's own pass, `[B, H, n]`."""
@@ -165,7 +178,12 @@ class Evidence:
     @property
     def _masses(self) -> Masses:
         # Kept, it would close a cycle, and all tensors would live on until that is collected.
-        return Masses(self.scores, lambda: self.lse)
+        return Masses(self.scores, lambda: self.lse, self._of_rows)
+
+    @Lazy
+    def near(self) -> bool:
+        """Whether `exp(s − lse)` keeps its digits in every row; while compiling nobody knows."""
+        return near(self.lse)
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +201,7 @@ class Evidence:
             return "softcap is not linear in the scores"
         return "the scores carry a bias" if self.call.mask.biased else ""
 
-    @cached_property
+    @Lazy
     def queries(self) -> Int[Tensor, " n"]:
         """The numbers of the queries that are looked at."""
         if self.rows is not None:
@@ -211,7 +229,7 @@ class Evidence:
             )
         return self._given.out
 
-    @cached_property
+    @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
         if self._given is not None and self._given.lse is not None:
@@ -227,29 +245,33 @@ class Evidence:
         both = torch.logaddexp(of_keys.masked_fill(dead, 0.0), self.sinks[:, None])
         return both.masked_fill(dead, -torch.inf)
 
-    @cached_property
+    @Lazy
     def lse_of_keys(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of each query's scores alone, without its sink."""
         return self._lse_of_keys if self.linear else self._run(self.call)[1]
 
-    @cached_property
+    @Lazy
     def _lse_of_keys(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of the scores alone, from the call on the keys less their mean."""
         mean = self._mean_key.repeat_interleave(self.extent.group, 1)
         moved = torch.einsum("bhtd,bhd->bht", self.call.q, mean)
         return self._keys_seen[1] + self.call.scale * moved
 
-    @cached_property
+    @Lazy
     def sink(self) -> Float[Tensor, "B H n"]:
         """The mass on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
         if self.sinks is None:
             return torch.zeros_like(self.lse)
+        if not self.near:
+            return self._figure_of_rows("sink", _sink_of)
         log_p = self.sinks[:, None] - self.lse.masked_fill(self.lse == -torch.inf, torch.inf)
         return torch.exp(log_p.clamp(max=0.0))
 
     def _left(self, of_keys: Tensor) -> Tensor:
         """The share of each row that its sink leaves to the keys, from the LSE of these alone."""
         assert self.sinks is not None
+        if not self.near:
+            return self._figure_of_rows("left", lambda block: block.p.sum(-1))
         return torch.sigmoid(of_keys.masked_fill(of_keys == -torch.inf, 0.0) - self.sinks[:, None])
 
     def _with_sink(self, entropy: Tensor, of_keys: Tensor) -> Tensor:
@@ -266,7 +288,7 @@ class Evidence:
         choice = left * logsigmoid(ahead) + taken * logsigmoid(-ahead)
         return left * entropy.masked_fill(dead, 0.0) - choice
 
-    @cached_property
+    @Lazy
     def counts(self) -> Int[Tensor, "#B #H n"]:
         """How many keys each query may attend to, `n_i`."""
         extent = self.extent
@@ -287,7 +309,7 @@ class Evidence:
             parts.append(allowed.sum(-1))
         return torch.cat(parts, dim=2) if parts else torch.zeros(1, 1, 0, device=self.device).long()
 
-    @cached_property
+    @Lazy
     def alive(self) -> Bool[Tensor, "#B #H n"]:
         """Queries that may attend to something."""
         return self.counts > 0
@@ -341,8 +363,12 @@ class Evidence:
                 self.gather(figure, self._sums_of(figure))
             elif bent:
                 self._ways[figure] = Way(ROWS, f"{bent}, and a gradient is wanted")
+            elif figure == "entropy" and torch.compiler.is_compiling():
+                self._ways[figure] = Way(ROWS, "compiled, it may not depend on what was found")
             else:
                 self._ways[figure] = Way(CALL)
+            if self._ways[figure].road == ROWS:
+                self._of_rows.wait("entropy", _entropy_of_rows)
         if {self._ways[figure].road for figure in wished} == {CALL} and len(wished) == 2:
             self._both = self.linear
             for figure in wished if self._both else ():
@@ -369,24 +395,39 @@ class Evidence:
 
     # ── one pass for several figures ────────────────────────────────────────────────────────────
 
-    def gather(self, name: str, make: Callable[[], Accumulator]) -> None:
+    def gather(self, name: str, make: Callable[[], Accumulator], among_keys: bool = False) -> None:
         """Let the accumulator that `make()` gives see every block of P in the next pass.
 
-        `gathered` gives it back then. Nothing is made before that.
+        `gathered` gives it back then. Nothing is made before that. With `among_keys` the
+        probabilities are those among the keys alone, as if there were no sink.
         """
         if name not in self._done:
-            self._waiting.setdefault(name, make)
+            apart = among_keys and self.sinks is not None
+            (self._waiting_for_keys if apart else self._waiting).setdefault(name, make)
 
     def gathered(self, name: str) -> Any:
         """The accumulator of that name, after the pass that it waited for."""
         self._settle()
-        if self._waiting:
-            waiting = {name: make() for name, make in self._waiting.items()}
-            self._waiting = {}
-            with torch.no_grad():
-                sweep(self._constant, self.lse.detach(), list(waiting.values()))
-            self._done |= waiting
+        if name in self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            self._sweep(waiting, self.lse, self.sinks)
+        elif name in self._waiting_for_keys:
+            waiting, self._waiting_for_keys = self._waiting_for_keys, {}
+            self._sweep(waiting, self.lse_of_keys, None)
         return self._done[name]
+
+    def _sweep(
+        self, waiting: dict[str, Callable[[], Accumulator]], lse: Tensor, sinks: Tensor | None
+    ) -> None:
+        """Make one pass over the scores for all that wait."""
+        made = {name: make() for name, make in waiting.items()}
+        with torch.no_grad():
+            if near(lse):
+                found = tiles(self._constant, lse.detach())
+            else:
+                found = whole_rows(Scores(self._constant, False, sinks))
+            sweep(found, list(made.values()))
+        self._done |= made
 
     def zeros(self, *shape: int) -> Tensor:
         """Room for sums, `[B · H, *shape]`, in the dtype of the statistics."""
@@ -405,7 +446,12 @@ class Evidence:
         self.gather(name, lambda: RowSums(figure, self.zeros(self.extent.queries)))
         return self.by_head(self.gathered(name).total)
 
-    @cached_property
+    def _figure_of_rows(self, name: str, figure: Callable[[RowBlock], Tensor]) -> Tensor:
+        """A figure of whole rows, and with it all others that wait."""
+        self._of_rows.wait(name, figure)
+        return self._of_rows.read(name)
+
+    @Lazy
     def _constant(self) -> Call:
         return self.call.with_(**{name: getattr(self.call, name).detach() for name in "qkv"})
 
@@ -414,12 +460,16 @@ class Evidence:
     def _run(self, call: Call) -> tuple[Tensor, Tensor]:
         return self.backend.run(call, self.gradients)
 
-    @cached_property
+    @Lazy
     def _mean_key(self) -> Tensor:
-        """The mean of the keys that are numbers: what is none must reach nobody but who sees it."""
-        return self.call.k.nanmean(2).nan_to_num(nan=0.0)  # of no keys there is no mean
+        """The mean of the keys that are numbers: what is none must reach nobody but who sees it.
 
-    @cached_property
+        0 where there is none, or one so large that keys less it might be infinite.
+        """
+        mean = self.call.k.nanmean(2)
+        return mean.where(mean.abs() <= LARGE, 0.0)
+
+    @Lazy
     def _keys_seen(self) -> tuple[Tensor, Tensor]:
         """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
 
@@ -450,7 +500,7 @@ class Evidence:
         high = torch.div(here, 4096, rounding_mode="trunc")  # 0 on both sides of that query
         return torch.stack([here - 4096 * high, high], dim=-1).to(self.call.q.dtype)
 
-    @cached_property
+    @Lazy
     def entropy(self) -> Float[Tensor, "B H n"]:
         """`−Σ_j p_ij log p_ij = lse_i − E[s]`, with `E[s] = scale · q_i·(P K)_i`; and the sink's.
 
@@ -458,25 +508,32 @@ class Evidence:
         changes no probability, and keeps both sides of the difference small. With softcap or a bias
         the scores are not linear in the keys, and blocks of scores are summed.
         """
-        call, road = self.call, self.way("entropy").road
+        road = self.way("entropy").road
         if road == KERNEL:
             return self._figure("entropy")
-        if road == PASS:
+        entropy = None
+        if road == CALL:
+            entropy = self._entropy_by_identity()
+        elif road == PASS and self.sinks is None:
             entropy = self.by_head(self.gathered("entropy").total)
-            if self.sinks is not None:
-                log_p = (self.sinks[:, None] - self.lse).clamp(-LARGE, 0.0)
-                entropy = entropy - torch.exp(log_p) * log_p
-        elif road == ROWS:
-            entropy = self._with_sink(*self._by_rows(_entropy_of_rows))
-        else:
-            seen, lse = self._keys_seen
-            mean = torch.einsum("bhtd,bhtd->bht", call.q, seen[..., : call.q.shape[-1]])
-            entropy = lse - mean * call.scale
-            if self.sinks is not None:
-                entropy = self._with_sink(entropy, self._lse_of_keys)
+        elif road == PASS and self.sinks is not None and self.near:
+            log_p = (self.sinks[:, None] - self.lse).clamp(-LARGE, 0.0)
+            entropy = self.by_head(self.gathered("entropy").total) - torch.exp(log_p) * log_p
+        if entropy is None:
+            entropy = self._figure_of_rows("entropy", _entropy_of_rows)
         return torch.where(self.alive, entropy.clamp(min=0.0), 0.0)
 
-    @cached_property
+    def _entropy_by_identity(self) -> Tensor | None:
+        """The entropy by one more call; `None` where it would be a difference of large numbers."""
+        seen, lse = self._keys_seen
+        mean = torch.einsum("bhtd,bhtd->bht", self.call.q, seen[..., : self.call.q.shape[-1]])
+        entropy = lse - mean * self.call.scale
+        dead = lse == -torch.inf
+        if not near(lse) or not bool((entropy.isfinite() | dead).all()):
+            return None
+        return self._with_sink(entropy, self._lse_of_keys)
+
+    @Lazy
     def position(self) -> Float[Tensor, "B H n"]:
         """`E[j − position of i]`: how far ahead each query looks on average; 0 in dead rows.
 
@@ -498,7 +555,7 @@ class Evidence:
             ahead = self._left(of_keys) * ahead
         return torch.where(self.alive, ahead, 0.0)
 
-    @cached_property
+    @Lazy
     def spread(self) -> Float[Tensor, "B H n"]:
         """Standard deviation of the position of the key, in tokens; 0 in dead rows. No gradient.
 
@@ -509,8 +566,8 @@ class Evidence:
 
     def gather_spread(self) -> None:
         """Announce that `spread` will be read."""
-        shared = self.sinks is not None
-        self.gather("spread", lambda: Spread(self.zeros(self.extent.queries), shared))
+        make = lambda: Spread(self.zeros(self.extent.queries))  # noqa: E731
+        self.gather("spread", make, among_keys=True)
 
     def weights(
         self,
@@ -522,7 +579,7 @@ class Evidence:
 
         `exp(s_ij − lse_i)`: O(D) an entry.
         """
-        e, device, call = self.extent, self.device, self._constant
+        e, device = self.extent, self.device
         h, i, j = (
             torch.arange(size, device=device)[_index(wanted, size, name)]
             for wanted, size, name in (
@@ -531,6 +588,9 @@ class Evidence:
                 (keys, e.keys, "keys"),
             )
         )
+        if not self.near:
+            return self.rows_of(i)[0][:, h][..., j]
+        call = self._constant
         q = call.q[:, h][:, :, i]
         k = call.k[:, h // e.group][:, :, j]
         scores = q @ k.mT * call.scale
@@ -544,6 +604,15 @@ class Evidence:
         else:
             scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
         return probability(scores, self.lse.detach()[:, h][:, :, i, None])
+
+    def rows_of(
+        self, queries: Int[Tensor, " t"]
+    ) -> tuple[Float[Tensor, "B H t S"], Float[Tensor, "B H t"] | None]:
+        """Whole rows of P, and what the sink takes of them; of sampled queries, by their places."""
+        scores = Scores(self._constant, False, None if self.sinks is None else self.sinks.detach())
+        q, every = self._constant.q[:, :, queries], slice(0, self.extent.keys)
+        block = scores.row_block(q, queries[:, None], slice(0, len(queries)), every)
+        return block.p, None if block.log_sink is None else torch.exp(block.log_sink)
 
     def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H n C"]:
         """`P @ columns`: attention with these columns as values, head_dim of them to a call."""
@@ -567,16 +636,21 @@ class Evidence:
         outs, lses = zip(*(self._run(call.with_(v=x.contiguous())) for x in split), strict=True)
         return torch.cat(outs, dim=-1), lses[0]
 
-    def mass_of(self, mask: Mask) -> tuple[Float[Tensor, "B H n"], Int[Tensor, "#B #H n"]]:
+    def mass_of(
+        self, mask: Mask, name: str | None = None
+    ) -> tuple[Float[Tensor, "B H n"], Int[Tensor, "#B #H n"]]:
         """`Σ_j p_ij` over the keys that a mask allows as well, and how many those are.
+
+        `name` is that under which it was announced, if it was.
 
         `exp(lse restricted − lse)`: one call, of which only the log-sum-exp is read.
         """
-        mask.check(self.whole)
-        if mask.biased:
-            raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
-        chosen = mask if self.rows is None else Rows(mask, self.rows, self.whole)
+        chosen = self._within(mask)
         call = self.call.with_(mask=self.call.mask & chosen)
+        if not self.near:
+            name = self._of_rows.known(name)
+            self._wait_for_mask(chosen, name)
+            return self._of_rows.read(f"{name}: mass"), Evidence(call, self.backend).counts
         backend = choose(call) if self.backend.refuse(call) else self.backend
         if isinstance(backend, OnePass):
             restricted = backend.figures(call, ()).lse
@@ -589,7 +663,29 @@ class Evidence:
         share = torch.exp(torch.where(some, restricted, 0.0) - base)
         return torch.where(some, share, 0.0), inside.counts
 
-    @cached_property
+    def _within(self, mask: Mask) -> Mask:
+        """A mask that chooses keys, for the queries that are looked at.
+
+        Raises:
+            ValueError: it does not fit the call, or adds to the scores.
+        """
+        mask.check(self.whole)
+        if mask.biased:
+            raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
+        return mask if self.rows is None else Rows(mask, self.rows, self.whole)
+
+    def _wait_for_mask(self, mask: Mask, name: str) -> None:
+        """Let the mass within a mask be taken from the next pass over whole rows."""
+
+        def mass(block: RowBlock) -> Tensor:
+            allowed = mask.allowed(
+                *grid(self.extent, self.device, block.rows, block.keys), self.extent
+            )
+            return (block.p if allowed is None else torch.where(allowed, block.p, 0.0)).sum(-1)
+
+        self._of_rows.wait(f"{name}: mass", mass)
+
+    @Lazy
     def max_logit(self) -> Float[Tensor, "B H"]:
         """The largest score of each head, exactly; −inf where no query sees a key.
 
@@ -599,9 +695,12 @@ class Evidence:
         call, extent = self._constant, self.extent
         if self.way("max_logit").road == KERNEL:
             return self._figure("max_logit").detach().amax(-1)
-        known = self._above_the_largest()
         if not (extent.batch and extent.queries and extent.keys):
             return self.lse.new_full((extent.batch, extent.heads), -torch.inf)
+        if torch.compiler.is_compiling():  # which rows can win depends on their scores
+            every = [self._largest_in(block) for block in self.scores.blocks(SCORES_AT_A_TIME)]
+            return torch.stack(every).amax(0)
+        known = self._above_the_largest()
         row = max(1, extent.batch * extent.heads * extent.keys)
         count = min(extent.queries, max(1, min(16, SCORES_AT_A_TIME // row)))
         i = known.topk(count, dim=-1).indices
@@ -619,12 +718,18 @@ class Evidence:
                 )
             return best
         for block in blocks(call.mask, extent, self.device, SCORES_IN_CACHE):
-            if bool((known[:, :, block.rows].amax(-1) <= best).all()) or not _size(block.keys):
+            if bool((known[:, :, block.rows].amax(-1) <= best).all()):
                 continue
-            i, j = grid(extent, self.device, block.rows, block.keys)
-            found, _ = self.scores.logits(call.q[:, :, block.rows], call.k[:, :, block.keys], i, j)
-            best = torch.maximum(best, found.amax((-1, -2)))
+            best = torch.maximum(best, self._largest_in(block))
         return best
+
+    def _largest_in(self, block: Any) -> Float[Tensor, "B H"]:
+        """The largest score of a block of rows."""
+        if block.keys.stop == block.keys.start:
+            return self.lse.new_full((self.extent.batch, self.extent.heads), -torch.inf)
+        i, j = grid(self.extent, self.device, block.rows, block.keys)
+        q, k = self._constant.q[:, :, block.rows], self._constant.k[:, :, block.keys]
+        return self.scores.logits(q, k, i, j)[0].amax((-1, -2))
 
     def _above_the_largest(self) -> Float[Tensor, "B H n"]:
         """A number that no score of the row exceeds: the LSE of its keys, −inf in dead rows."""
@@ -642,14 +747,16 @@ class Evidence:
         if isinstance(self.backend, OnePass):
             call = self._constant.with_(sinks=self.sinks)
             return self.backend.received(call, self.lse.detach(), weight)
-        self.gather_received(weight)
+        self._gather_received(weight)
         return self.by_head(self.gathered("received").total)
 
     def gather_received(self, weight: Tensor) -> None:
-        """Announce that `received` will be read."""
+        """Announce that `received` will be read, in a pass over the scores where it takes one."""
         if not isinstance(self.backend, OnePass):
-            make = lambda: Columns(self.zeros(self.extent.keys), weight)  # noqa: E731
-            self.gather("received", make)
+            self._gather_received(weight)
+
+    def _gather_received(self, weight: Tensor) -> None:
+        self.gather("received", lambda: Columns(self.zeros(self.extent.keys), weight))
 
     def block_sums(self, of_query: Tensor, of_key: Tensor, blocks: int) -> Float[Tensor, "B H n n"]:
         """Sums of P over each block of queries and of keys; `of_query` `[n]`, `of_key` `[S]`."""
@@ -684,18 +791,36 @@ class Evidence:
         omit = None if runs.omit is None else runs.omit[:, self.rows]
         return Runs(runs.order, start, stop, omit)
 
-    def mass(self, runs: Runs) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
+    def mass(
+        self, runs: Runs, name: str | None = None
+    ) -> tuple[Float[Tensor, "B H T"], Int[Tensor, "#B #H T"]]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to.
 
         `p_ij = exp(s_ij − lse_i)` for the chosen pairs alone: O(D) a pair.
         """
-        return self._masses.reader_of(runs)[1]()
+        return self._masses.of(runs, name)
 
-    def mass_of_pattern(self, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    def prepare_mass(self, keys: Pattern | Mask, name: str) -> None:
+        """Announce that `mass_of_pattern` or `mass_of` will be read, under this name.
+
+        While compiling, where nobody knows whether the log-sum-exp serves, one pass over whole rows
+        then gives all of them.
+        """
+        figure = getattr(keys, "figure", None)
+        if figure is not None:
+            self.wish(figure)
+        if not torch.compiler.is_compiling():
+            return
+        if isinstance(keys, Mask):
+            self._wait_for_mask(self._within(keys), name)
+        elif figure is None or not self._by_kernel:
+            self._masses.wait(self.runs(keys), name)
+
+    def mass_of_pattern(self, pattern: Pattern, name: str | None = None) -> tuple[Tensor, Tensor]:
         """`mass` of a pattern's keys; from the kernel's own pass, where it has them."""
         figure = getattr(pattern, "figure", None)
         if figure is None or self.way(figure).road != KERNEL:
-            return self.mass(self.runs(pattern))
+            return self.mass(self.runs(pattern), name)
         return self._figure(figure), self._masses.count_of_one_key(self.runs(pattern))
 
     def way_of_mass(self, pattern: Pattern) -> Way:
@@ -705,21 +830,18 @@ class Evidence:
             return self.way(figure)
         return self._masses.reader_of(self.runs(pattern))[0]
 
-    def _by_rows(self, figure: Callable[[Definition], Tensor]) -> tuple[Tensor, Tensor]:
-        """A figure of the definition among the keys, block by block, and their log-sum-exp."""
 
-        def of(block: Any) -> tuple[Tensor, Tensor]:
-            full = block_definition(self.call, block)
-            return figure(full), full.lse
-
-        figures, lse = self.scores.in_blocks(of, SCORES_AT_A_TIME, (self.call.q.dtype,) * 2)
-        return figures, lse
+def _entropy_of_rows(block: RowBlock) -> Tensor:
+    """`−Σ p log p`, the sink's among them."""
+    entropy = -(block.p * block.log_p).sum(-1)
+    if block.log_sink is None:
+        return entropy
+    return entropy - torch.exp(block.log_sink) * block.log_sink
 
 
-def _entropy_of_rows(full: Definition) -> Tensor:
-    """`−Σ p log p` with a gradient that is finite also where p is 0."""
-    log_p = (full.logits - full.lse[..., None]).masked_fill(~full.allowed, 0.0)
-    return -(full.weights * log_p).sum(-1)
+def _sink_of(block: RowBlock) -> Tensor:
+    assert block.log_sink is not None
+    return torch.exp(block.log_sink)
 
 
 def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
@@ -732,7 +854,3 @@ def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> 
         if not -size <= number < size:
             raise ValueError(f"weights({name}={number}): there are {size} {name}")
     return numbers
-
-
-def _size(part: slice) -> int:
-    return part.stop - part.start

@@ -16,7 +16,7 @@ from .backends import Call
 from .backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from .definition import finish_scores
 from .readings import PAIRS, ROWS, Way
-from .scores import Scores, probability
+from .scores import RowBlock, RowFigures, Scores, near, probability
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
@@ -40,8 +40,8 @@ class Runs:
 class Masses:
     """Masses in one call; each is read on the road that is cheapest for its keys."""
 
-    def __init__(self, scores: Scores, lse: Callable[[], Tensor]) -> None:
-        self.scores, self._lse = scores, lse
+    def __init__(self, scores: Scores, lse: Callable[[], Tensor], rows: RowFigures) -> None:
+        self.scores, self._lse, self._rows = scores, lse, rows
 
     @property
     def call(self) -> Call:
@@ -65,8 +65,29 @@ class Masses:
         count = chosen if allowed is None else allowed & chosen
         return count[(None,) * (4 - count.dim())][..., 0].long()
 
+    def of(self, runs: Runs, name: str | None = None) -> tuple[Tensor, Tensor]:
+        """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to."""
+        if self.extent.queries and self.extent.keys and not near(self._lse()):
+            name = self._rows.known(name)
+            self.wait(runs, name)
+            return self._rows.read(f"{name}: mass"), self._rows.read(f"{name}: count")
+        return self.reader_of(runs)[1]()
+
+    def wait(self, runs: Runs, name: str) -> None:
+        """Let the mass be taken from the next pass over whole rows, without the log-sum-exp."""
+        chosen_in = self._chosen(runs)
+
+        def mass(block: RowBlock) -> Tensor:
+            return torch.where(chosen_in(block), block.p, 0.0).sum(-1)
+
+        def count(block: RowBlock) -> Tensor:
+            return (chosen_in(block) & block.allowed).sum(-1)
+
+        self._rows.wait(f"{name}: mass", mass)
+        self._rows.wait(f"{name}: count", count, torch.long)
+
     def reader_of(self, runs: Runs) -> tuple[Way, Callable[[], tuple[Tensor, Tensor]]]:
-        """The road to the mass on chosen keys, and who takes it."""
+        """The road to the mass on chosen keys, and who takes it, where the log-sum-exp is near."""
         pairs = Way(PAIRS)
         if not self.extent.queries or not self.extent.keys:
             return pairs, self._of_none
@@ -135,24 +156,33 @@ class Masses:
 
     def _of_rows(self, runs: Runs) -> tuple[Tensor, Tensor]:
         """When the pairs are a good part of the matrix: blocks of whole rows, a GEMM each."""
-        call, extent = self.call, self.extent
-        place = torch.arange(extent.keys, device=self.device).expand_as(runs.order)
-        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
+        call, chosen_in = self.call, self._chosen(runs)
 
         def of(block: Any) -> tuple[Tensor, Tensor]:
-            i, j = grid(extent, self.device, block.rows, block.keys)
-            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
-            ranks = rank[..., block.keys]
-            chosen = (ranks >= start) & (ranks < stop)
-            if runs.omit is not None:
-                chosen = chosen & (j != runs.omit[:, block.rows, None])
+            i, j = grid(self.extent, self.device, block.rows, block.keys)
             q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
             logits, allowed = self.scores.logits(q, k, i, j)
             p = probability(logits, self._lse()[:, :, block.rows, None])
-            mass = torch.where(chosen[:, None], p, 0.0).sum(-1)
-            return mass, (chosen[:, None] & allowed).sum(-1)
+            chosen = chosen_in(block)
+            return torch.where(chosen, p, 0.0).sum(-1), (chosen & allowed).sum(-1)
 
         return self.scores.in_blocks(of, SCORES_IN_CACHE, (call.q.dtype, torch.long))
+
+    def _chosen(self, runs: Runs) -> Callable[[Any], Tensor]:
+        """Which keys of a block of rows are chosen, `[B or 1, 1, t, s]`."""
+        place = torch.arange(self.extent.keys, device=self.device).expand_as(runs.order)
+        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
+
+        def chosen(block: Any) -> Tensor:
+            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
+            ranks = rank[..., block.keys]
+            found = (ranks >= start) & (ranks < stop)
+            if runs.omit is not None:
+                _, j = grid(self.extent, self.device, keys=block.keys)
+                found = found & (j != runs.omit[:, block.rows, None])
+            return found[:, None]
+
+        return chosen
 
     def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""

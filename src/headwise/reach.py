@@ -29,7 +29,7 @@ def gather_apart(evidence: Evidence) -> None:
     """Announce that `apart` will be read."""
     if not backwards(evidence):
         make = lambda: RowSums(_Apart(evidence), evidence.zeros(evidence.extent.queries))  # noqa: E731
-        evidence.gather("apart", make)
+        evidence.gather("apart", make, among_keys=True)
 
 
 def way_of_apart(evidence: Evidence) -> Way:
@@ -38,8 +38,11 @@ def way_of_apart(evidence: Evidence) -> Way:
 
 
 def backwards(evidence: Evidence) -> bool:
-    """Whether no query sees a key ahead of it, nor a sink: then |i − j| is i − j on average too."""
-    if evidence.sinks is not None:
+    """Whether no query sees a key ahead of it, nor a sink: then |i − j| is i − j on average too.
+
+    While compiling nobody knows.
+    """
+    if evidence.sinks is not None or torch.compiler.is_compiling():
         return False
     found = evidence.call.mask.interval(grid(evidence.extent, evidence.device)[0], evidence.extent)
     if found is None:
@@ -51,15 +54,10 @@ class _Apart:
     """`Σ p |i − j|` of a block, with p among the keys."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self.positions, self.left = evidence.positions, None
-        if evidence.sinks is not None:
-            left = (evidence.lse_of_keys - evidence.lse).detach()
-            self.left = left.masked_fill(~evidence.alive, 0.0).flatten(0, 1)
+        self.positions = evidence.positions
 
     def __call__(self, block: Block) -> Tensor:
         p = block.p
-        if self.left is not None:
-            p = torch.exp(block.log_p - self.left[block.heads, block.rows, None])
         j = torch.arange(block.keys.start, block.keys.stop, device=p.device)
         away = (self.positions[block.rows, None] - j).abs().to(p.dtype)
         return torch.linalg.vecdot(p, away)

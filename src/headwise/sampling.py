@@ -42,27 +42,67 @@ def draw(
     tensor([0, 1, 2, 3])
     """
     queries, seed = check_queries(queries), _checked(seed)
+    compiling = torch.compiler.is_compiling()
     if isinstance(queries, int):
         if queries >= of:
             return None
-        generator = torch.Generator().manual_seed(seed)
-        edges = torch.arange(queries + 1, dtype=torch.float64) * of / queries
-        low, high = edges[:-1].ceil().long(), edges[1:].ceil().long()
-        inside = torch.rand(queries, generator=generator, dtype=torch.float64)
-        rows = low + (inside * (high - low)).floor().long()
+        rows = (_drawn if compiling else _draw)(queries, of, seed)
         return Sample(rows.to(device), of, True)
     rows = torch.as_tensor(queries).flatten()
+    ordered = (_sorted if compiling else _sort)(rows, of)
+    if len(ordered) == of:
+        return None
+    return Sample(ordered.to(device), of, False)
+
+
+def _draw(queries: int, of: int, seed: int) -> Tensor:
+    """One query from each of so many equal stretches, in order."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.arange(queries + 1, dtype=torch.float64) * of / queries
+    low, high = edges[:-1].ceil().long(), edges[1:].ceil().long()
+    inside = torch.rand(queries, generator=generator, dtype=torch.float64)
+    return low + (inside * (high - low)).floor().long()
+
+
+def _sort(rows: Tensor, of: int) -> Tensor:
+    """Named queries in order, counted from the first.
+
+    Raises:
+        ValueError: one named twice, or one that there is not.
+    """
     said = _said(rows)
-    rows = torch.where(rows < 0, rows + of, rows).long()
-    ordered = rows.sort().values
+    ordered = torch.where(rows < 0, rows + of, rows).long().sort().values
     if int(ordered[0]) < 0 or int(ordered[-1]) >= of:
         there = f"there are {of} queries, from 0 to {of - 1}" if of else "the call has no queries"
         raise ValueError(f"{said}: {there}.")
     if bool((ordered[1:] == ordered[:-1]).any()):
         raise ValueError(f"{said}: a query is named twice.")
-    if len(ordered) == of:
-        return None
-    return Sample(ordered.to(device), of, False)
+    return ordered
+
+
+# A compiler looks into neither: generators and the values of tensors are not known to it.
+_drawn = torch.library.custom_op(
+    "headwise::drawn_queries",
+    _draw,
+    mutates_args=(),
+    schema="(SymInt queries, SymInt of, SymInt seed) -> Tensor",
+)
+_sorted = torch.library.custom_op(
+    "headwise::named_queries",
+    _sort,
+    mutates_args=(),
+    schema="(Tensor rows, SymInt of) -> Tensor",
+)
+
+
+@_drawn.register_fake
+def _(queries: int, of: int, seed: int) -> Tensor:
+    return torch.empty(queries, dtype=torch.long)
+
+
+@_sorted.register_fake
+def _(rows: Tensor, of: int) -> Tensor:
+    return torch.empty_like(rows, dtype=torch.long)
 
 
 def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
@@ -86,7 +126,7 @@ def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
     if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
         raise ValueError(f"{_said(rows)}: {_WANTED}")
     rows = rows.flatten()
-    if len(rows.unique()) < len(rows):
+    if not torch.compiler.is_compiling() and len(rows.unique()) < len(rows):
         raise ValueError(f"{_said(rows)}: a query is named twice.")
     return rows
 

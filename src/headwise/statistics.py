@@ -141,15 +141,13 @@ class Mass:
         return ("mass" if isinstance(self.keys, Mask) else self.keys.name,)
 
     def prepare(self, evidence: Evidence) -> None:
-        figure = getattr(self.keys, "figure", None)
-        if figure is not None:
-            evidence.wish(figure)
+        evidence.prepare_mass(self.keys, self.names[0])
 
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         if isinstance(self.keys, Mask):
-            mass, count = evidence.mass_of(self.keys)
+            mass, count = evidence.mass_of(self.keys, self.names[0])
         else:
-            mass, count = evidence.mass_of_pattern(self.keys)
+            mass, count = evidence.mass_of_pattern(self.keys, self.names[0])
         return {self.names[0]: Reading(mass.clamp(max=1.0), count > 0, among=evidence.alive)}
 
     def ways(self, evidence: Evidence) -> dict[str, Way]:
@@ -318,15 +316,29 @@ class _Top:
 
     def add(self, block: Block) -> None:
         place, k = (block.heads, block.rows), self.keys.shape[-1]
-        logs, index = block.log_p.topk(min(k, block.log_p.shape[-1]), dim=-1)
-        keys = torch.where(logs > -1e29, index + block.keys.start, -1)
-        logs = torch.where(keys >= 0, logs, -math.inf)
+        logs = block.log_p
+        if block.hidden is not None:
+            logs = logs.masked_fill(block.hidden, -math.inf)
+        logs, index = _largest(logs, min(k, logs.shape[-1]))
+        keys = torch.where(logs > -math.inf, index + block.keys.start, -1)
         logs = torch.cat([self.logs[place], logs], dim=-1)
         keys = torch.cat([self.keys[place], keys], dim=-1)
         best = logs.sort(dim=-1, descending=True, stable=True).indices[..., :k]
         self.logs[place] = logs.gather(-1, best)
         self.keys[place] = keys.gather(-1, best)
         self.weights[place] = self.logs[place].exp()
+
+
+def _largest(logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest entries of the last axis and where they are; the earlier among equals."""
+    if not torch.compiler.is_compiling():
+        found, index = logs.topk(k, dim=-1)  # which takes any among equals
+        least = found[..., -1:]
+        if not bool((((logs >= least).sum(-1, keepdim=True) > k) & (least > -math.inf)).any()):
+            index = index.sort(dim=-1).values
+            return logs.gather(-1, index), index
+    found, index = logs.sort(dim=-1, descending=True, stable=True)
+    return found[..., :k], index[..., :k]
 
 
 @dataclass(frozen=True)
@@ -449,11 +461,10 @@ class _Offsets:
         bins = _bin_of(distance, size)
         if sides == 2:
             bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
-        low, high = int(bins.amin()), int(bins.amax())
         total = self.total[block.heads].view(-1, sides * size)
-        if low == high:
-            if low < sides * size:
-                total[:, low] += block.p.sum((-1, -2))
+        if not torch.compiler.is_compiling() and int(bins.amin()) == (high := int(bins.amax())):
+            if high < sides * size:
+                total[:, high] += block.p.sum((-1, -2))
         else:
             found = block.p.new_zeros(len(block.p), sides * size + 1)
             found.index_add_(1, bins.flatten(), block.p.flatten(1))
@@ -482,14 +493,13 @@ class Similarity:
     def read(self, evidence: Evidence) -> dict[str, Reading]:
         extent = evidence.extent
         sample = draw(self.queries, extent.queries, self.seed, evidence.device)
-        rows = torch.arange(extent.queries) if sample is None else sample.rows
+        everyone = torch.arange(extent.queries, device=evidence.device)
+        rows = everyone if sample is None else sample.rows
         total = evidence.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
         count = torch.zeros_like(total)
         size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
-        sink = None if evidence.sinks is None else evidence.sink.detach()
         for some in rows.split(size):
-            p = evidence.weights(queries=some.tolist())
-            distances, both = _js_distances(p, None if sink is None else sink[:, :, some])
+            distances, both = _js_distances(*evidence.rows_of(some))
             total += (distances * both).sum(1)
             count += both.sum(1)
         return {"similarity": Reading(total / count.clamp(min=1), over=count)}

@@ -1,7 +1,8 @@
 """One pass over all scores, in blocks that stay in cache, for several figures at once.
 
 With the log-sum-exp known, a block of probabilities is `exp(q kᵀ − lse)` and final: nothing is ever
-rescaled. Whatever is a sum over keys or over queries can be taken from the same pass.
+rescaled. Whatever is a sum over keys or over queries can be taken from the same pass. Where the
+log-sum-exp is too large for that, or a compiler must not ask, blocks are whole rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from ._index import grid
 from .backends import Call
+from .backends.blocked import SCORES_AT_A_TIME
 from .backends.tiles import Bounds
+from .scores import LITTLE, Scores
 
 SCORES = 1 << 19
 """How many scores a block holds (2 MiB in float32)."""
@@ -24,16 +27,14 @@ SCORES = 1 << 19
 ROWS, KEYS = 128, 4096
 """Queries and keys to a block, at most."""
 
-LITTLE = -1e30
-"""The logarithm of no probability at all; finite, so that 0 · log 0 is 0."""
-
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Probabilities of some queries, keys and heads.
 
     `heads` is a range of `B · H` flattened; `p` and `log_p` are `[heads, t, s]`. Where a pair may
-    not attend, `p` is 0 and `log_p` a large negative number. The next block overwrites both.
+    not attend (`hidden`, broadcastable to the same; `None` for nowhere), `p` is 0 and `log_p` a
+    large negative number. The next block overwrites them.
     """
 
     heads: slice
@@ -41,6 +42,7 @@ class Block:
     keys: slice
     p: Tensor
     log_p: Tensor
+    hidden: Tensor | None = None
 
 
 @runtime_checkable
@@ -50,18 +52,29 @@ class Accumulator(Protocol):
     def add(self, block: Block) -> None: ...
 
 
-def sweep(call: Call, lse: Tensor, accumulators: Sequence[Accumulator]) -> None:
-    """Show every block of probabilities to every accumulator.
-
-    `call` is in the statistics' dtype; `lse` `[B, H, T]` is its log-sum-exp, −inf in dead rows.
-    """
-    for block in blocks(call, lse):
+def sweep(blocks: Iterator[Block], accumulators: Sequence[Accumulator]) -> None:
+    """Show every block of probabilities to every accumulator."""
+    for block in blocks:
         for accumulator in accumulators:
             accumulator.add(block)
 
 
-def blocks(call: Call, lse: Tensor) -> Iterator[Block]:
-    """Every block with a key that some query may see; each pair is in one block at most."""
+def whole_rows(scores: Scores) -> Iterator[Block]:
+    """Every block of queries with a key that some of them may see, each row normalised anew."""
+    for cut in scores.blocks(SCORES_AT_A_TIME):
+        if cut.keys.stop > cut.keys.start and scores.extent.batch:
+            found = scores.rows(cut)
+            log_p = found.log_p.flatten(0, 1)
+            hidden = ~found.allowed.flatten(0, 1)
+            yield Block(slice(0, len(log_p)), cut.rows, cut.keys, log_p.exp(), log_p, hidden)
+
+
+def tiles(call: Call, lse: Tensor) -> Iterator[Block]:
+    """Every block with a key that some query may see; each pair is in one block at most.
+
+    `call` is in the statistics' dtype; `lse` `[B, H, T]` is its log-sum-exp, −inf in dead rows and
+    elsewhere so small that scores less it have all their digits.
+    """
     e = call.extent
     if not (e.batch and e.queries and e.keys):
         return
@@ -91,10 +104,9 @@ def blocks(call: Call, lse: Tensor) -> Iterator[Block]:
                     log_p, p = room.of(len(part), part.shape[1], others.shape[2])
                     torch.bmm(part, others, out=log_p)
                     log_p, p = (x.unflatten(1, (e.group, size)).flatten(0, 1) for x in (log_p, p))
-                    if masked is not None:
-                        masked.finish_(log_p, heads, linear)
+                    hidden = None if masked is None else masked.finish_(log_p, heads, linear)
                     log_p.sub_(base[heads, rows, None])
-                    yield Block(heads, rows, keys, torch.exp(log_p, out=p), log_p)
+                    yield Block(heads, rows, keys, torch.exp(log_p, out=p), log_p, hidden)
 
 
 class _Room:
@@ -127,16 +139,19 @@ class _Masked:
             return table[0]
         return table.expand(self.e.batch, self.e.heads, -1, -1).flatten(0, 1)
 
-    def finish_(self, scores: Tensor, heads: slice, linear: bool) -> None:
-        """Scale (unless that is done), softcap, bias and mask, in place."""
+    def finish_(self, scores: Tensor, heads: slice, linear: bool) -> Tensor | None:
+        """Scale (unless that is done), softcap, bias and mask, in place; gives what it hid."""
         if not linear:
             scores.mul_(self.call.scale)
             if self.call.softcap is not None:
                 scores.div_(self.call.softcap).tanh_().mul_(self.call.softcap)
             if self.bias is not None:
                 scores.add_(_of(self.bias, heads).to(scores.dtype))
-        if self.hidden is not None:
-            scores.masked_fill_(_of(self.hidden, heads), LITTLE)
+        if self.hidden is None:
+            return None
+        hidden = _of(self.hidden, heads)
+        scores.masked_fill_(hidden, LITTLE)
+        return hidden
 
 
 def _of(table: Tensor, heads: slice) -> Tensor:
@@ -161,7 +176,7 @@ class Columns:
 
     def __init__(self, total: Tensor, counts: Tensor) -> None:
         self.total, self.counts = total, counts.to(total.dtype)
-        self.all = bool((counts == 1).all())
+        self.all = torch.compiler.is_compiling() or bool((counts == 1).all())
 
     def add(self, block: Block) -> None:
         weights = self.counts[block.rows]
@@ -170,43 +185,36 @@ class Columns:
 
 
 class Spread:
-    """Running weight, mean and variance of key positions among the keys (Chan et al. 1979).
+    """Running weight, mean and variance of key positions (Chan et al. 1979), for p among the keys.
 
-    Beside a sink (`shared`) the keys may be left so little that no digit of it is a number of p's
-    own dtype: their weights are then taken anew, each row's largest as 1.
+    A row's blocks come with very different weights; all of it is kept in float64.
     """
 
-    def __init__(self, zeros: Tensor, shared: bool = False) -> None:
-        self.mean, self.variance = (torch.zeros_like(zeros, dtype=torch.float64) for _ in "mv")
-        self.log_weight = torch.full_like(self.mean, -math.inf)
-        self.shared = shared
+    def __init__(self, zeros: Tensor) -> None:
+        self.weight, self.mean, self.variance = (
+            torch.zeros_like(zeros, dtype=torch.float64) for _ in "wmv"
+        )
 
     def add(self, block: Block) -> None:
-        p, top = block.p, torch.zeros_like(block.p[..., :1])
-        if self.shared:
-            top = block.log_p.amax(-1, keepdim=True)
-            p = torch.exp(block.log_p - top)
+        p, tiny = block.p, torch.finfo(block.p.dtype).tiny
         step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
         weight = p.sum(-1)
-        mean = (p @ step) / weight.clamp(min=torch.finfo(p.dtype).tiny)
-        variance = ((step - mean[..., None]).square_() * p).sum(-1).double() / weight.double()
+        mean = (p @ step) / weight.clamp(min=tiny)
+        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
         place = block.heads, block.rows
-        before, new = self.log_weight[place], weight.double().log() + top[..., 0].double()
-        total = torch.logaddexp(before, new)
-        none = total == -torch.inf
-        share = torch.exp(new - total).masked_fill(none, 0.0)
-        rest = torch.exp(before - total).masked_fill(none, 0.0)
+        before, new = self.weight[place], weight.double()
+        total = before + new
+        share = new / total.clamp(min=tiny)
         apart = mean.double() + block.keys.start - self.mean[place]
-        joined = rest * self.variance[place] + share * variance.nan_to_num(nan=0.0)
-        self.variance[place] = joined + rest * share * apart.square()
+        joined = before * self.variance[place] + squares + before * share * apart.square()
+        self.variance[place] = joined / total.clamp(min=tiny)
         self.mean[place] += apart * share
-        self.log_weight[place] = total
+        self.weight[place] = total
 
     @property
     def deviation(self) -> Tensor:
         """`[B · H, n]`, in float64."""
-        seen = self.log_weight > LITTLE / 2
-        return torch.where(seen, self.variance.clamp(min=0).sqrt(), 0.0)
+        return self.variance.clamp(min=0).sqrt()
 
 
 def entropy_of(block: Block) -> Tensor:

@@ -253,8 +253,13 @@ class OnePass(ABC):
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
-    def observe(self, call: Call, wishes: Iterable[str]) -> Figures:
-        """Output, LSE and the wished figures, in one pass."""
+    def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
+        """Output, LSE and the wished figures, in one pass.
+
+        Without `gradients` the figures have none, and the graph of the output keeps the tensors
+        that `run()` would keep, no more: a checkpoint that is computed again without figures must
+        find the same.
+        """
 
     @abstractmethod
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:

@@ -93,9 +93,9 @@ class Native(OnePass):
         assert lse is not None
         return out, lse
 
-    def observe(self, call: Call, wishes: Iterable[str]) -> Figures:
+    def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
         """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
-        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes), again))
+        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
 
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
         """The same without the output; the values are not read."""

@@ -27,21 +27,26 @@ Again = Callable[[Problem], list[Tensor]]
 """What computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
 
 
-def compute(problem: Problem, wishes: int, again: Again) -> list[Tensor | None]:
+def compute(
+    problem: Problem, wishes: int, again: Again, gradients: bool = True
+) -> list[Tensor | None]:
     """Output (`None` without values) and the wished figures, differentiable where anything is.
 
-    `wishes` is a sum of `BIT`s. The largest score has no gradient. Second derivatives are those of
+    `wishes` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
+    figure but the log-sum-exp has one: then the backward pass keeps what it keeps of a call without
+    wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
     `again`.
     """
     q, k, v, sinks, terms, scale, softcap = problem
+    wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
     if _observed() or not _plain(q, k, v, sinks, *terms[:6]):
         found = torch.ops.headwise.native_forward(
-            q, k, v, sinks, *terms, scale, softcap, wishes | BIT["lse"]
+            q, k, v, sinks, *terms, scale, softcap, *wishes_kept
         )
         wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem[:4]):
-        return list(_Attention.apply(*problem, wishes | BIT["lse"], again))
+        return list(_Attention.apply(*problem, *wishes_kept, again))
     return cpu.forward(problem, wishes)
 
 
@@ -93,16 +98,13 @@ class _Attention(torch.autograd.Function):
         scale: float,
         softcap: float,
         wishes: int,
+        kept: int,
         again: Again,
     ) -> tuple[Tensor | None, ...]:
         found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap), wishes)
         ctx.set_materialize_grads(False)
-        figures = dict(zip(FIGURES, found[1:], strict=True))
-        if figures["max"] is not None:
-            ctx.mark_non_differentiable(figures["max"])
-        ctx.save_for_backward(
-            q, k, v, sinks, *terms[:6], found[0], *(figures[name] for name in DIFFERENTIABLE)
-        )
+        figures = _kept(found[1:], kept, ctx)
+        ctx.save_for_backward(q, k, v, sinks, *terms[:6], found[0], *figures)
         ctx.numbers, ctx.factors, ctx.again = terms[6:], (scale, softcap), again
         return tuple(found)
 
@@ -121,7 +123,7 @@ class _Attention(torch.autograd.Function):
                 dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
             )
             found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
-        return (*found, None, None, None, None, None)
+        return (*found, *(None,) * 6)
 
 
 def _gradient_with_graph(
@@ -158,6 +160,17 @@ def _gradient_by_operator(
     return [g if yes else None for g, yes in zip(found, needed, strict=True)]
 
 
+def _kept(figures: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
+    """Of the figures of a forward pass, those that its backward pass reads; the others are marked
+    as without gradient."""
+    found = dict(zip(FIGURES, figures, strict=True))
+    read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and kept & BIT[name]}
+    rest = [x for name, x in found.items() if x is not None and name not in read]
+    if rest:
+        ctx.mark_non_differentiable(*rest)
+    return [read.get(name) for name in DIFFERENTIABLE]
+
+
 # ── operators ───────────────────────────────────────────────────────────────────────────────────
 
 # Operators give tensors only: one that is not there is empty, of shape [0].
@@ -182,7 +195,9 @@ def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op(
-    "headwise::native_forward", mutates_args=(), schema=f"({_READ}, int wishes) -> ({_EIGHT})"
+    "headwise::native_forward",
+    mutates_args=(),
+    schema=f"({_READ}, int wishes, int kept) -> ({_EIGHT})",
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     return _filled(cpu.forward(_problem(args), args[15]), args[0])
@@ -200,11 +215,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    has, figures = inputs[15], dict(zip(FIGURES, output[1:], strict=True))
-    ctx.mark_non_differentiable(figures["max"])
-    kept = [figures[name] if has & BIT[name] else None for name in DIFFERENTIABLE]
     out = None if inputs[2] is None else output[0]
-    ctx.save_for_backward(*inputs[:10], out, *kept)
+    ctx.save_for_backward(*inputs[:10], out, *_kept(output[1:], inputs[16], ctx))
     ctx.numbers = inputs[10:15]
 
 
@@ -217,7 +229,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
     ]
     found = _gradient_by_operator(problem, rest[6:], incoming, needed)
-    return (*found, *(None,) * 12)
+    return (*found, *(None,) * 13)
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)

@@ -137,13 +137,14 @@ class HeadsCall(AttentionCall):
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
         wanted = any(getattr(statistic, "reads_output", False) for statistic in statistics)
+        output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
             seen = observe(
                 *(self.q, self.k, self.v, *statistics),
                 queries=looking.queries,
                 seed=looking.seed,
                 gradients=looking.gradients,
-                output=self.out if wanted else False,
+                output=output,
                 projection=self.projection,
                 **keywords,
             )

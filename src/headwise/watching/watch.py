@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from ..attend import check_statistics
@@ -47,7 +48,8 @@ def watch(
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
             memory stays constant over a generation or a data set.
         gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
-            loss, as in `observe()`; by default what is seen is detached.
+            loss, as in `observe()`; by default what is seen is detached. Activation checkpointing
+            must then be the one without reentrant backward passes.
         modules: only these: a pattern of qualified names such as `"encoder.*"`, a list of them, or
             a function that says whether a name is meant; for statistics that fit some modules only.
         padding: False counts every query; strictly causal masks, sparse graphs, and
@@ -57,7 +59,8 @@ def watch(
     Raises:
         ValueError: a model that is compiled, or a part that is; a statistic twice; queries that no
             call could have; `running` together with `gradients`; while the model runs, statistics
-            that do not fit a call, with the name of the module, or a transform of `torch.func`.
+            that do not fit a call, with the name of the module, or a transform of `torch.func`;
+            `gradients` of what reentrant activation checkpointing computes.
         RuntimeError: the model is called in another thread, while the model runs.
 
     >>> import torch, headwise as hw
@@ -86,6 +89,7 @@ def watch(
         check_queries(queries)
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
+    with_graph: set[str] = set()  # the modules of which a call was seen with its graph
 
     def listen(call: AttentionCall) -> None:
         if not meant(call.name):
@@ -94,6 +98,12 @@ def watch(
         # What a backward pass recomputes was counted before; only its graph must be as it was.
         if call.again and not gradients:
             return
+        if call.again and call.name not in with_graph:
+            raise ValueError(
+                f"watch({kind}, …, gradients=True): {call.name!r} is computed again in backward "
+                f"and had no graph at first, as under reentrant activation checkpointing: its "
+                f"statistics would have no gradient; checkpoint with use_reentrant=False."
+            )
         try:
             readings = call.observe(statistics, looking)
         except ValueError as error:
@@ -103,6 +113,8 @@ def watch(
             ) from error
         if not call.again:
             watched.add(call.name, readings, call.heads, call.first_key)
+            if torch.is_grad_enabled():
+                with_graph.add(call.name)
 
     said, names = "", None
 
