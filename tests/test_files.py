@@ -123,7 +123,7 @@ def a_place(kind: str, folder: Path) -> Iterator[Path]:
 REFUSED = {
     "pipe": "is a pipe, and only a file can be replaced",
     "socket": "is a socket, and only a file can be replaced",
-    "link to itself": "cannot be written (Too many levels of symbolic links)",
+    "link to itself": "no file can be there (Too many levels of symbolic links)",
     "folder": "is a folder",
     "no folder": "there is no folder",
     "link into no folder": "there is no folder",

@@ -45,7 +45,7 @@ def place_for(path: Path) -> Path:
     except FileNotFoundError:
         found = None
     except OSError as error:
-        raise OSError(f"{path}: cannot be written ({error.strerror})") from None
+        raise OSError(f"{path}: no file can be there ({error.strerror})") from None
     if found is not None:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(f"{path}: is a folder; name a file in it")

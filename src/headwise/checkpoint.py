@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ._files import write_tensors
-from .gpt_folder import FolderError, write_files
+from .gpt_folder import write_files
+from .stored import FolderError, checked
 
 CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,13 +29,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Checkpoint:
     """What a checkpoint holds."""
 
+    path: Path
     step: int
     settings: dict[str, Any]
     fingerprint: str
     tensors: dict[str, Tensor]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put weights and moments back where they came from."""
+        """Put weights and moments back where they came from.
+
+        Raises:
+            FolderError: there are other tensors than the model's, or of other shapes or dtypes.
+        """
+        self._compare(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.tensors[f"weight.{name}"])
@@ -47,6 +54,24 @@ class Checkpoint:
                         for m in _MOMENTS
                     },
                 }
+
+    def _compare(self, model: nn.Module) -> None:
+        kinds = ("weight", *_MOMENTS) if self.step else ("weight",)
+        wanted = {
+            f"{kind}.{name}": (list(parameter.shape), parameter.dtype)
+            for kind in kinds
+            for name, parameter in model.named_parameters()
+        }
+        held = {name: (list(x.shape), x.dtype) for name, x in self.tensors.items()}
+        for name in sorted(wanted.keys() ^ held.keys()):
+            fault = "is missing" if name in wanted else "has no place in the model"
+            raise FolderError(f"{self.path}: {name} {fault}; start a new run")
+        for name, (shape, dtype) in held.items():
+            if (shape, dtype) != wanted[name]:
+                raise FolderError(
+                    f"{self.path}: {name} is {dtype} of {shape}, and its settings call for "
+                    f"{wanted[name][1]} of {wanted[name][0]}; start a new run"
+                )
 
 
 def write(
@@ -88,12 +113,16 @@ def read(folder: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return Checkpoint(
-            int(header["step"]), json.loads(header["settings"]), header["text"], tensors
-        )
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        step, settings = int(header["step"]), json.loads(header["settings"])
+        if step < 0 or not isinstance(settings, dict):
+            raise ValueError(f"step {step}, settings {type(settings).__name__}")
+        found = Checkpoint(path, step, settings, header["text"], tensors)
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FolderError(f"{path}: damaged or truncated ({reason}); start a new run") from None
+    for name, tensor in tensors.items():
+        checked(tensor, f"{path}: {name}")
+    return found
 
 
 def fingerprint(*ids: Tensor) -> str:

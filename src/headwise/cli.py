@@ -6,6 +6,7 @@ and what to do), 130 stopped with Ctrl-C.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -19,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from .console import told, training_bar, until_interrupted
+from ._text import escaped
+from .console import read_or_not, told, training_bar, until_interrupted
 from .training import TrainConfig
 
 SEEDS = 2**63 - 1  # the largest that PyTorch's generators take
@@ -38,6 +40,10 @@ app = typer.Typer(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     usage_error = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+    code: Any = 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal has no bytes for
     try:
         code = typer.main.get_command(app).main(arguments, "headwise", standalone_mode=False)
         sys.stdout.flush()
@@ -45,12 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except BrokenPipeError:  # the same, found out by our own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (KeyboardInterrupt, typer.Abort):
         return STOPPED
     except (ValueError, OSError) as error:
         return _bad_input(str(error))
     except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            return _bad_input(f"there is not enough memory for that ({error!r:.200})")
         if not isinstance(error, usage_error):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -61,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _bad_input(message: str) -> int:
-    print(f"headwise: {' '.join(message.split())}", file=sys.stderr)
+    print(f"headwise: {escaped(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
@@ -199,7 +206,7 @@ def train(
     if not summary.finished:
         print(
             f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
-            f"go on with: headwise train --resume --out {shlex.quote(str(out))}",
+            f"go on with: headwise train --resume --out {escaped(shlex.quote(str(out)))}",
             file=sys.stderr,
         )
     return STOPPED if interrupted() else 0
@@ -419,8 +426,8 @@ def convert(
     else:
         layers = "1 attention layer" if done.layers == 1 else f"{done.layers} attention layers"
         print(
-            f"{layers} from {done.source} to {done.target}: "
-            f"{done.tensors} tensors, {done.bytes / 1e6:,.3g} MB in {', '.join(done.files)}"
+            f"{layers} from {done.source} to {done.target}: {done.tensors} tensors, "
+            f"{done.bytes / 1e6:,.3g} MB in {escaped(', '.join(done.files))}"
         )
     return 0
 
@@ -486,7 +493,7 @@ def ladder(
         for part in shown(found):
             console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     if out is not None:
-        print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
 
 
@@ -532,13 +539,14 @@ def check(
     """
     from .check.command import command
 
-    return command(
-        words or [],
-        step=step,
-        new=new,
-        explain=explain,
-        arguments=arg or [],
-        seconds=timeout,
-        memory=memory,
-        as_json=as_json,
-    )
+    with read_or_not():
+        return command(
+            words or [],
+            step=step,
+            new=new,
+            explain=explain,
+            arguments=arg or [],
+            seconds=timeout,
+            memory=memory,
+            as_json=as_json,
+        )

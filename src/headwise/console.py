@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from ._text import escaped
 from .training import Progress, Summary
 
 
@@ -29,6 +33,49 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Unread:
+    """Standard output whose reader may leave: then what is written is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
+
+
+@contextlib.contextmanager
+def read_or_not() -> Iterator[None]:
+    """Let a command go on when the reader of its pipe, `head` say, has had enough.
+
+    For commands whose exit code is an answer.
+    """
+    before = sys.stdout
+    sys.stdout = _Unread(before)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = before
 
 
 @contextlib.contextmanager
@@ -75,14 +122,14 @@ def told(summary: Summary) -> str:
     """The summary for people."""
     return "\n".join(
         (
-            f"text       {summary.source}",
+            f"text       {escaped(summary.source)}",
             f"           {summary.held_out_rule}",
             f"held-out   {summary.held_out_loss:.3f} nats a token "
             f"({summary.held_out_bits_per_byte:.2f} bits a byte); "
             f"bigram {summary.bigram_loss:.3f}, unigram {summary.unigram_loss:.3f}",
             f"repeats    first copy {summary.repeats_first_loss:.2f}, "
             f"second copy {summary.repeats_second_loss:.2f}",
-            f"model      {summary.folder}: {summary.parameters:,} parameters, "
+            f"model      {escaped(summary.folder)}: {summary.parameters:,} parameters, "
             f"step {summary.step:,} of {summary.steps:,}",
         )
     )

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ._text import must_be_text
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -160,6 +162,7 @@ def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[in
     Raises:
         TextError: the text has fewer than two tokens.
     """
+    must_be_text(text, name)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < 2:
         raise TextError(f"{name}: {len(ids)} token(s) long, and at least 2 are needed")

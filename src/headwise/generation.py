@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ._text import must_be_text
 from .cache import KVCache
 from .gpt import GPT
 from .masks import Padding
@@ -356,9 +357,8 @@ def _as_ids(
             yield [int(id) for id in prompt]
         elif tokenizer is None:
             raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")
-        elif any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise ValueError(f"prompt {prompt!r} is no text: it holds bytes that are not UTF-8")
         else:
+            must_be_text(prompt, f"prompt {prompt!r}")
             yield tokenizer.encode(prompt, add_special_tokens=False).ids
 
 

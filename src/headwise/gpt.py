@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from .cache import KVCache
 from .gpt_config import ACTIVATIONS, GPTConfig
-from .gpt_folder import CONFIG, HEAD, FolderError, read_config, read_tokenizer, read_weights
+from .gpt_folder import CONFIG, HEAD, read_config, read_headers, read_tokenizer, read_weights
 from .gpt_folder import write_folder as _write_folder
 from .layer import MultiHeadAttention
 from .masks import Causal, Mask
+from .stored import FolderError, check_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -249,6 +250,8 @@ class GPT(nn.Module):
         """
         where = Path(folder) / CONFIG
         config = GPTConfig.from_json(read_config(folder), str(where))
+        stored = read_headers(folder)
+        check_size(config.weights, sum(one.size for one in stored.values()), str(where))
         try:
             with torch.device("meta"):
                 model = cls(config)
@@ -256,7 +259,7 @@ class GPT(nn.Module):
             reason = str(error).splitlines()[0]
             raise FolderError(f"{where}: no model has these sizes, {reason}") from None
         shapes = {name: tuple(value.shape) for name, value in model._weights().items()}
-        weights = read_weights(folder, shapes, dtype)
+        weights = read_weights(folder, stored, shapes, dtype)
         model.load_state_dict(weights, strict=False, assign=True)
         if config.tie_word_embeddings:
             model.lm_head.weight = model.transformer.wte.weight

@@ -97,6 +97,14 @@ class GPTConfig:
         """Width of the feed-forward part."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
+    @property
+    def weights(self) -> int:
+        """How many numbers the model has; a tied head counts once."""
+        e, inner = self.n_embd, self.inner
+        block = 4 * e + (4 * e * e + 4 * e) + (2 * e * inner + inner + e)
+        head = 0 if self.tie_word_embeddings else self.vocab_size * e
+        return (self.vocab_size + self.n_positions) * e + self.n_layer * block + 2 * e + head
+
     @classmethod
     def from_json(cls, config: dict[str, Any], where: str = CONFIG) -> GPTConfig:
         """Read a Hugging Face config; keys that do not change the function are passed over.
@@ -112,7 +120,7 @@ class GPTConfig:
                 raise FolderError(f"{where}: {key}={config[key]!r} is not supported")
         try:
             known = {
-                field.name: _typed(field.name, config[field.name], field.default)
+                field.name: typed(field.name, config[field.name], field.default)
                 for field in fields(cls)
                 if field.name in config
             }
@@ -125,7 +133,7 @@ class GPTConfig:
         return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **asdict(self)}
 
 
-def _typed(name: str, value: Any, default: Any) -> Any:
+def typed(name: str, value: Any, default: Any) -> Any:
     """A value of a config as its field wants it; JSON says 0 where a float is meant."""
     number = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(default, bool):

@@ -8,11 +8,11 @@ A folder holds `config.json`, the weights in `model.safetensors` (or in shards t
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._files import only_writer, write_tensors, write_whole
+from .stored import FolderError, Stored, checked, headers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,26 +33,6 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 # Causal masks that old checkpoints carry as buffers; they are not weights.
 _BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
-
-
-class FolderError(ValueError):
-    """A model folder that cannot be read or written."""
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Where one tensor lies."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.name)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -67,22 +48,45 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return _read_json(folder / CONFIG)
 
 
+def read_headers(folder: str | Path) -> dict[str, Stored]:
+    """Where the folder's weights lie, by their `transformer.`-prefixed names; none is read.
+
+    Raises:
+        FolderError: weights are pickled, missing, truncated or stored twice.
+    """
+    found: dict[str, Stored] = {}
+    for one in headers(weight_files(Path(folder))):
+        known = one.name.startswith(("transformer.", "lm_head."))
+        full = one.name if known else f"transformer.{one.name}"
+        if _BUFFERS.fullmatch(full):
+            continue
+        if full in found:
+            raise FolderError(f"{one.path}: {one.name} is stored twice, also in {found[full].path}")
+        found[full] = one
+    return found
+
+
 def read_weights(
-    folder: str | Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    folder: str | Path,
+    stored: Mapping[str, Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The folder's weights by their `transformer.`-prefixed names: exactly those in `shapes`.
+    """The weights whose headers `read_headers` gave: exactly those in `shapes`.
 
     Names and shapes are compared before any tensor is read. If `shapes` has no head (it is tied
     to the embedding), a head that is stored all the same must be equal to the embedding.
 
     Raises:
-        FolderError: weights are pickled, missing, extra, of another shape, truncated or no floats.
+        FolderError: weights are missing, extra, of another shape, no floats, or not finite.
     """
-    folder = Path(folder)
-    stored = _stored(folder)
+    folder, stored = Path(folder), dict(stored)
     twin = stored.pop(HEAD, None) if HEAD not in shapes else None
     _compare(folder, stored, shapes)
-    weights = {name: stored[name].read().to(dtype) for name in shapes}
+    weights = {
+        name: checked(stored[name].read().to(dtype), f"{stored[name].path}: {name}")
+        for name in shapes
+    }
     if twin is not None and not torch.equal(twin.read().to(dtype), weights[EMBEDDING]):
         raise FolderError(
             f"{twin.path}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties them; "
@@ -103,7 +107,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     if not path.is_file():
         raise FolderError(f"{folder}: holds no {TOKENIZER}; copy the model's tokenizer there")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(path.read_text("utf-8"))
     except Exception as error:  # the Rust library raises plain Exception
         raise FolderError(f"{path}: no tokenizer can be read, {_one_line(error)}") from None
 
@@ -127,7 +131,8 @@ def write_folder(
         WEIGHTS: lambda path: write_tensors(path, tensors, {"format": "pt"}),
     }
     if tokenizer is not None:
-        writers[TOKENIZER] = lambda path: tokenizer.save(str(path))
+        text = tokenizer.to_str(pretty=True)
+        writers[TOKENIZER] = lambda path: path.write_text(text, "utf-8")
     write_files(folder, writers)
 
 
@@ -195,8 +200,8 @@ def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Pat
             raise FolderError(f"{folder / INDEX}: lists no weights under weight_map")
         shards = sorted({str(file) for file in files.values()})
         for shard in shards:
-            if Path(shard).name != shard or not (folder / shard).is_file():
-                raise FolderError(f"{folder}: {INDEX} names {shard}, which is not there")
+            if Path(shard).name != shard or not os.path.isfile(folder / shard):
+                raise FolderError(f"{folder}: {INDEX} names {shard:.80}, which is not there")
         return [folder / shard for shard in shards]
     pickled = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt")])
     if pickled:
@@ -212,37 +217,8 @@ def weight_files(folder: Path, model_class: str = "GPT2LMHeadModel") -> list[Pat
     raise FolderError(f"{folder}: holds no {WEIGHTS} and no {INDEX}")
 
 
-def _stored(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the folder by its prefixed name; buffers that are no weights left out."""
-    from safetensors import SafetensorError, safe_open
-
-    stored: dict[str, _Stored] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    piece = file.get_slice(name)
-                    full = (
-                        name
-                        if name.startswith(("transformer.", "lm_head."))
-                        else f"transformer.{name}"
-                    )
-                    if _BUFFERS.fullmatch(full):
-                        continue
-                    if full in stored:
-                        raise FolderError(
-                            f"{path}: {name} is stored twice, also in {stored[full].path}"
-                        )
-                    stored[full] = _Stored(path, name, tuple(piece.get_shape()), piece.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise FolderError(
-                f"{path}: damaged or truncated ({_one_line(error)}); copy or download it again"
-            ) from None
-    return stored
-
-
 def _compare(
-    folder: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]]
+    folder: Path, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     missing, extra = sorted(shapes.keys() - stored.keys()), sorted(stored.keys() - shapes.keys())
     if missing:

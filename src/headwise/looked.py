@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ._files import write_whole
+from ._text import escaped
 from .grids import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 FORMAT = "headwise look 1"
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a document that is none raises."""
 
 MAP_SIDE = 256  # the most cells on a side of a map
 MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
@@ -49,6 +53,14 @@ APART = {
     "texts": "{} texts",
 }
 """What tells two looks apart whose model and text are called the same, in words."""
+
+
+FACTS = {
+    **dict.fromkeys(("model", "text", "architecture"), str),
+    **dict.fromkeys(("parameters", "context", "tokens", "texts"), int | None),
+    "versions": dict,
+}
+"""The kinds of facts in the provenance that pages count on."""
 
 
 class LookFileError(ValueError):
@@ -156,12 +168,13 @@ class Look:
         """
         try:
             return _look_of(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (*_DAMAGE, MemoryError) as error:
             raise LookFileError(f"no look that headwise saved ({_said(error)})") from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_json()` to a file, whole or not at all."""
-        path, content = Path(path), self.to_json().encode("utf-8")
+        # A lone surrogate has no bytes, and an escape of its own in JSON.
+        path, content = Path(path), self.to_json().encode("utf-8", "backslashreplace")
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(content)})
         return path
 
@@ -179,7 +192,7 @@ def load(path: str | os.PathLike[str]) -> Look:
         return Look.from_json(text)
     except OSError as error:
         raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except _DAMAGE as error:
         raise LookFileError(
             f"{path}: {_said(error)}; give a file of `headwise look --save` or one of its pages"
         ) from error
@@ -193,7 +206,7 @@ def titles(looks: Sequence[Look]) -> list[str]:
     ['gpt2 on notes, float32', 'gpt2 on notes, float16']
     """
     facts = [look.provenance for look in looks]
-    names = [f"{one.get('model', 'model')} on {one.get('text', 'text')}" for one in facts]
+    names = [escaped(f"{one.get('model', 'model')} on {one.get('text', 'text')}") for one in facts]
     if len({*names}) == len(names):
         return names
     apart = [key for key in APART if len({one.get(key) for one in facts}) > 1]
@@ -204,6 +217,7 @@ def titles(looks: Sequence[Look]) -> list[str]:
 
 
 def _only_one(looks: list[dict[str, Any]]) -> str:
+    _must_be(list, looks, "what the page holds")
     if len(looks) != 1:
         raise LookFileError(f"a page that compares {len(looks)} looks")
     return json.dumps(looks[0])
@@ -318,6 +332,7 @@ def _similarity(values: np.ndarray | None) -> dict[str, Any] | None:
 def _look_of(made: dict[str, Any]) -> Look:
     if not isinstance(made, dict) or made.get("format") != FORMAT:
         raise ValueError(f"it does not begin with the format {FORMAT!r}")
+    _check_kinds(made)
     look = Look(
         rows=made["rows"],
         layers=[_layer_of(layer) for layer in made["layers"]],
@@ -335,6 +350,43 @@ def _look_of(made: dict[str, Any]) -> Look:
         if layer.top_keys.shape[1] != len(read[0].tokens):
             raise ValueError(f"{layer.name} has not as many queries as there are tokens")
     return look
+
+
+def _check_kinds(made: dict[str, Any]) -> None:
+    """Compare the kinds of what a document holds with those of a look's own.
+
+    Raises:
+        KeyError, TypeError: something is missing, or of another kind.
+    """
+    for part in ("rows", "columns", "rules", "offsets", "streams", "layers"):
+        _must_be(list, made[part], part)
+    _must_be(dict, made["provenance"], "provenance")
+    for name, value in made["provenance"].items():
+        _must_be(FACTS.get(name, object), value, name)
+    for column in made["columns"]:
+        _must_be(str, column["key"], "a column's key")
+    for row in made["rows"]:
+        figures = dict(row)
+        for name, kind in (("layer", int), ("head", int), ("module", str), ("labels", list)):
+            _must_be(kind, figures.pop(name), name)
+        for label in row["labels"]:
+            _must_be(str, label["label"], "a label")
+        for name, value in figures.items():
+            _must_be(int | float | None, value, name)
+    for stream in made["streams"]:
+        _must_be(str, stream["name"], "a stream's name")
+        for token in stream["tokens"]:
+            _must_be(str, token, "a token")
+    for layer in made["layers"]:
+        _must_be(str, layer["name"], "a layer's name")
+        if min(layer["queries"], layer["keys"]) < 0:
+            raise TypeError(f"{layer['name']} has a stream below 0")
+
+
+def _must_be(kind: Any, value: Any, name: str) -> None:
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", kind)
+        raise TypeError(f"{name} is {type(value).__name__}, and {wanted} was expected")
 
 
 def _stream_of(made: dict[str, Any]) -> Stream:

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from . import checkpoint, corpus
 from .gpt import GPT, GPTConfig
-from .gpt_folder import FolderError, read_tokenizer
+from .gpt_config import typed
+from .gpt_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
+from .stored import FolderError, check_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EVALUATED_WINDOWS = 256
 SHORTEST_PERIOD = 8
+LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "steps", "batch"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("context", "batch", "vocab", "layers", "width"):
+            self._require(name, getattr(self, name) <= LARGEST_SIZE, f"at most {LARGEST_SIZE}")
         self._require("vocab", self.vocab >= corpus.SMALLEST_VOCAB, "at least 257")
         self._require("context", self.context >= 4, "at least 4")
         self._require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
@@ -119,6 +124,9 @@ def sinusoids(
 class Run:
     """A run in memory: model, optimiser, data and the number of steps done."""
 
+    FILES = (CONFIG, WEIGHTS, TOKENIZER, checkpoint.CHECKPOINT)
+    """What `save` writes."""
+
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer | None = None) -> None:
         texts = corpus.files(config.texts, config.held_out) if config.texts else None
         self.corpus = texts or corpus.manual(config.held_out)
@@ -143,7 +151,10 @@ class Run:
             FolderError: no checkpoint, a damaged one, or a text that has changed since.
         """
         saved = checkpoint.read(folder)
-        run = cls(_settings(saved.settings, folder), read_tokenizer(folder))
+        config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
+        held = sum(tensor.numel() for tensor in saved.tensors.values())
+        check_size(_sizes(config, tokenizer).weights, held, str(saved.path))
+        run = cls(config, tokenizer)
         if run.fingerprint != saved.fingerprint:
             raise FolderError(
                 f"{folder}: the text is not the one this run began with ({run.corpus.source}); "
@@ -220,22 +231,8 @@ class Run:
 
     def _model(self) -> GPT:
         config = self.config
-        end = self.tokenizer.token_to_id(corpus.END_OF_TEXT)
-        sizes = GPTConfig(
-            vocab_size=self.vocab,
-            n_positions=config.context,
-            n_embd=config.width,
-            n_layer=config.layers,
-            n_head=config.heads,
-            resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
-            attn_pdrop=0.0,
-            initializer_range=config.width**-0.5,  # GPT-2's 0.02 is right for 768, slow for 128
-            bos_token_id=end,
-            eos_token_id=end,
-        )
         with _seeded(torch.device("cpu"), config.seed, "weights", -1):
-            model = GPT(sizes)
+            model = GPT(_sizes(config, self.tokenizer))
         if config.sinusoids:
             table = model.transformer.wpe.weight
             start = sinusoids(
@@ -290,11 +287,41 @@ def windows(
     return ids[:size].view(count, context), ids[1 : size + 1].view(count, context)
 
 
-def _settings(saved: dict[str, Any], folder: Path) -> TrainConfig:
-    known = {field.name for field in fields(TrainConfig)}
+def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
+    """The settings that a checkpoint names.
+
+    Raises:
+        FolderError: one that there is not, or that has no such value.
+    """
+    saved, known = dict(saved), {field.name: field.default for field in fields(TrainConfig)}
+    texts = saved.pop("texts", [])
     if unknown := saved.keys() - known:
-        raise FolderError(f"{folder}: made by another version (setting {sorted(unknown)[0]!r})")
-    return TrainConfig(**{**saved, "texts": tuple(saved.get("texts", ()))})
+        raise FolderError(f"{path}: made by another version (setting {sorted(unknown)[0]!r})")
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise FolderError(f"{path}: texts={texts!r}: no list of files")
+    try:
+        given = {name: typed(name, value, known[name]) for name, value in saved.items()}
+        return TrainConfig(texts=tuple(texts), **given)
+    except ValueError as error:
+        raise FolderError(f"{path}: {error}") from None
+
+
+def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
+    """What model the settings call for."""
+    end = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    return GPTConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_positions=config.context,
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=0.0,
+        initializer_range=config.width**-0.5,  # GPT-2's 0.02 is right for 768, slow for 128
+        bos_token_id=end,
+        eos_token_id=end,
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -304,6 +331,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name!r}: must be auto, cpu or cuda") from None
+    if device.type == "meta":
+        raise ValueError(f"device={name!r}: holds no numbers; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}: this PyTorch sees no CUDA device; use cpu")
     return device

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import corpus
-from ._files import holds_files
+from ._files import holds_files, place_for
 from .gpt_folder import FolderError, only_run
 from .run import Run, TrainConfig
 
@@ -171,7 +171,10 @@ def _begin(folder: Path, config: TrainConfig | None, *, resume: bool, overwrite:
     if resume:
         if config is not None or overwrite:
             raise ValueError("resume goes on with the run's own settings; give no others")
-        return Run.resume(folder)
+        run = Run.resume(folder)
+        for name in Run.FILES:
+            place_for(folder / name)  # before the slow part
+        return run
     if holds_files(folder) and not overwrite:
         raise FolderError(
             f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "

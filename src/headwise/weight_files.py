@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor
 from ._files import holds_files, only_writer, place_for, write_whole
 from .convert import Wanted, converted, detect_shapes, find_layers
 from .gpt_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from .stored import checked
 
 __all__ = ["Converted", "convert_file"]
 
@@ -128,6 +129,7 @@ def convert_file(
         heads, kv_heads = _head_counts(source_path)
         wanted = Wanted(source, target, num_heads or heads, num_kv_heads or kv_heads, bias)
         layers = find_layers(wanted.old, tensors.shapes, str(wanted))
+        tensors.weights = {name for layer in layers for name in layer.names}
         stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
         done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
         plan = []
@@ -163,11 +165,17 @@ def convert_file(
 
 
 class _Stored:
-    """The tensors of one safetensors file or of many shards, read when asked for."""
+    """The tensors of one safetensors file or of many shards, read when asked for.
+
+    Those that are `weights` may hold no NaN; others go through as they are.
+    """
+
+    weights: Collection[str] = ()
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self.path = path
         self.metadata: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -184,7 +192,13 @@ class _Stored:
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        from safetensors import SafetensorError
+
+        try:
+            tensor = self._files[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.path}: {name} cannot be read: {error}") from None
+        return checked(tensor, f"{self.path}: {name}") if name in self.weights else tensor
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -200,15 +214,17 @@ def _files_of(path: Path) -> list[Path]:
 def _head_counts(path: Path) -> tuple[int | None, int | None]:
     """What a config beside the weights says, where there is one."""
     config = (path if path.is_dir() else path.parent) / CONFIG
+    if not config.is_file():
+        return None, None
     try:
         said = json.loads(config.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None, None
     if not isinstance(said, dict):
         return None, None
     counts = []
     for names in (_HEADS, _KV_HEADS):
-        found = (said[name] for name in names if isinstance(said.get(name), int))
+        found = (said[name] for name in names if type(said.get(name)) is int)
         counts.append(next(found, None))
     return counts[0], counts[1]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._text import escaped
 from ..looked import Look, budget
 from ..naming import RULES
 from ..watching.importance import ablation_scan
@@ -120,8 +121,8 @@ def look(
         layers=layers,
         streams=[part.stream for part in first.parts],
         provenance={
-            "model": model_name,
-            "text": text_name,
+            "model": escaped(model_name),
+            "text": escaped(text_name),
             **facts,
             "seed": seed,
             "similarity": FORMULA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from .. import corpus, gpt
 from .._files import place_for
+from .._text import escaped
 from ..looked import Look, finite, load, titles
 from ..page import check_out, write_page
 from .api import look
@@ -68,7 +70,10 @@ def command(
         return _compare(*compare, out, as_json)
     what, name = _read(text, texts, image)
     if save is not None:
-        place_for(save)
+        try:
+            place_for(save)
+        except OSError as error:
+            raise LookError(f"cannot write {error}") from None
     if dtype not in DTYPES:
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     with _bar() as report:
@@ -82,7 +87,7 @@ def command(
             seed=seed,
             importance=importance,
             ablation=ablation,
-            model_name="the built-in model" if model is None else model.resolve().name,
+            model_name="the built-in model" if model is None else _name(model),
             text_name=name,
             report=report,
         )
@@ -96,7 +101,7 @@ def command(
         _show(seen)
     for kind, path in (("page", out), ("saved", save)):
         if path is not None:
-            print(f"{kind}: {path.resolve()}", file=sys.stderr if as_json else sys.stdout)
+            print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
 
 
@@ -109,10 +114,14 @@ def _read(text: str | None, texts: Path | None, image: Path | None) -> tuple[Any
     if image is not None:
         return image, image.name
     if texts is not None:
-        return Texts(texts), texts.resolve().name
+        return Texts(texts), _name(texts)
     if text is not None:
         return corpus.read_text(text), "standard input" if text == "-" else Path(text).name
     return corpus.manual_passage(), "Python's manual: with"
+
+
+def _name(path: Path) -> str:
+    return Path(os.path.realpath(path)).name
 
 
 def _device(name: str) -> str:
@@ -145,15 +154,15 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
     else:
         console = _console()
         names = titles(looks)
-        shown = [{**row, "label": [_change(*row["labels"])]} for row in rows]
-        drawn, left_out = fitted(shown, console.width, signed)
+        changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
+        drawn, left_out = fitted(changes, console.width, signed)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
         after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
         if left_out:
             after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
         _print(console, before, drawn, "\n".join(after))
     if out is not None:
-        print(f"page: {out.resolve()}", file=sys.stderr if as_json else sys.stdout)
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from .. import gpt
-from ..gpt_folder import CONFIG, FolderError, read_config, weight_files
+from ..gpt_folder import CONFIG, read_config, weight_files
+from ..stored import FolderError, checked, headers
+from .sizes import check_counts, check_sides, no_larger
 
 __all__ = ["load_folder"]
 
@@ -43,9 +45,12 @@ def load_folder(
     name = named[0] if isinstance(named, list) else named
     if not (name is None or (isinstance(name, str) and name.isidentifier())):
         raise FolderError(f"{folder / CONFIG}: architectures={named!r}: no list of class names")
-    weight_files(folder, name or "AutoModel")
+    stored = list(headers(weight_files(folder, name or "AutoModel")))
+    numbers, where = sum(one.size for one in stored), str(folder / CONFIG)
+    check_counts(config, len(stored), numbers, where)
     transformers = _transformers(folder)
-    with _one_line(folder), _quiet(transformers):
+    sized = no_larger(numbers, where, packed="quantization_config" in config)
+    with _one_line(folder), _quiet(transformers), sized:
         model_class = _class_of(transformers, folder, config, name)
         model, told = model_class.from_pretrained(
             folder,
@@ -57,6 +62,8 @@ def load_folder(
             output_loading_info=True,
         )
         _check_weights(folder, told)
+        for weight, values in model.named_parameters():
+            checked(values, f"{folder}: {weight}")
         reader = _reader(transformers, folder, images=model.main_input_name == "pixel_values")
     return model.to(device).eval(), reader
 
@@ -75,6 +82,8 @@ def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
         if any(any(folder.glob(pattern)) for pattern in files):
             raise
         raise missing from None
+    if images:
+        check_sides(reader, str(folder))
     if not images and len(reader) <= len(reader.all_special_ids):
         raise missing
     return reader

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from .._text import escaped
 from ..figures import COLUMNS
 from ..looked import Look
 from ..naming import NO_LABEL
@@ -112,7 +113,7 @@ def _drawn(
         )
         values = (row.get(key) for key in keys)
         figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
-        drawn.add_row(f"{row['layer']}.{row['head']}", Text(label), *figures)
+        drawn.add_row(escaped(f"{row['layer']}.{row['head']}"), Text(escaped(label)), *figures)
     return drawn
 
 
@@ -124,7 +125,7 @@ def summary(look: Look, left_out: Sequence[str]) -> tuple[str, str]:
         for stream in look.streams
         if stream.name in UNITS
     )
-    before = f"{facts['model']} on {facts['text']}: {read}"
+    before = f"{escaped(facts['model'])} on {escaped(facts['text'])}: {read}"
     if facts["texts"] > 1:
         short = facts.get("too_short", 0)
         passed = f", {short:,} too short ones left out" if short else ""
@@ -166,7 +167,7 @@ def module_lines(look: Look) -> list[str]:
     if len(kinds) == 1:
         return []
     return [
-        f"{_ranges([number for number, _ in of])}: {kind if len(of) > 1 else of[0][1]}"
+        f"{_ranges([number for number, _ in of])}: {escaped(kind if len(of) > 1 else of[0][1])}"
         for kind, of in kinds.items()
     ]
 

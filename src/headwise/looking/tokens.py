@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from .._text import must_be_text
+
 __all__ = ["Encoded", "LookError", "Vocabulary", "token_texts"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that it has no piece for
@@ -86,7 +88,11 @@ class Vocabulary:
 
         Args:
             target: it is what a model is to write, for tokenizers that encode that differently.
+
+        Raises:
+            ValueError: a string that is no text.
         """
+        must_be_text(text, f"{'target' if target else 'text'} {text!r:.80}")
         return (self._encode if self._plain else self._encode_theirs)(text, limit, target)
 
     def _encode(self, text: str, limit: int | None, target: bool) -> Encoded:

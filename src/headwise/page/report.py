@@ -55,7 +55,7 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
     parts = {
         "title": html.escape(" and ".join(names)),
         "style": part("style.css") + part("report.css"),
-        "results": packed("results", text.encode("utf-8")),
+        "results": packed("results", text.encode("utf-8", "backslashreplace")),
         "plotly": packed("plotly", plotly().encode("utf-8")),
         "script": "\n".join(part(f"views/{script}") for script in SCRIPTS),
     }

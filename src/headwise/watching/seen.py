@@ -263,15 +263,34 @@ class WatchedModule:
         made = cls(state["name"])
         for call in state["calls"]:
             readings = {name: Reading(**reading) for name, reading in call.items()}
-            if any(reading.values.shape[1] != state["heads"] for reading in readings.values()):
-                raise ValueError(f"figures of other heads than {state['heads']}")
+            for reading in readings.values():
+                _check_reading(reading, state["heads"])
             made.add(readings, state["heads"])
         made.heads = state["heads"]
         if state["running"] is not None:
             made.running = Running.of_state(state["running"])
             if made.running.heads != made.heads:
                 raise ValueError(f"figures of other heads than {made.heads}")
+            made.running.table(texts=True)  # raises where its parts do not fit each other
         return made
+
+
+def _check_reading(reading: Reading, heads: int) -> None:
+    """Check that the tensors of a reading fit each other.
+
+    Raises:
+        AttributeError, IndexError, RuntimeError: something that is no tensor, or of other sizes.
+        ValueError: figures of other heads, or of other dtypes.
+    """
+    if reading.values.shape[1] != heads:
+        raise ValueError(f"figures of other heads than {heads}")
+    for rows in (reading.rows, reading.among):
+        if rows is not None and rows.expand(reading.values.shape[:3]).dtype != torch.bool:
+            raise ValueError(f"rows that are {rows.dtype}")
+    if reading.over is not None:
+        reading.over.expand(reading.values.shape)
+    if reading.error is not None and reading.error.shape != (heads,):
+        raise ValueError(f"errors of other heads than {heads}")
 
 
 def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
@@ -309,6 +328,6 @@ def load_seen(path: str | Path) -> Watched:
         seen = Watched(bool(content["running"]))
         for state in content["modules"]:
             seen._modules[state["name"]] = WatchedModule.of_state(state)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r})") from None
     return seen

@@ -90,5 +90,5 @@ def read_tree(path: Path) -> Any:
 
     try:
         return json.loads(header["content"], object_hook=tensor)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r})") from None
