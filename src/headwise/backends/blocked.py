@@ -49,7 +49,7 @@ def blocks(
         yield Block(rows_of, slice(low, max(low, high)))
 
 
-def block_rows(extent: Extent, scores: int) -> int:
+def block_rows(extent: Extent, scores: int = SCORES_AT_A_TIME) -> int:
     """Queries to a block."""
     row = max(1, extent.batch * extent.heads * extent.keys)
     return max(1, min(extent.queries, scores // row))
@@ -104,11 +104,11 @@ def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[
 def gradients_again(
     call: Call, grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients in q, k, v and sinks, where needed, that can be differentiated once more.
+    """Gradients in q, k, v and sinks, where needed; ones that can be differentiated where asked.
 
-    For backward passes of kernels that have no second derivative; `grads` are those of output and
-    LSE.
+    For backward passes of kernels that cannot do it; `grads` are those of output and LSE.
     """
+    again = torch.is_grad_enabled()
     inputs = (call.q, call.k, call.v, call.sinks)
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
     with torch.enable_grad():
@@ -116,7 +116,7 @@ def gradients_again(
         came = [(result, grad) for result, grad in results if grad is not None]
         outs, incoming = zip(*came, strict=True)
         found = iter(
-            torch.autograd.grad(outs, wanted, incoming, create_graph=True, allow_unused=True)
+            torch.autograd.grad(outs, wanted, incoming, create_graph=again, allow_unused=True)
         )
     return tuple(
         next(found) if need and x is not None else None

@@ -20,7 +20,7 @@ from .. import definition
 from .._axes import statistics_dtype
 from .._modes import forward_derivatives, readable, transformed
 from .base import Call, with_sinks
-from .blocked import gradients_again
+from .blocked import block_rows, gradients_again
 from .tiles import Tile, bias_size, flag, tiles
 
 BIAS_LIMIT = 256 * 2**20
@@ -131,31 +131,26 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
     if q.device.type == "cpu" and readable(lse):
-        _say_what_is_no_number(call, tile, out, lse)
+        # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
+        # all of them below the smallest.
+        suspect = lse == 0
+        if bool(suspect.any()):
+            _anew(call, tile, suspect & (out == 0).all(-1), out, lse)
     return out, lse
 
 
-def _say_what_is_no_number(call: Call, tile: Tile, out: Tensor, lse: Tensor) -> None:
-    """Give rows whose scores are no numbers, or all below the smallest one, what they come to.
-
-    The CPU kernel returns zeros and an LSE of exactly 0 for them.
-    """
-    suspect = lse.detach() == 0
-    if not bool(suspect.any()):
-        return
-    suspect &= (out.detach() == 0).all(-1)
-    found = suspect.any(1).any(0).nonzero()[:, 0]
-    if not len(found):
-        return
-    i = torch.arange(call.extent.queries, device=out.device)[tile.rows][found]
-    j = torch.arange(call.extent.keys, device=out.device)[tile.keys]
-    parts = (call.q[:, :, i], call.k[:, :, tile.keys], call.v[:, :, tile.keys])
-    with torch.no_grad():
-        place = call.mask, call.extent, i[:, None], j[None]
-        full = definition.rows(*parts, *place, scale=call.scale)
-        which = suspect[:, :, found]
-        lse[:, :, found] = torch.where(which, full.lse, lse[:, :, found])
-        out[:, :, found] = torch.where(which[..., None], full.out, out[:, :, found])
+def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Put the definition's output and LSE into some rows of a tile's, `which` `[B, H, t]`."""
+    queries = torch.arange(call.extent.queries, device=out.device)[place.rows]
+    j = torch.arange(call.extent.keys, device=out.device)[place.keys]
+    k, v = call.k[:, :, place.keys], call.v[:, :, place.keys]
+    for rows in which.any(1).any(0).nonzero()[:, 0].split(block_rows(call.extent)):
+        i = queries[rows]
+        here = call.mask, call.extent, i[:, None], j[None]
+        full = definition.rows(call.q[:, :, i], k, v, *here, scale=call.scale)
+        chosen = which[:, :, rows]
+        lse[:, :, rows] = torch.where(chosen, full.lse, lse[:, :, rows])
+        out[:, :, rows] = torch.where(chosen[..., None], full.out, out[:, :, rows])
 
 
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
@@ -171,6 +166,10 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
             merged = found if merged is None else _merge(merged, found)
         assert merged is not None
         out[:, :, rows], lse[:, :, rows] = merged
+    if out.device.type == "cpu" and readable(lse):
+        far = _far(lse)
+        if bool(far.any()):
+            _anew(call, Tile(slice(None), slice(None)), far, out, lse)
     return out, lse
 
 
@@ -182,6 +181,14 @@ def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tens
         out.to(lse.dtype) * torch.exp(part - base)[..., None] for out, part in (one, two)
     )
     return first + second, lse
+
+
+def _far(lse: Tensor) -> Tensor:
+    """Rows whose LSE is so large that its last place shows in what is made of it.
+
+    An LSE of 1e8 in float32 is right to 4: nothing is left in it of how many keys there are.
+    """
+    return (lse.abs() > 2.0**-12 / torch.finfo(lse.dtype).eps) & (lse != -torch.inf)
 
 
 class _Tiled(torch.autograd.Function):
@@ -207,7 +214,8 @@ class _Tiled(torch.autograd.Function):
         in its gradient, makes the kernel's own D into `D − g_lse`). With a sink in the LSE this is
         the gradient as well, and the sink's own is `p_sink · (g_lse − D)`."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the kernel has no second derivative
+        # The kernel has no second derivative, and it makes P of the LSE.
+        if torch.is_grad_enabled() or (readable(lse) and bool(_far(lse).any())):
             call = Call(q, k, v, ctx.mask, ctx.scale, None, 0.0, ctx.extent, sinks)
             return (*gradients_again(call, grads, ctx.needs_input_grad[:4]), None)
         g_out, g_lse = grads
