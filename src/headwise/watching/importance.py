@@ -70,7 +70,8 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
             if not call.again:
-                outs.append((call.name, out))
+                kept = call.name, out
+                call.once_whole(lambda _: outs.append(kept))
             return out
 
         with torch.enable_grad(), catch(model, listen) as net:
@@ -145,9 +146,10 @@ def ablation_scan(
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
-            attended[call.name] = None
-            if wanted(call.name):
-                heads[call.name] = call.heads
+            name, number = call.name, call.heads
+            attended[name] = None
+            if wanted(name):
+                call.once_whole(lambda _: heads.update({name: number}))
 
         with catch(model, listen) as net:
             base = _checked(loss(model, batch), said)
