@@ -160,7 +160,7 @@ def layer(embed_dim: Any = 24, **options: Any) -> hw.MultiHeadAttention:
     ("queries", "says"),
     [
         *((x, "a whole number of queries") for x in (True, 2.0, "3", [], {}, [1.0], [True])),
-        *((x, "a whole number of queries") for x in (object(), [None], [[1, 2]], long(3)[0])),
+        *((x, "a whole number of queries") for x in (Ellipsis, [None], [[1, 2]], long(3)[0])),
         *((x, "there are 5 queries") for x in ([2**70], [N], [-N - 1])),
         *((x, "at least one query") for x in (0, -1, np.int64(0))),
         ([1, 1], "named twice"),
