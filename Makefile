@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/native
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-peers test-max test-suites lint bench native sanitize wheel clean
+.PHONY: run test test-peers test-max test-suites fuzz lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -47,6 +47,10 @@ test-max: .venv-max/.max-$(MAX)
 # What others test their attention with, from the packages that ship it; see suites/README.md.
 test-suites: .venv-suites/.made $(COMPILED)
 	@.venv-suites/bin/python -m pytest -c suites/pytest.ini -n auto --dist worksteal suites
+
+# Random calls of the native kernel; `make fuzz SEED=… CASES=… UNITS=avx2,plain` repeats a run.
+fuzz: .venv/.dev $(COMPILED)
+	@cd tests && ../$(BIN)/python -m fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) $(if $(UNITS),--units $(UNITS))
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

@@ -80,6 +80,7 @@ template <class In> struct Backward {
   void coefficients(Room &w, int64_t b, int64_t h, int64_t i0, int n, bool sinks) const {
     Coefficients &co = *w.co;
     __builtin_memset(&co, 0, sizeof co);
+    for (int i = n; i < BQ; i++) co.rest[i] = INF; // no weight, whatever the last query's scores are
     const int64_t row0 = (b * c.heads + h) * c.queries + i0;
     Rows out{}, grad{};
     if (values) {
@@ -112,7 +113,7 @@ template <class In> struct Backward {
       mean(c.grad_self, c.self, co.self, 1.f);
       co.row[i] = all;
       if (sinks) {
-        const float log_p = norms.above_top(c.sinks[h], co.top[i]) - co.rest[i] * c.unit, p = std::exp(log_p);
+        const float log_p = norms.of_sink(c.sinks[h], at), p = std::exp(log_p);
         c.grad_sinks[at] = p == 0.f ? 0.f : p * ((c.grad_entropy ? -c.grad_entropy[at] * log_p : 0.f) - all);
       }
     }

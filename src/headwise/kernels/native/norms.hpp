@@ -34,13 +34,19 @@ public:
   float top(int64_t row) const { return large(c.lse[row]) ? found_[2 * row] : 0.f; }
   float rest(int64_t row) const { return large(c.lse[row]) ? found_[2 * row + 1] : c.lse[row] / c.unit; }
 
-  // How much higher a sink is than a row's top; beyond some size it takes all the weight whatever that is.
-  float above_top(float sink, float top) const {
-    const float above = sink - top * c.unit;
-    return above < 1e15f ? above : 1e15f;
+  // The log of a sink's weight.
+  float of_sink(float sink, int64_t row) const {
+    return large(c.lse[row]) ? above_top(sink, top(row)) - rest(row) * c.unit : sink - c.lse[row];
   }
 
 private:
+  // How much higher a sink is than a row's top: so much that it takes all the weight, at most, for more would
+  // leave no digits of the log of a sum.
+  float above_top(float sink, float top) const {
+    const float above = sink - top * c.unit;
+    return above < 200.f ? above : 200.f;
+  }
+
   const Call &c;
   const int64_t blocks;
   float *found_ = nullptr;
