@@ -123,9 +123,10 @@ def test_every_tensor_is_looked_at(name: str) -> None:
     x = given()[name]
     spoilt = {
         "shape": x[..., :-1] if x.shape[-1] > 2 else torch.cat([x] * 3, -1),
-        "axes": x[None],
         "device": x.to("meta"),
     }
+    if name not in "qk":
+        spoilt["axes"] = x[None]
     if name not in ("lse", "weight", "query_block", "key_block"):  # these are converted
         spoilt["dtype"] = x.to(torch.float64 if x.is_floating_point() else torch.int32)
     for what, other in spoilt.items():
@@ -338,7 +339,7 @@ def test_scores_beyond_float32_are_refused(
     q, k = torch.zeros(1, 2, queries, 8), torch.full((1, 1, keys, 8), 1e30)
     q[0, 1, 1] = sign * 1e30
     with cpu.instructions(instructions):
-        with pytest.raises(ValueError, match=r"B 1, H 2.*scores overflow float32"):
+        with pytest.raises(ValueError, match="scores of query 1 .*head 1.* are no finite numbers"):
             hw.attend(q, k, k, backend="native")
         # Its own −inf is what a bias forbids, and no overflow.
         bias = torch.zeros(queries, 1)

@@ -413,7 +413,7 @@ class And(Mask):
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         answers = [part.bias(i, j, extent) for part in self.parts]
         found = [answer for answer in answers if answer is not None]
-        return functools.reduce(_sum, found) if found else None
+        return functools.reduce(added, found) if found else None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
         found = [p.interval(i, extent) for p in self.parts]
@@ -481,10 +481,12 @@ def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
     return counts.to(i.device, torch.long).clamp(0, extent.keys).view(-1, 1, 1, 1)
 
 
-def _sum(one: Tensor, two: Tensor) -> Tensor:
-    """Two biases added up, in float32 at least."""
+def added(one: Tensor, two: Tensor) -> Tensor:
+    """Two biases added up, in float32 at least; the sum of two numbers is one, and forbids no key."""
     dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
-    return one.to(dtype) + two.to(dtype)
+    one, two = one.to(dtype), two.to(dtype)
+    total, largest = one + two, torch.finfo(dtype).max
+    return torch.where(one.isfinite() & two.isfinite(), total.clamp(-largest, largest), total)
 
 
 def _must_be_tensor(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._axes import Extent
 from ._index import grid
+from ._modes import readable
 from .backends import Call
 from .backends.blocked import SCORES_AT_A_TIME, blocks, computed_again
 from .definition import finish_scores
@@ -32,7 +33,7 @@ def near(figure: Tensor) -> bool:
     as in a row whose scores are all −10⁹, and the row must be normalised anew (`Scores.rows`).
     While compiling, nothing is known of values.
     """
-    if torch.compiler.is_compiling():
+    if not readable(figure):
         return False
     if not figure.numel():
         return True

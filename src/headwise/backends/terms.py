@@ -30,6 +30,7 @@ from ..masks import (
     Mask,
     Padding,
     Window,
+    added,
     alibi_slopes,
 )
 from ..sampling import Rows
@@ -227,7 +228,7 @@ class _Found:
         if self.tables:
             allowed = _table(functools.reduce(torch.logical_and, self.tables))
         if self.biases:
-            bias = _table(functools.reduce(_add, self.biases))
+            bias = _table(functools.reduce(added, self.biases))
         return Terms(
             position, low, high, allowed, bias, self.slopes, offset, self.causal, self.window
         )
@@ -238,11 +239,6 @@ def _in_float32(bias: Tensor) -> Tensor:
     if bias.dtype == torch.float64:
         bias = torch.where(bias.isfinite(), bias.clamp(-LARGEST, LARGEST), bias)
     return bias.to(torch.float32)
-
-
-def _add(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two biases, the same way."""
-    return torch.where(a.isfinite() & b.isfinite(), (a + b).clamp(-LARGEST, LARGEST), a + b)
 
 
 def _runs(part: _Part, device: torch.device) -> Interval | None:
