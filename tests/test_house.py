@@ -33,13 +33,11 @@ ORDER = [
             *(
                 "contents",
                 "foreign",
-                "parts",
                 "calls",
                 "names",
                 "net",
                 "replaced",
                 "roads",
-                "leading",
                 "nested",
                 "own",
                 "functional",

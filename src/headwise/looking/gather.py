@@ -70,11 +70,7 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
         LookError: there are none, or the model cannot run on this.
     """
     places: list[Place] = []
-
-    def hear(call: AttentionCall, place: Place) -> None:
-        call.once_whole(lambda _: places.append(place))
-
-    with calls_of(model, hear) as net:
+    with calls_of(model, lambda call, place: places.append(place)) as net:
         with told_if_it_fails(model):
             forward()
         if not places:
@@ -124,23 +120,14 @@ def gather(
         readings = call.observe([*asked, *shown], Looking())
         names = [name for statistic in asked for name in statistic.names]
         _check(readings["entropy"], place, len(found.seen.modules))
-        figures = {name: readings[name] for name in names}
-        layer = None if drawing is None else _layer(place, kind, queries, keys, readings, drawing)
-        looked_at = call.batch * place.queries
+        found.seen.add(place.name, {name: readings[name] for name in names}, call.heads)
+        found.modules[place.name] = place.module
+        if drawing is not None:
+            found.layers.append(_layer(place, kind, queries, keys, readings, drawing))
+        found.passed()
 
-        def keep(there: int) -> None:
-            counts = looked_at, there
-            found.seen.add(place.name, figures, place.heads, queries=counts)
-            found.modules[place.name] = place.module
-            if layer is not None:
-                found.layers.append(layer)
-            found.passed()
-
-        call.once_whole(keep)
-
-    with calls_of(model, hear) as net:
+    with calls_of(model, hear):
         forward()
-    found.seen.left_out |= net.names.left_out
 
 
 def gather_on_repeats(
@@ -153,9 +140,8 @@ def gather_on_repeats(
         ids = sample.parts[keys].ids
         if kind == "self" and ids is not None:
             asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
-            readings = call.observe(asked, Looking())
-            call.once_whole(lambda _: found.repeats.add(place.name, readings, place.heads))
-        call.once_whole(lambda _: found.passed())
+            found.repeats.add(place.name, call.observe(asked, Looking()), call.heads)
+        found.passed()
 
     with calls_of(model, hear):
         forward()

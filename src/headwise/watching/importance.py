@@ -70,8 +70,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
             if not call.again:
-                kept = call.name, out
-                call.once_whole(lambda _: outs.append(kept))
+                outs.append((call.name, out))
             return out
 
         with torch.enable_grad(), catch(model, listen) as net:
@@ -146,10 +145,9 @@ def ablation_scan(
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
-            name, number = call.name, call.heads
-            attended[name] = None
-            if wanted(name):
-                call.once_whole(lambda _: heads.update({name: number}))
+            attended[call.name] = None
+            if wanted(call.name):
+                heads[call.name] = call.heads
 
         with catch(model, listen) as net:
             base = _checked(loss(model, batch), said)
