@@ -13,6 +13,7 @@ from headwise import evidence as module
 from headwise.backends import BACKENDS
 from headwise.evidence import Evidence, Statistic
 from headwise.masses import Masses
+from headwise.scores import Scores
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
 FEW = "of few queries it costs less than a call, which pads and copies all keys"
@@ -34,7 +35,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(module, "sweep", spied("pass", module.sweep))
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "run", spied("call", type(backend).run))
-    monkeypatch.setattr(Evidence, "_by_rows", spied("_by_rows", Evidence._by_rows))
+    monkeypatch.setattr(Scores, "in_blocks", spied("in_blocks", Scores.in_blocks))
     for name in ("_of_rows", "_of_pairs", "_of_one_key"):
         monkeypatch.setattr(Masses, name, spied(f"_mass{name}", getattr(Masses, name)))
     return count
@@ -92,7 +93,7 @@ def test_it_is_done_as_it_is_said(
     calls -= ways.get("entropy", "").endswith(together)
     assert done["call"] == calls
     by_rows = [name for name, way in ways.items() if "a gradient is wanted" in way]
-    assert done["_by_rows"] == bool(by_rows)
+    assert bool(done["in_blocks"]) == bool(by_rows)
 
 
 def test_without_an_output_the_lse_is_one_more_call(done: Counter[str]) -> None:

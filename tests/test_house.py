@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 
 # A file imports only files above it. `__init__` gives the public names of all that stand above it.
 ORDER = [
-    *("_axes", "_index", "_modes", "_numbers", "_lazy", "_files", "grids", "looked"),
+    *("_axes", "_index", "_modes", "_numbers", "_lazy", "_text", "_files", "grids", "looked"),
     *("masks", "definition", "sampling"),
     *("kernels", "kernels.cpu", "kernels.cpu_ops"),
     *(
@@ -21,6 +21,7 @@ ORDER = [
         "backends.tiles",
         "backends.sdpa",
         "backends.terms",
+        "backends.again",
         "backends.native",
         "backends",
     ),
@@ -57,11 +58,21 @@ ORDER = [
             *("handling", "probes", "masking", "functions", "taking"),
         )
     ),
-    *("check", "gpt_folder", "gpt_config", "gpt", "corpus"),
+    *("check", "stored", "gpt_folder", "gpt_config", "gpt", "corpus"),
     *(
         f"looking.{name}"
         for name in (
-            *("tokens", "sample", "samples", "texts", "folders", "plain", "images", "hugging"),
+            *(
+                "tokens",
+                "sample",
+                "samples",
+                "texts",
+                "sizes",
+                "folders",
+                "plain",
+                "images",
+                "hugging",
+            ),
             *("subjects", "similar", "gather", "rows", "api"),
         )
     ),

@@ -804,7 +804,7 @@ def test_operators_are_what_they_say() -> None:
     wishes = sum(cpu_ops.BIT.values())
     torch.library.opcheck(
         torch.ops.headwise.native_forward.default,
-        (q, k, v, sinks, *terms, scale, softcap, wishes),
+        (q, k, v, sinks, *terms, scale, softcap, wishes, wishes),
     )
     lse = Native().run(call)[1].detach()
     blocks = (torch.arange(5) // 2, torch.arange(7) // 3, 3)

@@ -482,7 +482,7 @@ def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
 
 
 def added(one: Tensor, two: Tensor) -> Tensor:
-    """Two biases added up, in float32 at least; the sum of two numbers is one, and forbids no key."""
+    """Two biases added up, in float32 at least; a sum of two numbers forbids no key."""
     dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
     one, two = one.to(dtype), two.to(dtype)
     total, largest = one + two, torch.finfo(dtype).max
