@@ -716,7 +716,7 @@ def test_pickled_damaged_and_missing_files(folders: dict[str, Path], tmp_path: P
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(FolderError, match="transformers cannot read it"):
+    with pytest.raises(FolderError, match=r"model\.safetensors: damaged or truncated"):
         load_folder(folder)
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(FolderError, match=r"pickled weights.*BertForMaskedLM"):

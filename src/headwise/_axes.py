@@ -57,31 +57,35 @@ def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Exte
     Raises:
         ValueError: quoting the call, the rule that broke and what to do.
     """
-    said = quote(q, k, v, function)
+    if fault := _misfit(q, k, v):
+        raise ValueError(f"{quote(q, k, v, function)}: {fault}")
+    return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """What keeps q, k and v from being one call, in words."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if fault := _fault_of(x):
-            raise ValueError(f"{said}: {name} {fault}.")
-    batch, heads, queries, dim = q.shape
+            return f"{name} {fault}."
+    heads, dim = q.shape[1], q.shape[3]
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"{said}: the batch (axis 0) of q, k and v must be the same.")
+        return "the batch (axis 0) of q, k and v must be the same."
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
-        raise ValueError(f"{said}: k and v must have the same heads (axis 1) and length (axis 2).")
+        return "k and v must have the same heads (axis 1) and length (axis 2)."
     if k.shape[3] != dim:
-        raise ValueError(f"{said}: q and k must have the same head_dim (axis 3).")
+        return "q and k must have the same head_dim (axis 3)."
     if dim == 0 or heads == 0 or k.shape[1] == 0:
-        raise ValueError(f"{said}: there must be at least one head and one feature.")
+        return "there must be at least one head and one feature."
     if heads % k.shape[1]:
-        raise ValueError(
-            f"{said}: {heads} query heads cannot share {k.shape[1]} key/value heads evenly; "
+        return (
+            f"{heads} query heads cannot share {k.shape[1]} key/value heads evenly; "
             f"the second must divide the first."
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"{said}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype."
-        )
+        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype."
     if not q.device == k.device == v.device:
-        raise ValueError(f"{said}: q is on {q.device}, k on {k.device}, v on {v.device}.")
-    return Extent(batch, heads, k.shape[1], queries, k.shape[2])
+        return f"q is on {q.device}, k on {k.device}, v on {v.device}."
+    return None
 
 
 def _fault_of(x: object) -> str | None:
