@@ -134,7 +134,7 @@ def with_damaged_maps(data: str) -> str:
         ('{"format": "other"}', "does not begin with the format"),
         (without_layers(), "'layers' is missing"),
         (changed(layers=[]), "2 rows are not one for each head"),
-        (changed(rows="none"), "rows are not one for each head"),
+        (changed(rows="none"), "rows is str, and list was expected"),
         (changed(streams=[]), "list index out of range"),
         (with_damaged_maps("AAAA"), "packed data are damaged"),
         (with_damaged_maps("*"), "packed data are damaged"),

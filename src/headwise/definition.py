@@ -115,7 +115,10 @@ def rows(
     outcomes = torch.softmax(entering, dim=-1)
     weights = torch.where(allowed, outcomes[..., : logits.shape[-1]], 0.0)
     sink = None if sinks is None else torch.where(alive[..., 0], outcomes[..., -1], 0.0)
-    lse = torch.where(alive[..., 0], torch.logsumexp(entering, dim=-1), -torch.inf)
+    # The gradient of PyTorch's own logsumexp is exp(s − lse), of which a large lse leaves nothing.
+    top = entering.detach().amax(-1, keepdim=True) if entering.shape[-1] else 0.0
+    lse = (top + (entering - top).exp().sum(-1, keepdim=True).log())[..., 0]
+    lse = torch.where(alive[..., 0], lse, -torch.inf)
     kept = torch.dropout(weights, dropout, train=True) if dropout else weights
     values = v.to(dtype).repeat_interleave(extent.group, dim=1)
     out = (kept @ values).to(v.dtype)
