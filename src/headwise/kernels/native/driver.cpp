@@ -37,7 +37,7 @@ constexpr float NOT = std::numeric_limits<float>::quiet_NaN();
 constexpr double MOST = std::numeric_limits<float>::max();
 constexpr int DRAWN = 320;
 
-std::string now; // the case that runs
+std::string &now = *new std::string; // the case that runs; read when a sanitizer ends the process, so never destroyed
 
 // Splitmix64: the same draws wherever this runs.
 class Random {
@@ -1000,8 +1000,9 @@ void check_stop(int isa) {
   constexpr int64_t LONG = 40000; // minutes, if nobody stops it
   Plain a(LONG, LONG, 64);
   a.call.host = &HOST;
-  a.call.grad_out = a.out.data(), a.call.grad_q = a.q.data(), a.call.grad_k = a.k.data();
-  std::vector<float> received((size_t)LONG);
+  std::vector<float> grad_out(a.out.size()), grad_q(a.q.size()), grad_k(a.k.size()), received((size_t)LONG);
+  a.call.grad_out = grad_out.data(), a.call.grad_q = grad_q.data(), a.call.grad_k = grad_k.data();
+  for (int64_t *stride : {a.call.grad_out_stride, a.call.grad_q_stride, a.call.grad_k_stride}) stride[2] = a.D;
   a.call.received = received.data();
   std::fill(a.lse.begin(), a.lse.end(), 10.f);
   typedef int (*Function)(const hw_call *, int);
