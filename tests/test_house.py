@@ -34,11 +34,13 @@ ORDER = [
             *(
                 "contents",
                 "foreign",
+                "parts",
                 "calls",
                 "names",
                 "net",
                 "replaced",
                 "roads",
+                "leading",
                 "nested",
                 "own",
                 "functional",

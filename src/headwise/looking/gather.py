@@ -70,7 +70,11 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
         LookError: there are none, or the model cannot run on this.
     """
     places: list[Place] = []
-    with calls_of(model, lambda call, place: places.append(place)) as net:
+
+    def hear(call: AttentionCall, place: Place) -> None:
+        call.once_whole(lambda _: places.append(place))
+
+    with calls_of(model, hear) as net:
         with told_if_it_fails(model):
             forward()
         if not places:
@@ -120,14 +124,23 @@ def gather(
         readings = call.observe([*asked, *shown], Looking())
         names = [name for statistic in asked for name in statistic.names]
         _check(readings["entropy"], place, len(found.seen.modules))
-        found.seen.add(place.name, {name: readings[name] for name in names}, call.heads)
-        found.modules[place.name] = place.module
-        if drawing is not None:
-            found.layers.append(_layer(place, kind, queries, keys, readings, drawing))
-        found.passed()
+        figures = {name: readings[name] for name in names}
+        layer = None if drawing is None else _layer(place, kind, queries, keys, readings, drawing)
+        looked_at = call.batch * place.queries
 
-    with calls_of(model, hear):
+        def keep(there: int) -> None:
+            counts = looked_at, there
+            found.seen.add(place.name, figures, place.heads, queries=counts)
+            found.modules[place.name] = place.module
+            if layer is not None:
+                found.layers.append(layer)
+            found.passed()
+
+        call.once_whole(keep)
+
+    with calls_of(model, hear) as net:
         forward()
+    found.seen.left_out |= net.names.left_out
 
 
 def gather_on_repeats(
@@ -140,8 +153,9 @@ def gather_on_repeats(
         ids = sample.parts[keys].ids
         if kind == "self" and ids is not None:
             asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
-            found.repeats.add(place.name, call.observe(asked, Looking()), call.heads)
-        found.passed()
+            readings = call.observe(asked, Looking())
+            call.once_whole(lambda _: found.repeats.add(place.name, readings, place.heads))
+        call.once_whole(lambda _: found.passed())
 
     with calls_of(model, hear):
         forward()

@@ -82,9 +82,12 @@ def ablate(
         )
     asked = _asked(model, heads, said)
     calls: Counter[str] = Counter()
+    attended: dict[str, None] = {}
 
     def listen(call: AttentionCall) -> Tensor | None:
-        calls[call.name] += not call.again
+        name = call.name
+        calls[name] += not call.again
+        call.once_whole(lambda _: attended.setdefault(name))
         chosen = {head for pattern in asked if _fits(call.name, pattern) for head in asked[pattern]}
         lacking = sorted(chosen - set(range(call.heads)))
         if lacking:
@@ -107,9 +110,12 @@ def ablate(
 
     with catch(model, listen) as net:
         yield
-    idle = [pattern for pattern in asked if not any(_fits(name, pattern) for name in calls)]
+    for name, reason in net.names.left_out.items():
+        if any(_fits(name, pattern) for pattern in asked):
+            raise ValueError(f"{said}: {name!r} was not ablated as a whole: {reason}.")
+    idle = [pattern for pattern in asked if not any(_fits(name, pattern) for name in attended)]
     if idle:
-        others = ", ".join(map(repr, calls)) or f"none, for {net.names.why_nothing()}"
+        others = ", ".join(map(repr, attended)) or f"none, for {net.names.why_nothing()}"
         raise ValueError(
             f"{said}: nothing was ablated in {', '.join(map(repr, idle))}, which did not attend; "
             f"those that did: {others}."
@@ -124,7 +130,7 @@ def _mean(call: AttentionCall, index: Tensor, reference: HeadOutputs | None) -> 
     """`[1, h, 1, Dv]`."""
     if reference is None:
         reference = HeadOutputs()
-        reference.add(call)
+        reference.take(call)
     mean = reference.mean(call.name)
     _check_fit(call, mean.shape)
     return mean[index.to(mean.device)][None, :, None]

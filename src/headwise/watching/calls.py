@@ -18,6 +18,7 @@ from ..evidence import Statistic
 from ..masks import Mask, as_mask
 from ..readings import Reading
 from .foreign import with_padding, without_padding
+from .parts import Waiting
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Looking:
     gradients: bool = False
     padding: bool = True
 
+    def looked_at(self, queries: int) -> int:
+        """At how many of a call's queries."""
+        if self.queries is None:
+            return queries
+        some = self.queries
+        return min(some if isinstance(some, int) else torch.as_tensor(some).numel(), queries)
+
 
 class AttentionCall(ABC):
     """A call that the model has made: whose it is, what came out, and what can be seen of it.
@@ -37,12 +45,30 @@ class AttentionCall(ABC):
     the module that called, `road` how the call was noticed (the function's name, mostly). `again`
     says that the call is made a second time, in a backward pass that recomputes what was not kept.
     `first_key` is the position of the call's first key, where a cache has dropped keys before it.
+    `waiting` holds what is known of a call that may be a part of its module's attention.
     """
 
     name: str
     road: str
     again: bool = False
     first_key: int = 0
+    waiting: Waiting | None = None
+
+    def once_whole(self, keep: Callable[[int], None]) -> None:
+        """Call `keep` when it is known that this is all that the module attends: mostly at once.
+
+        It gets the number of queries that there are, over the batch. A call that turns out to be
+        a part is left out, and nothing is called.
+        """
+        if self.waiting is None:
+            keep(self.batch * self.queries)
+        else:
+            self.waiting.once_whole(keep)
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """How many batch rows there are."""
 
     @property
     @abstractmethod
@@ -100,6 +126,10 @@ class HeadsCall(AttentionCall):
     projection: Tensor | None = None
     own_positions: bool = True
     first_key: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
 
     @property
     def heads(self) -> int:

@@ -20,6 +20,7 @@ from .hugging import attention_functions
 from .net import Functions, Net
 from .own import own_layers
 from .replaced import Replaced
+from .roads import functions as projections
 from .varlen import functions as varlen_attention
 
 
@@ -34,7 +35,7 @@ def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
     """
     refuse_compiled(model)
     always = backward_passes()
-    roads = always | fused_attention() | composite_functions() | steps_by_hand()
+    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
     net = Net(model, listener, roads | varlen_attention(), always)
     with ExitStack() as stack:
         stack.enter_context(net.names.following())

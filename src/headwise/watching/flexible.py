@@ -24,6 +24,7 @@ from .contents import captured
 from .functional import mask_of
 from .handwritten import call_of_scores
 from .net import Functions, Net
+from .parts import Waiting
 from .replaced import Replaced
 
 _MODULE = "torch.nn.attention.flex_attention"
@@ -137,7 +138,9 @@ def _tell(
     for net in _FLEX.nets:
         with net.silence():
             call = _call(net, q, k, v, out, score_mod, block_mask, scale)
-        new = net.tell(call)
+        said = f"flex_attention giving {list(out.shape)}"
+        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+        new = net.tell(call, waiting)
         out = out if new is None else new
     if out is made:
         return result

@@ -12,9 +12,11 @@ from .._axes import Extent
 from ..masks import Mask
 from .calls import HeadsCall
 from .foreign import as_mask, in_place
+from .leading import Leading, leading
 from .nested import nested_like, padded
 from .net import Net, Road
-from .roads import composite, leading
+from .parts import Waiting
+from .roads import composite
 
 
 def scaled_dot_product_attention(
@@ -26,8 +28,19 @@ def scaled_dot_product_attention(
     asked = _asked(*args, **kwargs)
     if out.is_nested:
         return _of_nested(net, asked, out)
-    new = net.tell(_call(net, asked, out))
-    return out if new is None else new.reshape(out.shape)
+    axes = leading(out.shape, net.names.stack, asked["value"])
+    said = f"scaled_dot_product_attention giving {list(out.shape)}"
+    if axes is None:
+        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        net.leave_out(net.names.stack[-1], reason)
+        return out
+    call = _call(net, asked, out, axes)
+    waiting = None
+    if composite() is None:
+        made = axes.split(out)
+        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure, by_hand=False)
+    new = net.tell(call, waiting)
+    return out if new is None else axes.join(new, out.shape)
 
 
 def _asked(
@@ -45,20 +58,26 @@ def _asked(
     return locals()
 
 
-def _call(net: Net, asked: dict[str, Any], out: Tensor) -> HeadsCall:
-    batch, heads = leading(out.shape, net.names.stack)
-    lead = out.shape[:-2] if out.dim() > 3 else torch.Size((batch, heads))
+def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsCall:
     # Under autocast the kernel has cast them all to the dtype of its output.
     q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
-    if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
-        k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
-    q, k, v = (_four(x, lead) for x in (q, k, v))
-    made, given = _four(out, lead), _table(asked["attn_mask"], lead)
+    given = asked["attn_mask"]
+    if axes.last:
+        lead = torch.Size(axes.sizes) if out.dim() > 3 else torch.Size((axes.rows, axes.heads))
+        if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
+            k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
+        q, k, v = (_four(x, lead) for x in (q, k, v))
+        given = _table(given, lead)
+    else:
+        q, k, v = (axes.split(_wide(x, axes, asked["enable_gqa"])) for x in (q, k, v))
+        if given is not None and given.dim() > 2:
+            given = axes.split(given.expand(*axes.sizes, *given.shape[-2:]))
+    made = axes.split(out)
     within = composite()
     if within is not None and within.extra:  # keys without a position go before all others
         k, v = k.roll(within.extra, 2), v.roll(within.extra, 2)
         given = None if given is None else given.roll(within.extra, -1)
-    extent = Extent(batch, heads, k.shape[1], q.shape[2], k.shape[2])
+    extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys = mask_of(net, given, extent, out.device, causal=asked["is_causal"])
     return HeadsCall(
         *(net.names.current, "scaled_dot_product_attention"),
@@ -67,6 +86,13 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor) -> HeadsCall:
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
     )
+
+
+def _wide(x: Tensor, axes: Leading, groups: bool) -> Tensor:
+    """`[…, N, D]` with all axes of the outputs; with groups, a key for each head of the last."""
+    if groups and x.dim() > 2:
+        x = x.repeat_interleave(axes.sizes[-1] // x.shape[-3], -3)
+    return x.expand(*axes.sizes, *x.shape[-2:])
 
 
 def _four(x: Tensor, lead: torch.Size) -> Tensor:
@@ -116,7 +142,9 @@ def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
     if asked["is_causal"]:
         allowed = allowed & (j <= i[:, None])
     plain = {"attn_mask": allowed, "is_causal": False, "query": q, "key": k, "value": v}
-    new = net.tell(_call(net, asked | plain, padded(out)[0]))
+    wide = padded(out)[0]
+    axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
+    new = net.tell(_call(net, asked | plain, wide, axes))
     return out if new is None else nested_like(new, out)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._axes import Extent, statistics_dtype
@@ -21,8 +21,11 @@ from ..masks import Mask
 from .calls import HeadsCall
 from .contents import checksum, version
 from .foreign import FORBIDDEN, as_bias, in_place
+from .leading import leading
+from .names import Forward
 from .net import Net, Road
-from .roads import composite, heads_first, leading
+from .parts import Waiting
+from .roads import composite
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +59,8 @@ class _Softmax:
     before: _Held
     held: _Held
     shapes: tuple[torch.Size, ...]
-    running: tuple[nn.Module, ...]
+    running: tuple[Forward, ...]
+    mark: object
 
 
 def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,8 +74,9 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if axis not in (-1, scores.dim() - 1):
         net.contexts |= _storage(p)
     elif p is not scores:
-        running = tuple(net.names.stack)
-        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running)
+        running, mark = tuple(net.names.stack), object()
+        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running, mark)
+        running[-1].lost[mark] = scores.shape
     return p
 
 
@@ -146,11 +151,13 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return out
     p, v = args[:2]
     found = _attends(net, p)
+    if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight alone
+        net.projected(p, out)
     if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
         return out
-    grouped = p.dim() == v.dim() == 5 and v.shape[2] == 1
-    new = _tell(net, found, p.shape, out, grouped)
-    return out if new is None else new.reshape(out.shape)
+    sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
+    new = _tell(net, found, p.shape, out, v, [size == 1 for size in sizes[:-2]])
+    return out if new is None else new
 
 
 def _attends(net: Net, p: Any) -> _Softmax | None:
@@ -170,15 +177,15 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return out
     place, found = told[0]
     p, v = operands[place], operands[1 - place]
-    order = _order(args[0], [x.dim() for x in operands], place)
-    if order is None or v.dim() < 3:
+    found_order = _order(args[0], [x.dim() for x in operands], place)
+    if found_order is None or v.dim() < 3:
         return out
+    order, shared = found_order
     sorted_ = out.permute(order)
-    grouped = p.dim() == 5 and v.dim() == 4
-    new = _tell(net, found, p.shape, sorted_, grouped)
+    new = _tell(net, found, p.shape, sorted_, v, shared)
     if new is None:
         return out
-    return new.reshape(sorted_.shape).permute([order.index(axis) for axis in range(out.dim())])
+    return new.permute([order.index(axis) for axis in range(out.dim())])
 
 
 def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
@@ -200,9 +207,10 @@ def _storage(x: Tensor) -> set[StorageWeakRef]:
     return {StorageWeakRef(x.untyped_storage())}
 
 
-def _order(equation: str, axes: list[int], place: int) -> list[int] | None:
+def _order(equation: str, axes: list[int], place: int) -> tuple[list[int], list[bool]] | None:
     """The axes of an einsum's result, ordered as those of the probabilities with the value's own
-    for the key's; `None` where it is no product of probabilities with a vector for each key."""
+    for the key's; and which of those before the last two share their values. `None` where it is no
+    product of probabilities with a vector for each key."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         return None
@@ -221,35 +229,47 @@ def _order(equation: str, axes: list[int], place: int) -> list[int] | None:
     if p[-1] in result or p[-1] not in v or len(own) != 1 or own[0] not in v:
         return None
     wanted = p[:-1] + own[0]
-    return [result.index(c) for c in wanted] if sorted(wanted) == sorted(result) else None
+    if sorted(wanted) != sorted(result):
+        return None
+    return [result.index(c) for c in wanted], [c not in v for c in p[:-2]]
 
 
 def _tell(
-    net: Net, found: _Softmax, shape: torch.Size, out: Tensor, grouped: bool
+    net: Net,
+    found: _Softmax,
+    shape: torch.Size,
+    out: Tensor,
+    values: Tensor,
+    shared: Sequence[bool],
 ) -> Tensor | None:
     """Tell of attention with these probabilities; `out` has their order of axes.
 
-    Those that are `grouped`, `[B, G, H // G, T, S]`, share the values of a group.
+    Heads of a group have axes of their own, which share the `values`.
     """
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
         del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
+    for forward in net.names.stack:
+        forward.lost.pop(found.mark, None)
     # Softmax and product may have modules of their own.
-    stack = net.names.stack
-    running = [now for now, then in zip(stack, found.running, strict=False) if now is then] or stack
+    running = net.names.common(found.running)
+    name = net.names.name(running[-1])
     wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
-    turned = not grouped and heads_first(wide, running)
-    if grouped:
-        sizes = shape[0], shape[1] * shape[2]
-    else:
-        sizes = (wide[0], wide[1]) if turned else leading(wide, running)
-    scores, made = (x.reshape(*sizes, *x.shape[-2:]) for x in (found.scores, out))
-    if turned:
-        scores, made = scores.transpose(0, 1), made.transpose(0, 1)
-    call = call_of_scores(net, "softmax", scores, made)
-    call.name = net.names.common(found.running)
-    new = net.tell(call)
-    return new.transpose(0, 1) if turned and new is not None else new
+    shared = shared if wide is shape else ()
+    axes = leading(torch.Size((*wide[:-2], *out.shape[-2:])), running, values, shared)
+    said = f"the softmax of {list(wide)}"
+    if axes is None:
+        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        net.leave_out(running[-1], reason)
+        return None
+    made = axes.split(out)
+    call = call_of_scores(net, "softmax", axes.split(found.scores), made)
+    call.name = name
+    waiting = None
+    if composite() is None:
+        waiting = Waiting(name, said, made, out.shape, call.keys, axes.sure, by_hand=True)
+    new = net.tell(call, waiting, running[-1])
+    return None if new is None else axes.join(new, out.shape)
 
 
 def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCall:

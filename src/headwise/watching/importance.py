@@ -70,7 +70,8 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
             if not call.again:
-                outs.append((call.name, out))
+                kept = call.name, out
+                call.once_whole(lambda _: outs.append(kept))
             return out
 
         with torch.enable_grad(), catch(model, listen) as net:
@@ -139,15 +140,17 @@ def ablation_scan(
         raise ValueError(f"{said}: {training[0]} is in training mode; call model.eval() first.")
     wanted = chosen(modules)
     given, parts = batches if isinstance(batches, Sized) else list(batches), []
-    attended: dict[str, None] = {}
+    unwanted: dict[str, None] = {}
     why = "there are no batches"
     for number, batch in enumerate(given):
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
-            attended[call.name] = None
-            if wanted(call.name):
-                heads[call.name] = call.heads
+            name, number = call.name, call.heads
+            if wanted(name):
+                call.once_whole(lambda _: heads.update({name: number}))
+            else:
+                unwanted[name] = None
 
         with catch(model, listen) as net:
             base = _checked(loss(model, batch), said)
@@ -165,7 +168,7 @@ def ablation_scan(
     if not any(figures for _, figures in parts):
         raise ValueError(
             f"{said}: no attention was seen, for "
-            f"{why_left_out(modules, attended) if attended else why}."
+            f"{why_left_out(modules, unwanted) if unwanted else why}."
         )
     return gather(parts)
 

@@ -9,11 +9,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+
+from .parts import Waiting
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -25,24 +29,51 @@ Modules = str | Sequence[str] | Callable[[str], bool] | None
 """Which modules: patterns of qualified names, or a function that says whether a name is meant."""
 
 
+@dataclass(eq=False)
+class Forward:
+    """A module's forward, while it runs.
+
+    waiting: calls made in it of which it is not known yet whether they are whole.
+    read: of every projection in it, how many positions it read, and how wide what it gave is.
+    lost: the shapes of softmaxes made in it of which no product with values was seen, by mark.
+    told: attention that was made in it was told of, or left out.
+    reason: why some of it was left out.
+    """
+
+    module: nn.Module
+    waiting: list[Waiting] = field(default_factory=list)
+    read: set[tuple[int, int]] = field(default_factory=set)
+    lost: dict[object, torch.Size] = field(default_factory=dict)
+    told: bool = False
+    reason: str = ""
+
+    @property
+    def leaf(self) -> bool:
+        """Whether the module has no parts: what it does, that around it does."""
+        return not self.module._modules
+
+
 class Names:
     """Follows which modules of a model are running, innermost last.
 
     Global hooks do it, so that nothing is attached to the model: hooks of a module's own would
     switch off PyTorch's fused encoder layers and travel with copies. `begin` is called whenever
-    the outermost module starts; `watching` says of another thread whether it works for this one.
+    the outermost module starts, `end` with every forward that has ended and what it gave;
+    `watching` says of another thread whether it works for this one.
     """
 
     def __init__(
         self,
         model: nn.Module,
         begin: Callable[[], None] = lambda: None,
+        end: Callable[[Forward, Any], None] = lambda forward, output: None,
         watching: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
-        self.stack: list[nn.Module] = []
+        self.stack: list[Forward] = []
         self.calls = 0
-        self._begin, self._watching = begin, watching
+        self.left_out: dict[str, str] = {}
+        self._begin, self._end, self._watching = begin, end, watching
         self._names = {id(module): name for name, module in model.named_modules()}
         self._threads = {threading.get_ident()}
         self._mark, self._task = object(), _task()
@@ -56,26 +87,25 @@ class Names:
     @property
     def current(self) -> str:
         """The name of the innermost module that is running."""
-        return self._names[id(self.stack[-1])]
-
-    @property
-    def module(self) -> nn.Module:
-        """The innermost module that is running."""
-        return self.stack[-1]
+        return self.name(self.stack[-1])
 
     @property
     def crosses(self) -> bool:
         """Whether that module's name says that its keys are another sequence's."""
         return _CROSS.search(self.current) is not None
 
-    def common(self, running: Sequence[nn.Module]) -> str:
-        """The name of the innermost module that is running and was so then."""
-        inner = self.stack[-1]
-        for now, then in zip(self.stack, running, strict=False):
-            if now is not then:
-                break
-            inner = now
-        return self._names[id(inner)]
+    def common(self, running: Sequence[Forward]) -> list[Forward]:
+        """The forwards that are running and were so then; all, if none was."""
+        both = [now for now, then in zip(self.stack, running, strict=False) if now is then]
+        return both or list(self.stack)
+
+    def name(self, forward: Forward) -> str:
+        """The qualified name of the module that runs."""
+        return self._names[id(forward.module)]
+
+    def attends(self, forward: Forward) -> bool:
+        """Whether the class of the module is called an attention."""
+        return _called_attention("", forward.module)
 
     def name_of(self, module: nn.Module) -> str | None:
         """A module's qualified name; `None` if it is none of the model's."""
@@ -111,11 +141,12 @@ class Names:
         if not self.stack:
             self.calls += 1
             self._begin()
-        self.stack.append(module)
+        self.stack.append(Forward(module))
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self.stack and self.stack[-1] is module and threading.get_ident() in self._threads:
-            self.stack.pop()
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        here = self.stack and threading.get_ident() in self._threads
+        if here and self.stack[-1].module is module:
+            self._end(self.stack.pop(), output)
 
     def _here(self) -> bool:
         """Whether this is a thread that is watched."""
@@ -140,16 +171,19 @@ class Names:
             return "the model was called in another asyncio task than the one that watches"
         if not self.calls:
             return "the model was not called"
+        if self.left_out:
+            return and_more(
+                [f"{name or 'the model'}: {why}" for name, why in self.left_out.items()]
+            )
         alike = [
             f"{name or 'the model'} ({type(module).__name__})"
             for name, module in self.model.named_modules()
-            if re.search("att(entio)?n", f"{name.rpartition('.')[2]} {type(module).__name__}", re.I)
+            if _called_attention(name, module)
         ]
         if not alike:
             return "none of its modules called a function that is known to attend"
-        more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
         return (
-            f"what {', '.join(alike[:3])}{more} computed was no function that is known to attend, "
+            f"what {and_more(alike)} computed was no function that is known to attend, "
             f"nor a softmax over the last axis that values were multiplied with"
         )
 
@@ -161,6 +195,11 @@ def _task() -> Callable[[], Any]:
         return weakref.ref(asyncio.current_task())
     except (AttributeError, RuntimeError, TypeError):  # not loaded, no loop, no task
         return lambda: None
+
+
+def _called_attention(name: str, module: nn.Module) -> bool:
+    called = f"{name.rpartition('.')[2]} {type(module).__name__}"
+    return re.search("att(entio)?n", called, re.IGNORECASE) is not None
 
 
 def chosen(modules: Modules) -> Callable[[str], bool]:
@@ -185,12 +224,21 @@ def chosen(modules: Modules) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def and_more(said: Sequence[str], most: int = 3) -> str:
+    """The first of a list, and how many more there are.
+
+    >>> and_more(["one", "two", "three"], most=2)
+    'one, two and 1 more'
+    """
+    more = f" and {len(said) - most} more" if len(said) > most else ""
+    return ", ".join(said[:most]) + more
+
+
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:
     """Why nothing was seen where modules attended and none of them was meant, as a clause."""
     names = [name or "''" for name in attended]
     asked = getattr(modules, "__name__", "…") if callable(modules) else repr(modules)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"modules={asked} left out all that attended: {', '.join(names[:5])}{more}"
+    return f"modules={asked} left out all that attended: {and_more(names, 5)}"
 
 
 def check_model(function: str, model: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .calls import AttentionCall, Listener
 from .foreign import MaskMemo
-from .names import Names
+from .names import Forward, Names, and_more
+from .parts import Settled, Waiting, at_end, at_last, read
 
 Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
@@ -44,7 +45,8 @@ class Net:
         roads: Mapping[Any, Road],
         always: Mapping[Any, Road],
     ) -> None:
-        self.names, self.listener = Names(model, self._begin, self._watching), listener
+        self.names = Names(model, self._begin, self._end, self._watching)
+        self.listener = listener
         self.roads, self.always = roads, always
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
@@ -56,6 +58,51 @@ class Net:
         """The model is called anew."""
         self.masks.clear()
         self.contexts.clear()
+
+    def _end(self, forward: Forward, output: Any) -> None:
+        """A module has given its output, which tells of the calls that it made."""
+        outer = self.names.stack[-1] if self.names.stack else None
+        if outer is not None and forward.leaf:
+            outer.lost |= forward.lost
+        if forward.lost and not forward.told and self.names.attends(forward):
+            said = and_more([str(list(shape)) for shape in forward.lost.values()])
+            self.leave_out(forward, f"no product with values was seen of the softmax of {said}")
+        if not forward.waiting:
+            return
+        lost = list(forward.lost.values())
+        settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
+        if outer is None:
+            settled += [at_last(waiting) for waiting in unknown]
+        else:
+            outer.waiting += unknown
+        self._settle(forward, settled)
+
+    def projected(self, x: Tensor, out: Tensor) -> None:
+        """Learn from what a projection reads and gives."""
+        if x.is_nested or torch._C._are_functorch_transforms_active():
+            return
+        inner, *outer = self.names.stack[:-3:-1]
+        for forward in (inner, *outer) if inner.leaf else (inner,):
+            forward.read.add((x.shape[:-1].numel(), out.shape[-1]))
+        for forward in self.names.stack:
+            if forward.waiting:
+                with self.silence(), torch.no_grad():
+                    settled = read(forward.waiting, x)
+                self._settle(forward, settled)
+
+    def _settle(self, forward: Forward, settled: Sequence[Settled]) -> None:
+        for one in settled:
+            forward.waiting = [waiting for waiting in forward.waiting if waiting is not one.call]
+            if one.reason:
+                forward.reason = one.reason
+                self.names.left_out.setdefault(one.call.name, one.reason)
+            else:
+                one.call.settle(one.queries)
+
+    def leave_out(self, forward: Forward, reason: str) -> None:
+        """Note that attention of a module is not told of, and why."""
+        self.told, forward.told, forward.reason = self.told + 1, True, reason
+        self.names.left_out.setdefault(self.names.name(forward), reason)
 
     def _watching(self) -> bool:
         """Whether this thread works for the one that watches: a backward pass takes it along."""
@@ -76,13 +123,24 @@ class Net:
         finally:
             _QUIET.depth -= 1
 
-    def tell(self, call: AttentionCall) -> Tensor | None:
-        """Let the listener hear of a call; gives what is to take the place of its output."""
-        self.told += 1
+    def tell(
+        self, call: AttentionCall, waiting: Waiting | None = None, among: Forward | None = None
+    ) -> Tensor | None:
+        """Let the listener hear of a call; gives what is to take the place of its output.
+
+        A call that may be a part is `waiting` until more is known, in the forward that it is
+        `among` (the innermost).
+        """
+        among = among or self.names.stack[-1]
+        self.told, among.told = self.told + 1, True
         self.refuse_transforms()
-        call.again = torch._C._current_graph_task_id() != -1
+        call.again, call.waiting = torch._C._current_graph_task_id() != -1, waiting
         with self.silence():
-            return self.listener(call)
+            new = self.listener(call)
+        if waiting is not None:
+            waiting.made = waiting.made if new is None else new
+            among.waiting.append(waiting)
+        return new
 
     def refuse_transforms(self) -> None:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""

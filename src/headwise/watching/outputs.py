@@ -24,15 +24,28 @@ class HeadOutputs:
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] | None = {} if rows else None
 
     def add(self, call: AttentionCall) -> None:
-        """Take in what a call's heads gave."""
+        """Take in what a call's heads gave, once it is known to be all that its module attends."""
+        name, parts = call.name, self._parts(call)
+        call.once_whole(lambda _: self._join(name, *parts))
+
+    def take(self, call: AttentionCall) -> None:
+        """Take in what a call's heads gave, at once."""
+        self._join(call.name, *self._parts(call))
+
+    def _parts(self, call: AttentionCall) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Sums and numbers of a call's outputs, and where these are kept, themselves."""
         out, valid = call.out.detach(), valid_queries(call)
         total = torch.where(valid[..., None], out.double(), 0.0).sum((0, 2))
-        count = valid.sum((0, 2))
-        if call.name in self._sums:
-            total, count = total + self._sums[call.name], count + self._counts[call.name]
-        self._sums[call.name], self._counts[call.name] = total, count
-        if self._rows is not None:
-            self._rows.setdefault(call.name, []).append((out.clone(), valid))
+        return total, valid.sum((0, 2)), None if self._rows is None else (out.clone(), valid)
+
+    def _join(
+        self, name: str, total: Tensor, count: Tensor, rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        if name in self._sums:
+            total, count = total + self._sums[name], count + self._counts[name]
+        self._sums[name], self._counts[name] = total, count
+        if self._rows is not None and rows is not None:
+            self._rows.setdefault(name, []).append(rows)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -111,14 +124,13 @@ def head_outputs(
     torch.Size([3, 8])
     """
     said = check_given("head_outputs", model, loss, batches)
-    kept = HeadOutputs(rows)
+    kept, why = HeadOutputs(rows), "there are no batches"
     for batch in batches:
-        with torch.no_grad(), catch(model, kept.add):
+        with torch.no_grad(), catch(model, kept.add) as net:
             loss(model, batch)
+        why = net.names.why_nothing()
     if not kept.modules:
-        raise ValueError(
-            f"{said}: no attention was seen; give batches, and a loss that calls the model."
-        )
+        raise ValueError(f"{said}: no attention was seen, for {why}.")
     return kept
 
 

@@ -31,6 +31,9 @@ class Watched:
     What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
     Modules stand in the order of their first calls.
 
+    `left_out` says of modules that attended, and of which not all could be seen, why they are not
+    among them.
+
     Args:
         running: add calls up as they come (`Running`) in place of keeping each one.
         why: says, for errors, why nothing was seen when nothing was.
@@ -47,19 +50,28 @@ class Watched:
     """
 
     def __init__(self, running: bool = False, why: Callable[[], str] | None = None) -> None:
+        self.left_out: dict[str, str] = {}
         self._modules: dict[str, WatchedModule] = {}
         self._running, self._why = running, why or _not_called
 
     def add(
-        self, module: str, readings: dict[str, Reading], heads: int, first_key: int = 0
+        self,
+        module: str,
+        readings: dict[str, Reading],
+        heads: int,
+        first_key: int = 0,
+        queries: tuple[int, int] | None = None,
     ) -> None:
         """Keep what a call of `module` gave.
+
+        Args:
+            queries: how many were looked at, and how many there are, where that is known.
 
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
         kept = self._modules.get(module) or WatchedModule(module, self._running)
-        kept.add(readings, heads, first_key)
+        kept.add(readings, heads, first_key, queries)
         self._modules[module] = kept
 
     def __getitem__(self, module: str) -> WatchedModule:
@@ -71,7 +83,9 @@ class Watched:
         """
         self._must_not_be_empty()
         if module not in self._modules:
-            raise KeyError(f"{module!r} was not seen; there are: {', '.join(self._modules)}")
+            why = self.left_out.get(module)
+            there = f"there are: {', '.join(self._modules)}"
+            raise KeyError(f"{module!r} was not seen{f', for {why}' if why else ''}; {there}")
         return self._modules[module]
 
     @property
@@ -92,14 +106,16 @@ class Watched:
         heads = sum(module.heads for module in self._modules.values())
         names = dict.fromkeys(name for seen in self._modules.values() for name in seen.statistics)
         count = f"{len(self)} module{'s' * (len(self) != 1)}"
-        return f"<Watched: {count}, {heads} heads; {', '.join(names) or 'no figures'}>"
+        out = f"; {len(self.left_out)} left out" if self.left_out else ""
+        return f"<Watched: {count}, {heads} heads{out}; {', '.join(names) or 'no figures'}>"
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
         """A row per (layer, head): `layer`, `head`, `calls`, and a number per statistic.
 
-        Means are over calls, batch and valid queries; `max_logit` is the maximum;
-        `<name>_coverage` is the share of queries that had a target; `<name>_se` the standard error
-        where queries were drawn by chance.
+        `queries` is how many queries were looked at, of `of_queries` that there are, over calls and
+        batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
+        maximum; `<name>_coverage` is the share of queries that had a target; `<name>_se` the
+        standard error where queries were drawn by chance.
 
         Args:
             texts: every batch row of every call is a text of its own, and `<name>_se` is the
@@ -128,7 +144,8 @@ class Watched:
             OSError: a folder that there is not, or a path that is one.
         """
         modules = [module.state() for module in self._modules.values()]
-        write_tree(Path(path), {"running": self._running, "modules": modules})
+        content = {"running": self._running, "modules": modules, "left_out": self.left_out}
+        write_tree(Path(path), content)
 
     def __add__(self, other: Watched) -> Watched:
         """What both have seen; neither changes. Modules that both have are joined call by call.
@@ -146,6 +163,7 @@ class Watched:
                 "watch both alike."
             )
         total = Watched(kinds.pop(), self._why)
+        total.left_out = other.left_out | self.left_out
         for seen in (self, other):
             for name, module in seen._modules.items():
                 known = total._modules.get(name) or WatchedModule(name, total._running)
@@ -171,8 +189,15 @@ class WatchedModule:
         self.heads = 0
         self.calls: list[dict[str, Reading]] = []
         self.running = Running() if running else None
+        self.queries: tuple[int, int] | None = (0, 0)
 
-    def add(self, readings: dict[str, Reading], heads: int, first_key: int = 0) -> None:
+    def add(
+        self,
+        readings: dict[str, Reading],
+        heads: int,
+        first_key: int = 0,
+        queries: tuple[int, int] | None = None,
+    ) -> None:
         """Keep a call's statistics, and nothing else of it.
 
         Raises:
@@ -180,6 +205,7 @@ class WatchedModule:
         """
         self._must_continue(heads, tuple(readings))
         self.heads = heads
+        self.queries = _both(self.queries, queries)
         if self.running is not None:
             self.running.take(readings, heads, first_key)
         else:
@@ -205,7 +231,7 @@ class WatchedModule:
         """The calls of both; neither changes."""
         self._must_continue(other.heads, other.statistics)
         total = WatchedModule(self.name)
-        total.heads = other.heads
+        total.heads, total.queries = other.heads, _both(self.queries, other.queries)
         total.calls = [*self.calls, *other.calls]
         if self.running is not None and other.running is not None:
             total.running = self.running + other.running
@@ -241,8 +267,9 @@ class WatchedModule:
         else:
             readings = {name: [call[name] for call in self.calls] for name in self.statistics}
             calls, rows = len(self.calls), table_rows(readings, self.heads, texts)
+        counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
-            {"layer": self.name, "head": head, "calls": calls, **row}
+            {"layer": self.name, "head": head, "calls": calls, **counts, **row}
             for head, row in enumerate(rows)
         ]
 
@@ -250,7 +277,13 @@ class WatchedModule:
         """All of it as plain values and tensors."""
         calls = [{name: vars(reading) for name, reading in call.items()} for call in self.calls]
         running = None if self.running is None else self.running.state()
-        return {"name": self.name, "heads": self.heads, "calls": calls, "running": running}
+        return {
+            "name": self.name,
+            "heads": self.heads,
+            "queries": self.queries,
+            "calls": calls,
+            "running": running,
+        }
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> WatchedModule:
@@ -267,6 +300,8 @@ class WatchedModule:
                 _check_reading(reading, state["heads"])
             made.add(readings, state["heads"])
         made.heads = state["heads"]
+        counts = state.get("queries")  # older files have none
+        made.queries = None if counts is None else (int(counts[0]), int(counts[1]))
         if state["running"] is not None:
             made.running = Running.of_state(state["running"])
             if made.running.heads != made.heads:
@@ -291,6 +326,15 @@ def _check_reading(reading: Reading, heads: int) -> None:
         reading.over.expand(reading.values.shape)
     if reading.error is not None and reading.error.shape != (heads,):
         raise ValueError(f"errors of other heads than {heads}")
+
+
+_COUNTS = ("queries", "of_queries")
+"""The columns of how many queries were looked at, and how many there are."""
+
+
+def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The queries of two, unless of one of them it is not known."""
+    return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])
 
 
 def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
@@ -326,6 +370,7 @@ def load_seen(path: str | Path) -> Watched:
     content = read_tree(path)
     try:
         seen = Watched(bool(content["running"]))
+        seen.left_out = {str(name): str(why) for name, why in content.get("left_out", {}).items()}
         for state in content["modules"]:
             seen._modules[state["name"]] = WatchedModule.of_state(state)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:

@@ -111,21 +111,26 @@ def watch(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
                 f"{error} If it fits other modules, give modules=…, such as modules='encoder.*'."
             ) from error
-        if not call.again:
-            watched.add(call.name, readings, call.heads, call.first_key)
-            if torch.is_grad_enabled():
-                with_graph.add(call.name)
+        if call.again:
+            return
+        kept = (call.name, readings, call.heads, call.first_key)
+        looked_at = call.batch * looking.looked_at(call.queries)
+        call.once_whole(lambda queries: watched.add(*kept, queries=(looked_at, queries)))
+        if torch.is_grad_enabled():
+            with_graph.add(call.name)
 
     said, names = "", None
 
     def why() -> str:
         if names is None:
             return said
-        return why_left_out(modules, left_out) if left_out else names.why_nothing()
+        nothing = left_out and not names.left_out
+        return why_left_out(modules, left_out) if nothing else names.why_nothing()
 
     watched = Watched(running, why)
     with catch(model, listen) as net:
         names = net.names
+        watched.left_out = names.left_out
         try:
             yield watched
         finally:  # what was seen does not hold on to the model

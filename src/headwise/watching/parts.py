@@ -1,0 +1,254 @@
+"""Whether a call is all that its module attends, and its batch rows and heads are what they seem.
+
+A product of probabilities with values may be a few of a module's queries, a block of its sequence,
+or a share of its keys. What becomes of the product tells: side by side, the outputs of all heads
+are what the next projection reads, or what the module puts out, position for position. Until that
+is seen, a call waits. One that turns out to be a part is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A call of which it is not known yet whether it is whole.
+
+    Args:
+        name: the qualified name of its module.
+        said: how reasons quote the call.
+        made: the heads' outputs `[B, H, T, Dv]` that the model goes on with.
+        shape: that of the product itself.
+        keys: how many keys count.
+        sure: the number of heads is known; else it is what axes mostly are.
+        by_hand: a product, which may be of a share of the keys; a function's call is not.
+    """
+
+    name: str
+    said: str
+    made: Tensor
+    shape: torch.Size
+    keys: int
+    sure: bool
+    by_hand: bool
+    then: list[Callable[[int], None]] = field(default_factory=list)
+    there: int | None = None
+
+    def __post_init__(self) -> None:
+        self.rows, self.heads, self.queries, self.width = self.made.shape
+
+    def once_whole(self, keep: Callable[[int], None]) -> None:
+        """Call `keep` with the number of queries that there are, as soon as that is known."""
+        if self.there is None:
+            self.then.append(keep)
+        else:
+            keep(self.there)
+
+    def settle(self, queries: int) -> None:
+        """It is whole, one of so many queries."""
+        self.there = queries
+        for keep in self.then:
+            keep(queries)
+        self.then.clear()
+
+    @property
+    def seen(self) -> int:
+        """How many queries it has, over the batch."""
+        return self.rows * self.queries
+
+    @property
+    def turnable(self) -> bool:
+        """Whether heads could stand where batch rows were taken to stand."""
+        return self.rows == self.heads or (len(self.shape) < 4 and self.heads > 1)
+
+    @property
+    def wide(self) -> int:
+        """How wide all heads are side by side."""
+        return self.heads * self.width
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was found of a call: of how many queries it is one, or why it is left out."""
+
+    call: Waiting
+    queries: int = 0
+    reason: str = ""
+
+
+# ── a projection reads ──────────────────────────────────────────────────────────────────────────
+
+
+def read(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
+    """What a projection tells that reads `x`, `[…, H · Dv]`."""
+    if x.dim() < 3:  # positions of all rows in one axis tell nothing
+        return []
+    alike = [w for w in waiting if x.numel() == w.made.numel() and x.shape[-1] % w.width == 0]
+    if len(alike) > 1:  # which of them is it?
+        alike = [w for w in alike if _joins(w.made.detach(), x)]
+    return [_read(w, x) for w in alike] or _chunks(waiting, x)
+
+
+def _read(w: Waiting, x: Tensor) -> Settled:
+    """What `x` tells, as many numbers as the heads' outputs, features last."""
+    if x.shape[-1] != w.wide:
+        return _left(w, f"has {w.heads} heads by its axes, and joins {x.shape[-1] // w.width}")
+    place = _place(x.shape[:-1], w)
+    told = w.made.detach()
+    turned = told.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
+    if place and w.turnable and not _joins(told, x) and _joins(turned, x):
+        return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
+    if place == "queries first" and x.shape[1] % x.shape[0] == 0:  # or a batch of blocks
+        place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
+    return Settled(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
+
+
+def _joins(made: Tensor, x: Tensor) -> bool:
+    """Whether `x` is the heads' outputs `[B, H, T, Dv]` side by side."""
+    turns = ((0, 2, 1, 3), (2, 0, 1, 3))
+    return any(_same(made.permute(turn).reshape(x.shape), x) for turn in turns)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _place(axes: Sequence[int], w: Waiting) -> str:
+    """How positions along these axes are the call's; empty if they are not."""
+    if prod(axes) != w.seen:
+        return ""
+    if len(axes) == 1 or w.rows in accumulate(axes[:-1], mul, initial=1):
+        return "rows first"
+    return "queries first" if tuple(axes) == (w.queries, w.rows) else ""
+
+
+# ── a module ends ───────────────────────────────────────────────────────────────────────────────
+
+
+def at_end(
+    waiting: Sequence[Waiting], output: Any, lost: Sequence[torch.Size], before: str = ""
+) -> tuple[list[Settled], list[Waiting]]:
+    """What the end of a module tells, and the calls of which it tells nothing.
+
+    Args:
+        output: what the module gave.
+        lost: the shapes of softmaxes in it of which no product with values was seen.
+        before: why another of its calls is left out.
+    """
+    weights = {(w.queries, w.keys) for w in waiting}
+    given = [x for x in _tensors(output) if x.dim() > 1]
+    others = [x for x in given if tuple(x.shape[-2:]) not in weights]
+    wide = [x for x in given if x.shape[-1] in {w.wide for w in waiting}]
+    x = next(iter(others or wide), None)
+    if x is None:
+        return [], list(waiting)
+    found = [_read(w, x) for w in waiting if (x.numel(), x.shape[-1]) == (w.made.numel(), w.wide)]
+    found = [one for one in found if one.reason]
+    rest = [w for w in waiting if all(w is not one.call for one in found)]
+    whole = [w for w in rest if any(_place(axes, w) for axes in _axes(x))]
+    rest = [w for w in rest if w not in whole]
+    found += _of_shares(whole, lost)
+    if chunks := _chunks(rest, x):
+        return found + chunks, []
+    apart = [w for w in rest if w.heads > 1 and sorted(x.shape) == sorted(w.shape)]
+    rest = [w for w in rest if w not in apart]
+    found += [_of_others(w, rest, _axes(x)[0], len(lost)) for w in rest]
+    before = next((one.reason for one in found if one.reason), before)
+    if before:  # what is left of a module is not all of it
+        reason = f"with another, of which not all could be seen: {before}"
+        found = [one if one.reason else _left(one.call, reason) for one in found]
+    return found, apart
+
+
+def at_last(w: Waiting) -> Settled:
+    """What there is to say of a call of which nothing told."""
+    if w.sure or len(w.shape) > 3:
+        return Settled(w, w.seen)
+    return _left(w, "is of a number of heads that nothing tells")
+
+
+def _tensors(given: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of numbers in what a module gave."""
+    if isinstance(given, Tensor) and given.is_floating_point() and given.layout is torch.strided:
+        yield given
+    if isinstance(given, dict | tuple | list) and depth:
+        for part in given.values() if isinstance(given, dict) else given:
+            yield from _tensors(part, depth - 1)
+
+
+def _axes(x: Tensor) -> list[tuple[int, ...]]:
+    """The axes of an output's positions: features are the last one, of images the second too."""
+    shape = tuple(x.shape)
+    return [shape[:-1]] + ([shape[:1] + shape[2:]] if len(shape) == 4 else [])
+
+
+def _of_shares(whole: Sequence[Waiting], lost: Sequence[torch.Size]) -> list[Settled]:
+    """What to say of whole calls, whose queries others may see too, with shares of the keys."""
+    sizes = [(w.rows, w.heads, w.queries) for w in whole if w.by_hand]
+    found = []
+    for w in whole:
+        number = sizes.count((w.rows, w.heads, w.queries)) if w.by_hand else 1
+        one_by_one = w.heads == 1 and w.queries == w.keys  # heads, each of which sees all
+        others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
+        if number > 1 and not one_by_one:
+            reason = f"one of {number} products of the same queries: of shares of the keys, maybe"
+        elif others:
+            reason = f"and no product with values was seen of {others} more softmax of its queries"
+        else:
+            found.append(Settled(w, w.seen))
+            continue
+        found.append(_left(w, reason))
+    return found
+
+
+def _chunks(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
+    """What to say of several calls, each of some queries of a whole; nothing if they are not."""
+    if len(waiting) < 2 or len({(w.rows, w.heads, w.width) for w in waiting}) > 1:
+        return []
+    rows, queries = waiting[0].rows, sum(w.queries for w in waiting)
+    if not any(prod(a) == rows * queries and a[0] in (rows, queries) for a in _axes(x)):
+        return []
+    ordered = sorted(waiting, key=lambda w: w.keys)
+    ends = accumulate(w.queries for w in ordered)
+    before = {w.keys - end for w, end in zip(ordered, ends, strict=True)}
+    alone = all(w.queries == w.keys for w in waiting)  # each is a sequence by itself
+    if alone or (len(before) == 1 and min(before) >= 0):
+        return [Settled(w, w.seen) for w in waiting]
+    reason = f"one of {len(waiting)} products of some queries: nothing tells where these stand"
+    return [_left(w, reason) for w in waiting]
+
+
+def _of_others(w: Waiting, rest: Sequence[Waiting], axes: tuple[int, ...], lost: int) -> Settled:
+    """What to say of a call whose module puts out other positions than its queries."""
+    queries, seen = prod(axes), sum(other.seen for other in rest)
+    one_for_each = len(axes) == 1  # one vector for each row, of all its positions
+    if w.rows not in (axes if one_for_each else accumulate(axes[:-1], mul, initial=1)):
+        return _left(w, _misread(w, axes))
+    if seen < queries and lost:
+        reason = f"sees {seen} of {queries} queries, and no product with values was seen of {lost}"
+        return _left(w, f"{reason} more softmax{'es' * (lost > 1)}")
+    if seen < queries and (len(rest) > 1 or not w.sure):
+        return _left(w, _misread(w, axes))
+    if seen > queries and not one_for_each:
+        return _left(w, f"has {seen} queries, and its module puts out {queries} positions")
+    return Settled(w, max(w.seen, queries))
+
+
+def _left(w: Waiting, reason: str) -> Settled:
+    return Settled(w, reason=f"{w.said} {reason}")
+
+
+def _misread(w: Waiting, axes: Sequence[int]) -> str:
+    return (
+        f"has {w.rows} × {w.queries} queries by its axes, and positions are {list(axes)}: batch "
+        f"rows, heads and blocks cannot be told apart"
+    )
