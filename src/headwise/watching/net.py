@@ -88,6 +88,8 @@ class Net:
             if forward.waiting:
                 with self.silence(), torch.no_grad():
                     settled = read(forward.waiting, x)
+                if forward.lost:  # a whole by itself may be a part: the module's end tells
+                    settled = [one for one in settled if one.reason]
                 self._settle(forward, settled)
 
     def _settle(self, forward: Forward, settled: Sequence[Settled]) -> None:
