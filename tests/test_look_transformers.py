@@ -415,6 +415,23 @@ def test_a_model_without_a_loss_says_so(folders: dict[str, Path]) -> None:
         look(model, tokenizer, TEXT, ablation=True)
 
 
+def test_what_is_not_shown_is_named(folders: dict[str, Path]) -> None:
+    """An encoder whose attention is in blocks: its layers are left out, the decoder's are not."""
+    from transformers import LongT5Config, LongT5ForConditionalGeneration
+
+    _, tokenizer = loaded(folders["t5"])
+    sizes = {"d_model": 12, "d_kv": 4, "d_ff": 16, "num_heads": 3, "num_layers": 2}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+    blocks = {"encoder_attention_type": "local", "local_radius": 4}
+    config = LongT5Config(vocab_size=len(tokenizer), **sizes, **ends, **blocks)
+    model = LongT5ForConditionalGeneration(config)
+    seen = look(model, tokenizer, TEXT)
+    assert {layer.name.split(".")[0] for layer in seen.layers} == {"decoder"}
+    notice = seen.provenance["notice"]
+    assert "Not shown: encoder.block.*.layer.*.LocalSelfAttention, as the softmax of" in notice
+    assert notice.count("Not shown") == 1
+
+
 # --- other models -------------------------------------------------------------------------------
 
 

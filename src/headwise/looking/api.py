@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -153,7 +154,7 @@ def _gathered(
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
     facts = {
-        **_facts_of(subject, first, samples),
+        **_facts_of(subject, first, samples, _unseen(found.seen.left_out)),
         "layers": len(places),
         "heads": sum(place.heads for place in places),
         "map_side": drawing.map_side,
@@ -234,7 +235,9 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _facts_of(subject: Subject, first: Sample, samples: Samples) -> dict[str, Any]:
+def _facts_of(
+    subject: Subject, first: Sample, samples: Samples, unseen: Sequence[str]
+) -> dict[str, Any]:
     """What there is to say of the model and of what it read."""
     model = subject.model
     weights = next(model.parameters())
@@ -248,7 +251,7 @@ def _facts_of(subject: Subject, first: Sample, samples: Samples) -> dict[str, An
         **({"too_short": samples.short} if samples.short else {}),
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
-        "notice": " ".join(filter(None, (_cut(first, subject), _few(first)))) or None,
+        "notice": " ".join(filter(None, (_cut(first, subject), _few(first), *unseen))) or None,
         "loss": subject.loss_of,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "device": weights.device.type,
@@ -266,6 +269,17 @@ def _cut(first: Sample, subject: Subject) -> str | None:
     elif subject.context is None:
         why = "for more, give a context (--context)"
     return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
+
+
+def _unseen(left_out: dict[str, str]) -> list[str]:
+    """Which modules' attention is not shown, and why: a sentence for those of one kind."""
+    kinds: dict[str, list[str]] = {}
+    for name in left_out:
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return [
+        f"Not shown: {escaped(kind if len(names) > 1 else names[0])}, as {left_out[names[0]]}."
+        for kind, names in kinds.items()
+    ]
 
 
 def _few(first: Sample) -> str | None:
