@@ -153,7 +153,7 @@ template <class In> struct Backward {
         slope *= p[i];
         if (c.softcap != 0) {
           vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
-          slope *= 1.f - share * share;
+          slope = select(p[i] == vf{}, vf{}, slope * (1.f - share * share)); // a hidden score may be no number
         }
         ds[i] = slope * scale;
       }
