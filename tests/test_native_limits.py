@@ -408,6 +408,24 @@ def test_a_hidden_score_that_is_no_number_has_no_gradient(
 
 
 @needs_library
+@every_set
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_no_weight_is_more_than_one(instructions: str, queries: int) -> None:
+    """Where products cancel, one score comes out differently in passes of different order."""
+    k = numbers(1, 2, 40, 32) * 1e9
+    q, k = torch.ones(1, 2, queries, 64).requires_grad_(), torch.cat([k, -k.flip(-1)], -1)
+    v = numbers(1, 2, 40, 8, seed=1).requires_grad_()
+    call = Call.of(q, k, v, scale=1.0)
+    with cpu.instructions(instructions):
+        seen = Native().observe(call, ("entropy",))
+        received = Native().received(call, seen.lse.detach())
+        grads = torch.autograd.grad(seen.out.sum() + seen.entropy.sum(), [q, v])
+    assert 0 <= float(received.min()) <= float(received.max()) <= queries * (1 + 1e-5)
+    assert bool(grads[0].isfinite().all())
+    assert float(grads[1].abs().max()) <= queries * (1 + 1e-5)
+
+
+@needs_library
 def test_biases_are_held_within_float32() -> None:
     q, v = numbers(1, 1, 4, 8), numbers(1, 1, 4, 8, seed=1)
     twice = hw.Bias(torch.full((4, 1), LEAST)) & hw.Bias(torch.full((1, 4), LEAST))
