@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/native
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-peers test-max test-suites fuzz lint bench native sanitize wheel clean
+.PHONY: run test test-peers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -51,6 +51,16 @@ test-suites: .venv-suites/.made $(COMPILED)
 # Random calls of the native kernel; `make fuzz SEED=… CASES=… UNITS=avx2,plain` repeats a run.
 fuzz: .venv/.dev $(COMPILED)
 	@cd tests && ../$(BIN)/python -m fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) $(if $(UNITS),--units $(UNITS))
+
+# Ten times as many a second: the kernel's own driver without sanitizers, CASES drawn ones of SEED. A case is up
+# to three calls of each unit; 2^16 calls (CASES=22000) take 5 minutes of a core.
+calls: $(LIBRARY)
+	@$(BIN)/ninja -C build/native --quiet driver
+	@build/native/driver $(or $(SEED),1) 0 $(or $(CASES),22000)
+
+# Trainings that are killed at random moments and resumed; see tests/kills.py.
+kills: .venv/.dev
+	@$(BIN)/python tests/kills.py $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .
