@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/native
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-peers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
+.PHONY: run test test-units test-peers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -37,6 +37,18 @@ run: .venv/.run $(COMPILED)
 # A worker for each core, and each file's tests in one of them.
 test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
+# vectors. PyTorch's AVX2 kernel takes the exponential of halves to 1e-4 only, which no tolerance of ours is for.
+UNIT_TESTS := tests/test_seen.py tests/test_attend.py tests/test_statistics.py tests/test_native_limits.py
+test-units: .venv/.dev $(COMPILED)
+	@for unit in $$($(BIN)/python -c 'from headwise.kernels.cpu import library; print(*library().usable if library() else ())'); do \
+	  case $$unit in avx512*) continue ;; avx2) torch=avx2 not="sdpa and (float16 or bfloat16)" ;; \
+	    *) torch=default not=none ;; esac; \
+	  echo "our kernels for $$unit, PyTorch's for $$torch"; \
+	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -q -n auto --dist loadfile --unit $$unit -k "not ($$not)" $(UNIT_TESTS) \
+	    || exit 1; \
+	done
 
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py
