@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/native
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-peers test-max test-suites fuzz lint bench native sanitize wheel clean
+.PHONY: run test test-units test-peers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -38,6 +38,18 @@ run: .venv/.run $(COMPILED)
 test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile
 
+# Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
+# vectors. PyTorch's AVX2 kernel takes the exponential of halves to 1e-4 only, which no tolerance of ours is for.
+UNIT_TESTS := tests/test_seen.py tests/test_attend.py tests/test_statistics.py tests/test_native_limits.py
+test-units: .venv/.dev $(COMPILED)
+	@for unit in $$($(BIN)/python -c 'from headwise.kernels.cpu import library; print(*library().usable if library() else ())'); do \
+	  case $$unit in avx512*) continue ;; avx2) torch=avx2 not="sdpa and (float16 or bfloat16)" ;; \
+	    *) torch=default not=none ;; esac; \
+	  echo "our kernels for $$unit, PyTorch's for $$torch"; \
+	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -q -n auto --dist loadfile --unit $$unit -k "not ($$not)" $(UNIT_TESTS) \
+	    || exit 1; \
+	done
+
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py
 
@@ -51,6 +63,16 @@ test-suites: .venv-suites/.made $(COMPILED)
 # Random calls of the native kernel; `make fuzz SEED=… CASES=… UNITS=avx2,plain` repeats a run.
 fuzz: .venv/.dev $(COMPILED)
 	@cd tests && ../$(BIN)/python -m fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) $(if $(UNITS),--units $(UNITS))
+
+# Ten times as many a second: the kernel's own driver without sanitizers, CASES drawn ones of SEED. A case is up
+# to three calls of each unit; 2^16 calls (CASES=22000) take 5 minutes of a core.
+calls: $(LIBRARY)
+	@$(BIN)/ninja -C build/native --quiet driver
+	@build/native/driver $(or $(SEED),1) 0 $(or $(CASES),22000)
+
+# Trainings that are killed at random moments and resumed; see tests/kills.py.
+kills: .venv/.dev
+	@$(BIN)/python tests/kills.py $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from headwise.kernels import cpu
 
 settings.register_profile(
     "headwise",
@@ -19,6 +22,17 @@ settings.load_profile("headwise")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unit", help="the native kernel's unit, such as avx2 (default: the best)")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = request.config.getoption("--unit", None)
+    with cpu.instructions(name) if name else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

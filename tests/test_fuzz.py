@@ -1,4 +1,4 @@
-"""Proofs that the comparison of random calls of the native kernel can fail."""
+"""A thousand random calls of the native kernel, and proofs that their comparison can fail."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@needs_library
+@settings(derandomized, max_examples=1000)
+@given(case=cases())
+def test_a_thousand_random_calls(case: Case) -> None:
+    """Each by one of the units, in turn; `make fuzz` runs every one by all."""
+    check(case, (units()[case.seed % len(units())],))
 
 
 # ── the comparison can fail ─────────────────────────────────────────────────────────────────────

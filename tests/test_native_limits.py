@@ -385,6 +385,47 @@ def test_masks_alone_make_a_row_dead(instructions: str, queries: int, keys: int)
 
 
 @needs_library
+@every_set
+@sizes
+def test_a_hidden_score_that_is_no_number_has_no_gradient(
+    instructions: str, queries: int, keys: int
+) -> None:
+    """∞ − ∞ where products round before they are summed, and from there into a softcap."""
+    case = Case(batch=1, kv_heads=1, group=1, queries=queries, keys=keys, dim=8, wide=8)
+    case = replace(case, mask="none", softcap=2.0)
+    call = case.call()
+    q, k = call.q.clone(), call.k.clone()
+    q[..., :2], k[:, :, -1, 0], k[:, :, -1, 1] = 10.0, MOST, LEAST
+    seen = (torch.arange(keys) < keys - 1)[None]
+    leaves = [x.requires_grad_() for x in (q, k, call.v.clone())]
+    few = [q, k[:, :, :-1], leaves[2][:, :, :-1]]
+    with cpu.instructions(instructions):
+        out = hw.attend(*leaves, mask=hw.Dense(seen), softcap=2.0, backend="native")
+        got = torch.autograd.grad(out.square().sum(), leaves)
+    want = torch.autograd.grad(hw.attend(*few, softcap=2.0).square().sum(), leaves)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@needs_library
+@every_set
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_no_weight_is_more_than_one(instructions: str, queries: int) -> None:
+    """Where products cancel, one score comes out differently in passes of different order."""
+    k = numbers(1, 2, 40, 32) * 1e9
+    q, k = torch.ones(1, 2, queries, 64).requires_grad_(), torch.cat([k, -k.flip(-1)], -1)
+    v = numbers(1, 2, 40, 8, seed=1).requires_grad_()
+    call = Call.of(q, k, v, scale=1.0)
+    with cpu.instructions(instructions):
+        seen = Native().observe(call, ("entropy",))
+        received = Native().received(call, seen.lse.detach())
+        grads = torch.autograd.grad(seen.out.sum() + seen.entropy.sum(), [q, v])
+    assert 0 <= float(received.min()) <= float(received.max()) <= queries * (1 + 1e-5)
+    assert bool(grads[0].isfinite().all())
+    assert float(grads[1].abs().max()) <= queries * (1 + 1e-5)
+
+
+@needs_library
 def test_biases_are_held_within_float32() -> None:
     q, v = numbers(1, 1, 4, 8), numbers(1, 1, 4, 8, seed=1)
     twice = hw.Bias(torch.full((4, 1), LEAST)) & hw.Bias(torch.full((1, 4), LEAST))

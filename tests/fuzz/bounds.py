@@ -7,7 +7,8 @@ they need be, which covers terms of second order and the u's of the kernel's con
 
 *Scores.* `s = scale · q·k` errs by (D + 2)·u·|scale|·Σ|q||k| + 2u·|s|, and not at all where all
 products are multiples of one power of two that 24 bits can count, and the scale is one, too.
-Softcap maps the ends of this range and rounds 6 times. A bias adds u·(|s| + |b|); but where the
+Softcap maps the ends of this range and rounds 6 times; where s/c is below normal numbers, 2⁻¹⁴⁸·c
+is lost. A bias adds u·(|s| + |b|); but where the
 exact sum is a number of float32, and what went before is far below its spacing, rounding gives just
 that number. Where all keys of a head are the same, the error of q·k is the same for all: it moves
 the maximum and the log-sum-exp, and no weight. What the kernel does with differences of scores errs
@@ -17,8 +18,9 @@ by 4u·|s − max|.
 the upper end and all others are at the lower one, `p ≤ 1 / (1 + Σ_{l≠j} e^{s_l − δ_l − s_j −
 δ_j})`, and smallest the other way round, for any δ, however large. Into δ go also the error of 2^t
 (4u) and of each rescaling by a later block of keys with a larger score (6u). Weights below 2⁻¹²⁶ of
-the largest may be 0. Sums over queries and gradients make p again: from the log-sum-exp, with its
-error and rounding, where that is at most 4096, and from the maximum and the log of the sum beyond.
+the largest may be 0. Sums over queries and gradients make p again from the same scores: less the
+log-sum-exp, with its error and rounding, where that is at most 4096; less the maximum and the log
+of the sum beyond, and that log is off by what the δ of all scores make of it.
 
 *Forward.* `out`: Σ E_p·|v|, the rounding of a sum over keys, and one rounding to the dtype. In
 pairs of bfloat16 each weight is rounded to 8 bits (2⁻⁸·Σ p·|v|), and numbers below 2⁻¹²⁶ are read
@@ -115,31 +117,37 @@ class Bounds:
             highest = torch.maximum(top, sink)
             s = torch.cat([s, sink[..., None]], -1)
             delta = torch.cat([delta, self.sink_error[..., None]], -1)
+        there = s > -torch.inf
         self.columns, (self.low, self.high) = s, between(s, delta)
+        # Relative to the largest: float64 has no digits for the log of a sum beside 1e20 either.
+        s = torch.where(there, s - highest[..., None], -torch.inf)
+        total, low, high = (
+            torch.logsumexp(torch.where(there, s + d, s), -1).masked_fill(~alive, 0.0)
+            for d in (0.0, -delta, delta)
+        )
+        self.log_p = torch.where(there, s - total[..., None], 0.0)
+        self.log_sum, self.moved = total, apart(total, low, high)
         self.p, keys = truth.p, truth.p.shape[-1]
         far = torch.where(self.allowed, highest[..., None] - self.s, 0.0) + delta[..., :keys]
         lost = torch.where(far > VANISHING, self.p, 0.0) + LEAST
         error = apart(self.p, self.low[..., :keys], self.high[..., :keys]) + lost
         self.p_error = error.masked_fill(~alive[..., None], 0.0)
         self.lse = truth.figures["lse"].masked_fill(~alive, 0.0)
-        self.log_sum = (self.lse - highest).abs()  # of the weights, relative to the largest
-        low, high = (
-            torch.logsumexp(torch.where(s > -torch.inf, s + d, s), -1) for d in (-delta, delta)
-        )
         rounding = self.adding + 6 * highest.abs() + 3 * self.lse.abs() + 4 * self.log_sum + 4
-        error = apart(self.lse, low, high) + common + U * rounding
-        self.lse_error = error.masked_fill(~alive, 0.0)
+        self.lse_error = (self.moved + common + U * rounding).masked_fill(~alive, 0.0)
 
     def _weights_again(self) -> None:
         """Errors of the weights in gradients and sums over queries, and of their logarithms."""
         sums = U * (self.adding + 6 * self.log_sum + 8) + self.sink_error
+        from_top = sums + self.moved
         from_lse = sums + self.scores.common + self.lse_error + 3 * U * self.lse.abs()
-        row = torch.where(self.lse.abs() > LARGE * 1.001, sums, from_lse)
-        away = torch.where(self.allowed, (self.lse[..., None] - self.s).abs(), 0.0)
-        logs = self.scores.error + row[..., None] + U * (4 * away + 4)
+        row = torch.where(self.lse.abs() - self.lse_error > LARGE, from_top, from_lse)
+        log_p = self.log_p[..., : self.p.shape[-1]]
+        logs = self.scores.error + row[..., None] + U * (4 * log_p.abs() + 4)
         self.row_again, self.logs_again = row, torch.where(self.allowed, logs, 0.0)
-        lost = torch.where(away + self.logs_again > VANISHING, self.p, 0.0) + LEAST
-        self.p_again = factor_apart(self.p, self.logs_again) + lost
+        lost = torch.where(self.logs_again - log_p > VANISHING, self.p, 0.0) + LEAST
+        error = factor_apart(log_p, self.logs_again) + lost
+        self.p_again = torch.where(self.allowed, error, 0.0)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
@@ -154,10 +162,8 @@ class Bounds:
         error, keys = self.scores.error, torch.arange(self.p.shape[-1])
         low, high = ((self.s + e).amax(-1) for e in (-error, error))
         largest = apart(self.truth.figures["max"], low, high) + self.scores.common
-        there = self.columns > -torch.inf
-        logs = torch.where(there, self.lse[..., None] - self.columns, 0.0)
-        p = torch.where(there, (-logs).exp(), 0.0)
-        mean = (p * logs).sum(-1) + 2 * self.log_sum + 1
+        p = torch.where(self.columns > -torch.inf, self.log_p.exp(), 0.0)
+        mean = -(p * self.log_p).sum(-1) + 2 * self.log_sum + 1
         position = self.truth.inputs.position[:, None]
         away = (keys - position).abs().double()
         at = {"first": keys == 0, "previous": keys == position - 1, "self": keys == position}

@@ -10,8 +10,8 @@ with the errors of the forward pass, `out` as it was rounded to its dtype; and 8
 all of them. That of dS is E_p·|B| + p·E_B; under a softcap also that of 1 − tanh². Products carry
 it on: dQ = dS·k, dK = dSᵀ·q, dV = pᵀ·dO, each with the rounding of its sum and one to the dtype. In
 pairs of bfloat16, p and dS are rounded to 8 bits first. A sink's gradient is −p_sink·(g_H·log
-p_sink + D), summed over queries. Where one of these sizes leaves float32, its head is not looked
-at.
+p_sink + D), summed over queries. A product below normal numbers errs by 2⁻¹⁴⁹ beside. Where one of
+these sizes leaves float32, its head is not looked at.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class GradientBounds:
                 value = value + (g * figures[name]).sum(-1)
                 of_out = (g.abs() * figures[name].abs()).sum(-1)
                 size, error = size + of_out, error + (g.abs() * found[name]).sum(-1)
-                error = error + (self.case.wide + 2) * U * of_out
+                error = error + (self.case.wide + 2) * (U * of_out + LEAST)
             else:
                 value, size = value + g * figures[name], size + (g * figures[name]).abs()
-                error = error + g.abs() * found[name]
+                error = error + g.abs() * found[name] + LEAST
         self.row, self.row_size = value, self._must_fit(size)
         self.row_error = error + 8 * U * size
 
@@ -80,7 +80,7 @@ class GradientBounds:
         keys = torch.arange(b.p.shape[-1])
         away = (keys - self.truth.inputs.position[:, None]).double()
         # Below e^-200 nothing is left of p.
-        logs = torch.where(b.allowed, (b.s - b.lse[..., None]).clamp(min=-200), 0.0)
+        logs = torch.where(b.allowed, b.log_p[..., : b.p.shape[-1]].clamp(min=-200), 0.0)
         features = {
             "entropy": -logs,
             "ahead": away,
@@ -103,6 +103,7 @@ class GradientBounds:
             if name in given:
                 g = given[name][..., None]
                 value, size = value + g * feature, size + (g * feature).abs()
+                error = error + LEAST
         if "entropy" in given:
             error = error + given["entropy"].abs()[..., None] * b.logs_again
         self.value, self.size = value, self._must_fit(size)
@@ -114,12 +115,14 @@ class GradientBounds:
         b = self.bounds
         size, scores = b.p * self.value.abs(), b.scores
         error = b.p_again * (self.value.abs() + self.error) + b.p * self.error + 8 * U * size
+        error = error + 2 * LEAST  # of the products with p and, under a softcap, its slope
         if self.truth.call.softcap is not None:
             curve = 1 - scores.share**2
             error = error * curve + (size + error) * 3 * scores.share_error
             size = size * curve
         scale = abs(self.truth.call.scale)
-        size, error = size * scale, (error + 6 * U * size) * scale + LEAST
+        lost = scores.scale_lost * (size + error) + LEAST
+        size, error = size * scale, (error + 6 * U * size) * scale + lost
         if b.pairs:
             error = error + self.rough * (size + error) + FLUSHED
         size, error = (torch.where(b.allowed, x, 0.0) for x in (size, error))
@@ -127,6 +130,9 @@ class GradientBounds:
         keys, rows = b.p.shape[-1] + 6, b.p.shape[2] * self.case.group + 6
         of_queries = error @ scores.k + keys * (U * (size @ scores.k) + b.least)
         of_keys = error.mT @ scores.q + rows * (U * (size.mT @ scores.q) + b.least)
+        if b.pairs:  # numbers that are read as 0
+            q, k = (torch.where(x < FLUSHED, x, 0.0) for x in (scores.q, scores.k))
+            of_queries, of_keys = of_queries + size @ k, of_keys + size.mT @ q
         self._must_fit(of_queries + size @ scores.k)
         self._must_fit(of_keys + size.mT @ scores.q)
         return {"q": of_queries, "k": self._of_group(of_keys)}
@@ -151,16 +157,17 @@ class GradientBounds:
         assert sinks is not None
         sink = sinks.detach()[:, None].expand_as(b.lse)
         there = (sink > -torch.inf) & b.alive
-        logs = torch.where(there, sink - b.lse, 0.0)
+        logs = torch.where(there, b.log_p[..., -1], 0.0)
         p = torch.where(there, logs.exp(), 0.0)
         logs_error = b.row_again + U * (4 * logs.abs().clamp(max=1e30) + 4)
-        p_error = factor_apart(p, logs_error) + torch.where(logs < -VANISHING, p, 0.0)
+        lost = torch.where(logs_error - logs > VANISHING, p, 0.0)
+        p_error = torch.where(there, factor_apart(logs, logs_error), 0.0) + lost
         value, size, error = self.row, self.row_size, self.row_error
         if "entropy" in self.given:
             g, kept = self.given["entropy"], logs.clamp(min=-200)
             value, size = value + g * kept, size + (g * kept).abs()
             error = error + g.abs() * logs_error
         self._must_fit(size)
-        total = p_error * (value.abs() + error) + p * (error + 8 * U * size) + LEAST
+        total = p_error * (value.abs() + error) + p * (error + 8 * U * size) + 3 * LEAST
         rows = b.p.shape[0] * b.p.shape[2] + 6
         return torch.where(b.alive, total + rows * U * (p * value.abs() + total), 0.0).sum((0, 2))

@@ -65,7 +65,10 @@ def entropy_apart(p: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return apart(h(p), ends.amin(0), largest)
 
 
-def factor_apart(p: Tensor, logs: Tensor) -> Tensor:
-    """How far p may be off whose logarithm is off by so much, but which is 1 at most."""
-    high = (p * logs.clamp(max=700).exp()).clamp(max=1 + 8 * U)
-    return torch.maximum(high - p, p * -torch.expm1(-logs))
+def factor_apart(log_p: Tensor, error: Tensor) -> Tensor:
+    """How far p may be off whose logarithm is off by so much, but which is 1 at most.
+
+    From the logarithm, for a p that is 0 in float64 is not 0 for every error of its score.
+    """
+    p, high = log_p.exp(), (log_p + error).clamp(max=8 * U).exp()
+    return torch.maximum(high - p, p * -torch.expm1(-error))

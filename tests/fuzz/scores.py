@@ -32,11 +32,10 @@ class Scores:
         raw, size = call.q.detach() @ k.mT, self.q @ self.k.mT
         error, exact = self._products(size)
         s = raw * call.scale
-        error = scale * error + 2 * U * s.abs() + LEAST
-        if lost > U * scale:  # a scale below normal numbers
-            error = error + lost * size
+        self.scale_lost = lost if lost > U * scale else 0.0  # of a scale below normal numbers
+        error = scale * error + 2 * U * s.abs() + self.scale_lost * size + LEAST
         if self.exact_scale:
-            error = error.masked_fill((exact & (s.abs() >= FLUSHED)) | (s == 0), 0.0)
+            error = error.masked_fill((exact & (s.abs() >= FLUSHED)) | (size * scale == 0), 0.0)
         if call.softcap is not None:
             error, s = self._capped(s, error, call.softcap)
         twins = (k == k[:, :, :1]).flatten(2).all(-1)[..., None]
@@ -64,6 +63,7 @@ class Scores:
         up = cap * torch.tanh((size + error) / cap) - s.abs()
         down = s.abs() - cap * torch.tanh((size - error).clamp(min=0) / cap)
         moved = torch.maximum(up, down) + U * (2 * size).clamp(max=cap)  # x · tanh′(x) < 1/2
+        moved = moved + 2 * LEAST * cap  # s/c and its tanh, where they are below normal numbers
         self.share, self.share_error = s / cap, moved / cap + 6 * U
         return moved + 6 * U * s.abs() + LEAST, s
 

@@ -67,13 +67,15 @@ def defined(call: Call) -> Definition:
 def figures_of(full: Definition, call: Call, position: Tensor) -> dict[str, Tensor]:
     """All figures as the textbook would compute them, from the whole matrix."""
     p, alive = full.weights, full.allowed.any(-1)
-    lse = torch.where(alive, full.lse, 0.0)
-    log_p = torch.where(full.allowed, full.logits, 0.0) - lse[..., None]
-    entropy = -torch.where(full.allowed, p * log_p, 0.0).sum(-1)
-    if full.sink is not None and call.sinks is not None:
-        logits = call.sinks.to(p.dtype)[:, None]
-        own = torch.where(logits > -torch.inf, logits, 0.0) - lse
-        entropy = entropy - torch.where(alive, full.sink * own, 0.0)
+    columns = torch.where(alive[..., None], full.logits, 0.0)
+    there = full.allowed
+    if call.sinks is not None:
+        sinks = call.sinks[:, None, None].expand(*p.shape[:3], 1)
+        columns = torch.cat([columns, sinks], -1)
+        there = torch.cat([there, alive[..., None] & (sinks > -torch.inf)], -1)
+    # A softmax's own logarithm: beside scores of 1e20 a log-sum-exp has no digits for it.
+    log_p = torch.where(there, torch.log_softmax(columns, -1), 0.0)
+    entropy = -torch.where(there, log_p.exp() * log_p, 0.0).sum(-1)
     keys = torch.arange(call.extent.keys)
     away = keys - position[:, None]
     named = {"first": keys == 0, "previous": away == -1, "self": away == 0}

@@ -137,7 +137,7 @@ template <class In> struct Backward {
         }
         const int64_t place = (int64_t)(k + i) * BQ + at;
         const int32_t key = j0 + k + i;
-        vf t = load<vf>(w.scores + place) - load<vf>(co.rest + at);
+        vf t = above(load<vf>(w.scores + place), load<vf>(co.rest + at));
         if (!open) t = select(w.lanes->sees(v, key), t, splat(-INF));
         p[i] = weight(t, digits);
         vf slope = -load<vf>(co.row + at);
@@ -153,7 +153,7 @@ template <class In> struct Backward {
         slope *= p[i];
         if (c.softcap != 0) {
           vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
-          slope *= 1.f - share * share;
+          slope = select(p[i] == vf{}, vf{}, slope * (1.f - share * share)); // a hidden score may be no number
         }
         ds[i] = slope * scale;
       }

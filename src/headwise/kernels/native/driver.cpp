@@ -2,7 +2,7 @@
 // this machine runs. `make sanitize` builds it, so that the sanitizers see all that the kernel reads and
 // writes: every tensor ends where its memory ends, gaps in inputs hold NaN, and results start as NaN.
 //
-//   driver [seed [case]]    case: only this one
+//   driver [seed [case [count]]]    only this case, or so many from it on
 #include "headwise.h"
 
 #include <algorithm>
@@ -638,7 +638,7 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
     double ds = p * inner, ds_off = p * (row.p_off[j] * std::fabs(inner) + worth_off + 4 * ROUND * std::fabs(worth));
     if (c.softcap != 0) {
       const double share = row.capped[j] / c.softcap, slope = 1 - share * share;
-      ds_off = ds_off * slope + std::fabs(ds) * (8 * ROUND + 2 * row.score_off[j] / c.softcap);
+      ds_off = ds_off * slope + (std::fabs(ds) + ds_off) * (8 * ROUND + 2 * row.score_off[j] / c.softcap);
       ds *= slope;
     }
     ds *= c.scale, ds_off *= std::fabs((double)c.scale);
@@ -764,7 +764,7 @@ int check_gradients(Random &r, const Case &a, const Reference &known) {
 struct Report {
   enum Kind { OUT, LOGS, FIGURE, POINT, GRADIENT, SUM, HALF, KINDS }; // HALF: out and gradients of halves
   double worst[KINDS] = {};
-  int cases = 0;
+  int cases = 0, calls = 0; // calls of one, compared: up to one of each function
 };
 const char *const KINDS[] = {"out", "lse, max", "entropy, ahead", "single weights", "gradients", "sums", "halves"};
 
@@ -823,6 +823,7 @@ void small_team(void (*body)(void *), void *data, unsigned, unsigned) {
 // Runs on 1, 2 and 5 threads, and on a team that is smaller than asked for; the bits must be the same.
 void run(int (*function)(const hw_call *, int), hw_call call, int isa, std::vector<Result> &results, Report &report) {
   std::vector<std::vector<uint8_t>> kept;
+  report.calls++;
   for (int threads : {1, 2, 5, 3}) {
     for (Result &result : results) std::fill(result.tensor.memory->begin(), result.tensor.memory->end(), 0xff);
     call.threads = threads, call.host = threads == 2 ? nullptr : &HOST;
@@ -1040,13 +1041,14 @@ int main(int argc, char **argv) {
   __sanitizer_set_death_callback(say_where);
 #endif
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  const int only = argc > 2 ? std::atoi(argv[2]) : -1, last = FIXED + DRAWN;
+  const int first = argc > 2 ? std::atoi(argv[2]) : 0;
+  const int count = argc > 3 ? std::atoi(argv[3]) : argc > 2 ? 1 : FIXED + DRAWN;
   std::vector<Report> reports((size_t)hw_isa_count());
   int differences = 0;
   try {
     now = "the interface";
     check_interface();
-    for (int number = std::max(only, 0); number < (only < 0 ? last : only + 1); number++) {
+    for (int number = first; number < first + count; number++) {
       Random r(seed, (uint64_t)number);
       Spec spec;
       if (number < FIXED) {
@@ -1074,7 +1076,7 @@ int main(int argc, char **argv) {
       check_limits(isa);
       check_stop(isa);
     }
-    if (only < 0 && (differences < 10 || teams == 0)) fail("the cases do not reach what they should");
+    if (first == 0 && count >= FIXED + DRAWN && (differences < 10 || teams == 0)) fail("the cases do not reach what they should");
   } catch (const Fault &fault) {
     std::fprintf(stderr, "driver: FAILED in %s: %s\n", now.c_str(), fault.what.c_str());
     return 1;
@@ -1086,7 +1088,7 @@ int main(int argc, char **argv) {
       std::printf(" not on this machine\n");
       continue;
     }
-    std::printf("%4d cases; largest errors, as shares of what is allowed:", report.cases);
+    std::printf("%4d cases, %d calls; largest errors, as shares of what is allowed:", report.cases, report.calls);
     for (int kind = 0; kind < Report::KINDS; kind++)
       std::printf("%s %s %.2f", kind ? "," : "", KINDS[kind], report.worst[kind]);
     std::printf("\n");

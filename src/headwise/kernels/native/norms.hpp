@@ -7,6 +7,10 @@
 
 namespace HW_ISA {
 
+// The log of a weight whose score (less its row's top) and rest are these. No weight is more than 1: a score whose
+// products cancel comes out otherwise where they are summed in another order, and may come out above the row's sum.
+static HW_INLINE vf above(vf score, vf rest) { return smaller(vf{}, score - rest); }
+
 // A row's weights are 2^((score − top − rest) · digits), with scores as the kernel has them.
 template <class In> class Norms {
 public:

@@ -63,6 +63,17 @@ static HW_INLINE vi splat(int32_t x) {
 // `a` where the mask (of comparisons: all bits or none) is set, else `b`.
 static HW_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 
+// The smaller of both; `b` where either is NaN.
+static HW_INLINE vf smaller(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // The larger of both; `b` where either is NaN.
 static HW_INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)

@@ -89,7 +89,7 @@ template <class In> struct Sums {
           block = c.query_block[i0 + i];
         }
         for (int v = 0; v < VQ; v++) {
-          vf t = load<vf>(row + v * W) - rest;
+          vf t = above(load<vf>(row + v * W), rest);
           if (!open) t = select((lanes[v] >= splat(low[i])) & (lanes[v] < splat(high[i])), t, splat(-INF));
           vf p = weight(t, digits) * counts;
           part[v] += p;
