@@ -169,6 +169,8 @@ def caches(value: Any) -> Any:
 
 def same(one: Any, two: Any) -> bool:
     """Whether outputs are equal bit for bit, NaN included."""
+    if isinstance(one, Tensor) and one.is_nested:
+        return isinstance(two, Tensor) and two.is_nested and same(one.unbind(), two.unbind())
     if isinstance(one, Tensor):
         return (
             isinstance(two, Tensor)
