@@ -1,10 +1,9 @@
 """Settings of the suites, and the counts at the end."""
 
 import os
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
+import counts
 import pytest
 import torch
 
@@ -12,8 +11,10 @@ from headwise.kernels import cpu
 
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the counts are the CPU's
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)
+LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_configure() -> None:
@@ -37,17 +38,28 @@ def count(request: pytest.FixtureRequest) -> Callable[..., None]:
     return add
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a whole run whose counts are not those of `counts.toml`, and say how they differ."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    found = counts.found(reporter)
+    lines = counts.lines(found)
+    if found and whole(session.config) and (wrong := counts.wrong(found)):
+        lines += ["", f"other counts than in {counts.TABLE}:", *wrong]
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+    session.config.stash[LINES] = lines
+
+
+def whole(config: pytest.Config) -> bool:
+    """Whether every test of the files was asked for."""
+    chosen = config.option.keyword or config.option.markexpr or os.environ.get("CELLS")
+    return not chosen and not any("::" in arg for arg in config.args)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print what each file's tests counted."""
-    counts: dict[str, Counter[str]] = {}
-    for outcome in ("passed", "failed", "skipped"):
-        for report in terminalreporter.getreports(outcome):
-            if outcome != "skipped" and report.when != "call":
-                continue
-            suite = counts.setdefault(Path(report.nodeid.partition("::")[0]).stem, Counter())
-            suite[outcome] += 1
-            for name, number in report.user_properties:
-                suite[name] += number
-    for suite, numbers in sorted(counts.items()):
-        words = ", ".join(f"{number:,} {name}" for name, number in numbers.items())
-        terminalreporter.write_line(f"{suite}: {words}")
+    for line in config.stash.get(LINES, []):
+        terminalreporter.write_line(line)
