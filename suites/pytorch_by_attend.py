@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from adapters import reasons, scaled_dot_product_attention
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 BACKEND = os.environ.get("BACKEND", "auto")
 EVERY = int(os.environ.get("EVERY", "1"))
@@ -43,13 +44,21 @@ def attended(
         "scale": scale,
         "enable_gqa": enable_gqa,
     }
+    if isinstance(attn_mask, CausalBias):  # it knows PyTorch's function, not this one
+        if is_causal:
+            return CausalBias._dispatch(*tensors, **options)  # an error
+        options["attn_mask"] = attn_mask = attn_mask._materialize(query.device)
     why = left(*tensors, attn_mask, dropout_p)
     if why is None:
-        why = "; ".join(reasons(*tensors, **options, backend=BACKEND)) or None
+        try:
+            why = "; ".join(reasons(*tensors, **options, backend=BACKEND)) or None
+        except ValueError as error:  # no such call: PyTorch's own words are asked for
+            why = f"refused: {str(error).partition(': ')[2]}"
     SERVED["by headwise" if why is None else f"by PyTorch: {why}"] += 1
     if why is not None:
         return PYTORCHS(*tensors, **options)
-    return scaled_dot_product_attention(*tensors, **options, backend=BACKEND)
+    # Random numbers are drawn like the output: in another order of memory they would be others.
+    return scaled_dot_product_attention(*tensors, **options, backend=BACKEND).contiguous()
 
 
 def left(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float) -> str | None:

@@ -6,6 +6,7 @@ import math
 import traceback
 from collections.abc import Callable
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def last_file(error: BaseException) -> str:
         (lambda: hw.Padding(torch.tensor([True, False])), "give whole numbers"),
         (lambda: hw.Documents(torch.tensor([0.0, math.nan])), "give whole numbers"),
         (lambda: hw.Dense(torch.ones(3, 3).bool().to_sparse()), "give a dense one"),
+        (lambda: hw.Bias(import_module("torch.nn.attention.bias").causal_lower_right(3, 5)),
+         "its memory holds no mask; give Causal"),
         (lambda: hw.Dense(np.ones((9, 9), dtype=bool)), r"Dense\(a ndarray\): give a torch.Tensor"),
         (lambda: hw.Documents(torch.tensor(0)).dense(keys=1), "one document number per key"),
         (lambda: hw.Documents(torch.zeros(1, 2, 3).long()).dense(keys=3), "one document number"),

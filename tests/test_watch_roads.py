@@ -1,5 +1,6 @@
 """Every road by which PyTorch's models attend: what is seen is what the textbook says of it."""
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -101,6 +102,18 @@ def test_fused_attention(case: str, groups: int) -> None:
     if case == "causal, fewer queries":  # keys that nobody may see are cut off
         full = truth(model.split[0], *(x[:, :, :t] for x in model.split[1:]), mask=hw.Causal())
     assert_as_defined(seen[""].calls[0], full)
+
+
+@pytest.mark.parametrize("make", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize("keys", [T, S])
+def test_a_causal_bias_is_the_mask_it_stands_for(make: str, keys: int) -> None:
+    bias = getattr(importlib.import_module("torch.nn.attention.bias"), make)(T, keys)
+    model = Attends(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias))
+    seen = watched(model, torch.randn(B, T, E), None if keys == T else torch.randn(B, keys, E))
+    q, k, v = model.split
+    if make == "causal_upper_left":  # keys that nobody may see are cut off
+        k, v = k[:, :, :T], v[:, :, :T]
+    assert_as_defined(seen[""].calls[0], truth(q, k, v, mask=hw.Causal()))
 
 
 def three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -495,6 +496,18 @@ def _must_be_tensor(name: str, value: object) -> None:
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
         raise ValueError(f"{name}({kind}): give a dense one, as by padding or to_dense().")
+    if is_causal_bias(value):
+        raise ValueError(
+            f"{name}(a CausalBias of torch.nn.attention.bias): its memory holds no mask; give "
+            f"Causal(), or Dense(torch.ones(T, S, dtype=torch.bool).tril()) for an upper-left one "
+            f"whose T and S differ."
+        )
+
+
+def is_causal_bias(value: object) -> bool:
+    """Say whether that is PyTorch's `CausalBias`, whose numbers are memory as it was."""
+    module = sys.modules.get("torch.nn.attention.bias")  # nobody has one before it is imported
+    return module is not None and isinstance(value, module.CausalBias)
 
 
 def _must_be_whole_numbers(name: str, value: object, or_bool: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._axes import Extent
-from ..masks import Mask
+from ..masks import Mask, is_causal_bias
 from .calls import HeadsCall
 from .foreign import as_mask, in_place
 from .leading import Leading, leading
@@ -26,6 +26,8 @@ def scaled_dot_product_attention(
     out = function(*args, **kwargs)
     net.refuse_transforms()
     asked = _asked(*args, **kwargs)
+    if is_causal_bias(asked["attn_mask"]):
+        asked |= _causal(asked["attn_mask"], out.device)
     if out.is_nested:
         return _of_nested(net, asked, out)
     axes = leading(out.shape, net.names.stack, asked["value"])
@@ -56,6 +58,12 @@ def _asked(
 ) -> dict[str, Any]:
     """The arguments by name."""
     return locals()
+
+
+def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
+    """The mask that PyTorch's `CausalBias` stands for; as a tensor it has other axes."""
+    first = bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv
+    return {"attn_mask": None if first else bias._materialize(device), "is_causal": first}
 
 
 def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsCall:
