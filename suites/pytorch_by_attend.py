@@ -48,6 +48,8 @@ def attended(
         if is_causal:
             return CausalBias._dispatch(*tensors, **options)  # an error
         options["attn_mask"] = attn_mask = attn_mask._materialize(query.device)
+    if torch.compiler.is_compiling():  # what is asked and counted below would leave the graph
+        return scaled_dot_product_attention(*tensors, **options, backend=BACKEND)
     why = left(*tensors, attn_mask, dropout_p)
     if why is None:
         try:
