@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from headwise.kernels import cpu
-
 settings.register_profile(
     "headwise",
     deadline=None,  # shared machines: no test is timed
@@ -30,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
+    from headwise.kernels import cpu  # not before jaxtyping's hook, which the options above install
+
     name = request.config.getoption("--unit", None)
     with cpu.instructions(name) if name else nullcontext():
         yield
