@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.backends import tiles
 from headwise.definition import attention
 from headwise.evidence import Statistic
-from support import MASKS_WITH_POSITIONS, B, D, G, H, S, T, assert_as_good, qkv, truth
+from support import MASKS_WITH_POSITIONS, B, D, G, H, S, T, assert_as_good, of_halves, qkv, truth
 
 FORMS = ["sdpa", "tiles", "blocked", "eager"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -95,7 +95,8 @@ def test_output_and_lse_are_as_good_as_the_definitions(
         seen = hw.observe(q, k, v, mask=mask, sinks=sinks, backend=backend)
         assert torch.equal(seen.out, hw.attend(q, k, v, mask=mask, sinks=sinks, backend=backend))
         assert_as_good(seen.out, plain.out, exact.out, dtype)
-        assert_as_good(seen.lse, plain.lse, exact.lse, seen.lse.dtype)
+        own = of_halves(backend, dtype)
+        assert_as_good(seen.lse, plain.lse, exact.lse, seen.lse.dtype, own=own)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -131,7 +132,8 @@ def test_statistics_are_as_good_as_their_definitions(backend: str, dtype: torch.
         for key, want in statistic.define(exact).items():
             scale = S if key == "distance" else 1
             plainly = statistic.define(plain)[key]
-            assert_as_good(seen[key] / scale, plainly / scale, want / scale, torch.float32, 8)
+            figures = (x / scale for x in (seen[key], plainly, want))
+            assert_as_good(*figures, torch.float32, factor=8, own=of_halves(backend, dtype))
 
 
 @pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)

@@ -25,6 +25,7 @@ from support import (
     S,
     T,
     assert_as_good,
+    of_halves,
     qkv,
     truth,
 )
@@ -76,7 +77,8 @@ def test_equal_to_the_definition(backend: str, name: str, dtype: torch.dtype) ->
                 # q, k and v are exact in float32, so the statistics of bf16 are as good as those
                 # of float32. Distances are differences of positions: their scale is S.
                 scale = s if key in SIZED else 1
-                assert_as_good(got / scale, plain_one / scale, want / scale, got.dtype, 8)
+                figures = (x / scale for x in (got, plain_one, want))
+                assert_as_good(*figures, got.dtype, factor=8, own=of_halves(backend, dtype))
 
 
 @given(
