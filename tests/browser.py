@@ -80,7 +80,7 @@ class Tab:
         assert dialogs == []
 
     def measured(self, name: str) -> float:
-        """One of Chromium's own measures of the page, such as `ProcessTime`."""
+        """One of Chromium's own measures of the page, such as `Nodes`."""
         found = self.session.send("Performance.getMetrics")["metrics"]
         return {one["name"]: one["value"] for one in found}[name]
 

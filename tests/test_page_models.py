@@ -211,13 +211,12 @@ def test_a_long_text_is_shown_in_blocks_with_exact_keys(browser: Any, tmp_path: 
 # --- 1,024 heads -----------------------------------------------------------------------------
 
 
-def test_a_thousand_heads_are_small_and_fast(browser: Any, tmp_path: Path) -> None:
+def test_a_thousand_heads_are_small_and_drawn_view_by_view(browser: Any, tmp_path: Path) -> None:
     look = large()
     file = write_page(look, tmp_path / "page.html")
     assert file.stat().st_size < 5_000_000
     tab = Tab(browser, file)
-    # Of the whole process until the first view is drawn; a clock would time the machine's load.
-    assert tab.measured("ProcessTime") < 3
+    assert tab.measured("Nodes") < 3_000  # nothing of the views that are not open yet
     assert np.array(tab.plotted("heads"), dtype=float).shape == (32, 32)
     for view in ("table", "head", "text", "mosaic", "likeness", "scatter", "about"):
         tab.show(view)
