@@ -10,7 +10,7 @@ PIP := $(call install,.venv)
 MAX ?= 25.7.0
 
 # The native kernel, compiled where a compiler is found; NATIVE=no goes without it.
-KERNEL := src/headwise/kernels/native
+KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
@@ -75,6 +75,7 @@ kills: .venv/.dev
 lint: .venv/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+	@found=$$($(BIN)/lint-imports --no-cache) || { echo "$$found" >&2; exit 1; }
 	@$(BIN)/pyright
 
 bench: .venv/.bench $(COMPILED)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import timing
-from headwise.definition import attention
+from headwise.core.reference import attention
+from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 12, 64

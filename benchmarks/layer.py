@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.timing import Spread, fastest, interleaved, ratio, record, show
+from headwise.tutorial.timing import Spread, fastest, interleaved, ratio, record, show
 
 RESULTS = Path(__file__).parent / "results"
 E, H = 768, 12
@@ -209,7 +209,7 @@ def decode_part(
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging as hf_logging
 
-    from headwise.gpt import GPT
+    from headwise.models.gpt import GPT
 
     hf_logging.disable_progress_bar()
     total = context + (rounds + 3) * new_tokens

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from headwise.kernels import cpu
-from headwise.timing import record
+from headwise.kernels import ctypes_api as cpu
+from headwise.tutorial.timing import record
 from native_own import MATRIX, backward, decode, forward
 from native_peers import layers, peers
 from native_run import DTYPES, NATIVE, Run, Shape, brief, rates, show_goals, show_rows

@@ -26,8 +26,8 @@ import torch
 import headwise as hw
 from headwise.backends import native
 from headwise.backends.native import Measured
-from headwise.kernels import cpu
-from headwise.timing import machine, ratio, write_run
+from headwise.kernels import ctypes_api as cpu
+from headwise.tutorial.timing import machine, ratio, write_run
 from native_run import DTYPES, NATIVE, Run, Shape, Work
 
 SPEEDS = Path(native.__file__).with_name("speeds.json")

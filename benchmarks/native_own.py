@@ -13,8 +13,8 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends import Call
 from headwise.backends.native import Native
-from headwise.definition import attention
-from headwise.kernels import cpu
+from headwise.core.reference import attention
+from headwise.kernels import ctypes_api as cpu
 from native_run import COLUMNS, DTYPES, MATMUL, NATIVE, SCORES, SDPA, SEEING, Run, Shape, Work
 
 MATRIX = 4096  # the longest for contenders that build the T×T matrix

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.timing import Spread, interleaved, ratio, show
+from headwise.tutorial.timing import Spread, interleaved, ratio, show
 
 NATIVE, SEEING, SCORES, COLUMNS = "native", "native, seeing", "scores only", "column sums"
 SDPA, MATMUL = "SDPA", "matmul + softmax"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import timing
+from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, LENGTH = 12, 64, 2048

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import timing
+from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
 LENGTH, VOCAB = 1024, 1024

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.corpus import repeated_tokens
-from headwise.gpt import builtin, load
-from headwise.looking import token_texts
+from headwise.models.data import repeated_tokens
+from headwise.models.gpt import builtin, load
+from headwise.report import token_texts
 
 HERE = Path(__file__).parent
 TEXT = 'The "with" statement is used. The "with" statement is used.'

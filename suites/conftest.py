@@ -7,7 +7,7 @@ import counts
 import pytest
 import torch
 
-from headwise.kernels import cpu
+from headwise.kernels import ctypes_api as cpu
 
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import BACKENDS
-from headwise.definition import attention
+from headwise.core.reference import attention
 
 NAMES = [backend.name for backend in BACKENDS]
 RELATIVE = {torch.float32: 1e-3, torch.float16: 2**-9, torch.bfloat16: 2**-6}

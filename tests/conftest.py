@@ -28,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
-    from headwise.kernels import cpu  # not before jaxtyping's hook, which the options above install
+    from headwise.kernels import (
+        ctypes_api as cpu,  # not before jaxtyping's hook, which the options above install
+    )
 
     name = request.config.getoption("--unit", None)
     with cpu.instructions(name) if name else nullcontext():

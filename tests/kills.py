@@ -30,9 +30,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from headwise import checkpoint, training
-from headwise.gpt_folder import CONFIG, TOKENIZER, WEIGHTS
-from headwise.run import Run, TrainConfig
+from headwise.models import checkpoint
+from headwise.models import train as training
+from headwise.models.train_loop import Run, TrainConfig
+from headwise.weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS
 
 STEPS = 8
 FILES = set(Run.FILES)

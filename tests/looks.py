@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.looked import Layer, Look, Stream, budget
+from headwise.report.schema import Layer, Look, Stream, budget
 
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "that", "for", "it", "as", "was", "with", "who"]
 COLUMNS = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.definition import Definition, attention
-from headwise.kernels import cpu
+from headwise.core.reference import Definition, attention
+from headwise.kernels import ctypes_api as cpu
 
 # Every axis has its own prime.
 B, H, G, T, S, D, DV = 2, 6, 3, 7, 11, 5, 13

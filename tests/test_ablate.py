@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from headwise.watching.ablate import ablate
-from headwise.watching.calls import AttentionCall
-from headwise.watching.catching import catch
-from headwise.watching.outputs import HeadOutputs, head_outputs
+from headwise.capture.ablate import ablate
+from headwise.capture.call import AttentionCall
+from headwise.capture.head_outputs import HeadOutputs, head_outputs
+from headwise.capture.session import catch
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise._axes import Extent
 from headwise.backends import blocked
-from headwise.definition import attention
+from headwise.core.reference import attention
+from headwise.core.shapes import Extent
 from support import (
     BACKENDS,
     DV,

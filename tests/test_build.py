@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from conftest import in_ci
-from headwise.kernels import cpu
+from headwise.kernels import ctypes_api as cpu
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "headwise"
-NATIVE = PACKAGE / "kernels" / "native"
+NATIVE = PACKAGE / "kernels" / "cpp"
 
 BEST_FIRST = ["avx512bf16", "avx512", "avx2", "neon", "plain"]
 
@@ -145,7 +145,7 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["headwise-0.1.0-py3-none-any.whl"]
     found = contents(tmp_path)
     assert found == package()
-    assert {"headwise/py.typed", "headwise/builtin/model.safetensors"} <= found
+    assert {"headwise/py.typed", "headwise/models/builtin/model.safetensors"} <= found
 
 
 def compiler(folder: Path, script: str) -> str:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from headwise import corpus
-from headwise.gpt import GPT, builtin, load
-from headwise.looked import Look
-from headwise.looking import look
-from headwise.run import windows
+from headwise.models import data as corpus
+from headwise.models.gpt import GPT, builtin, load
+from headwise.models.train_loop import windows
+from headwise.report import look
+from headwise.report.schema import Look
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwise.cache import KVCache
-from headwise.layer import MultiHeadAttention
-from headwise.masks import Causal, Dense, Padding, Window
-from headwise.rope import RoPE
+from headwise.core.masks import Causal, Dense, Padding, Window
+from headwise.layers.attention import MultiHeadAttention
+from headwise.layers.kv_cache import KVCache
+from headwise.layers.rope import RoPE
 
 B, G, D = 2, 3, 5
 MODES = {

@@ -22,10 +22,10 @@ from headwise.check.building import Config, Sizes
 from headwise.check.rules import RULES
 from headwise.check.subject import Broken
 from headwise.check.taking import take
-from headwise.layer import MultiHeadAttention
-from headwise.systems.per_head import CausalAttention, NotebookCausalAttention
-from headwise.systems.split import MultiHeadAttn
+from headwise.layers.attention import MultiHeadAttention
 from headwise.testing import assert_attention
+from headwise.tutorial.implementations.per_head import CausalAttention, NotebookCausalAttention
+from headwise.tutorial.implementations.split import MultiHeadAttn
 
 
 class Attention(nn.Module):

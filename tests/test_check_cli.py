@@ -17,7 +17,7 @@ import pytest
 from headwise.check.files import check_file, literal, split_target
 from headwise.check.lessons import ALL, lesson
 from headwise.check.sandbox import Limits, run
-from headwise.cli import main
+from headwise.cli.main import main
 from sessions import pattern, sessions
 
 PAGE = Path(__file__).parents[1] / "docs" / "checking.md"

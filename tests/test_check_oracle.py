@@ -19,7 +19,7 @@ from headwise.check.mistakes import Mistake
 from headwise.check.oracle import Variant, error, rebuild
 from headwise.check.projections import Reading, Unreadable, parts_of, read
 from headwise.check.rearranged import mistakes
-from headwise.systems import fused, per_head, split, variants
+from headwise.tutorial.implementations import fused, per_head, split, variants
 
 E, H, D, T = 20, 6, 5, 7
 """Width of the input, heads, their width, tokens: H · D is not E, and nothing is T."""

@@ -17,7 +17,7 @@ from headwise.check.sandbox import Limits, Run
 from headwise.check.steps import STEPS, _child, check_step, template
 from headwise.check.syntax import Source
 from headwise.check.verdict import Verdict
-from headwise.cli import main
+from headwise.cli.main import main
 
 SYSTEMS = Path(__file__).parents[1] / "src" / "headwise" / "systems"
 SOLUTIONS = {

@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file
 
 from headwise import __version__
-from headwise.cli import main
-from headwise.training import TrainConfig
+from headwise.cli.main import main
+from headwise.models.train import TrainConfig
 
 TINY = ["--context", "13", "--layers", "1", "--heads", "3", "--width", "15"]
 TINY += ["--vocab", "263", "--batch", "4"]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
-from headwise.cli import main
-from headwise.weight_files import convert_file
+from headwise.cli.main import main
+from headwise.weights.files import convert_file
 
 
 def a_model(layers: int = 3, width: int = 12) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
     save_file(state, tmp_path / "in.safetensors")
     code = f"""
 from pathlib import Path
-from headwise.weight_files import convert_file
+from headwise.weights.files import convert_file
 
 def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -170,7 +170,7 @@ def test_an_existing_target_is_kept_unless_told(
 def test_a_failure_while_writing_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from headwise import weight_files
+    from headwise.weights import files as weight_files
 
     one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file(a_model(), one)

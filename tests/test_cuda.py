@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.definition import attention
+from headwise.core.reference import attention
 from support import MASKS_WITH_POSITIONS, B, H, assert_as_good, truth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

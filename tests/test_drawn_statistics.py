@@ -17,8 +17,8 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import blocked
-from headwise.definition import Definition, attention
-from headwise.evidence import Statistic
+from headwise.core.reference import Definition, attention
+from headwise.stats.evidence import Statistic
 
 EXACT = 1e-10
 
@@ -257,7 +257,7 @@ def test_one_query_reads_a_far_distance_exactly() -> None:
 
 @pytest.mark.parametrize("scores", [5, 60, 1 << 22])
 def test_small_blocks_are_as_exact(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise import sweep
+    from headwise.stats import score_sweep as sweep
 
     monkeypatch.setattr(blocked, "SCORES_AT_A_TIME", scores)
     monkeypatch.setattr(sweep, "SCORES", scores)

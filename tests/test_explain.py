@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import evidence as module
 from headwise.backends import BACKENDS
-from headwise.evidence import Evidence, Statistic
-from headwise.masses import Masses
-from headwise.scores import Scores
+from headwise.stats import evidence as module
+from headwise.stats.evidence import Evidence, Statistic
+from headwise.stats.pattern_mass import Masses
+from headwise.stats.scores import Scores
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
 FEW = "of few queries it costs less than a call, which pads and copies all keys"

@@ -20,16 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise as hw
-from headwise import _files
-from headwise._files import only_writer, place_for, write_whole
-from headwise.cli import main
-from headwise.gpt import GPT, FolderError, GPTConfig
-from headwise.looked import Look, load
-from headwise.page import write_page
-from headwise.run import TrainConfig
-from headwise.training import train
-from headwise.watching.seen import Watched, load_seen
-from headwise.weight_files import convert_file
+from headwise import _io as _files
+from headwise._io import only_writer, place_for, write_whole
+from headwise.capture.captured import Watched, load_seen
+from headwise.cli.main import main
+from headwise.models.gpt import GPT, FolderError, GPTConfig
+from headwise.models.train import train
+from headwise.models.train_loop import TrainConfig
+from headwise.report.page import write_page
+from headwise.report.schema import Look, load
+from headwise.weights.files import convert_file
 
 TINY = TrainConfig(context=5, layers=1, heads=3, width=15, vocab=263, steps=2, batch=2)
 

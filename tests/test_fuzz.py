@@ -17,8 +17,8 @@ from fuzz.planted import FAULTS, planted
 from fuzz.trial import Wrong, check, units
 from headwise.backends import Call
 from headwise.backends.native import Native
-from headwise.kernels import cpu
-from headwise.kernels.cpu import FIGURES
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels.ctypes_api import FIGURES
 
 needs_library = pytest.mark.skipif(not units() and not in_ci(), reason=cpu.why_not())
 derandomized = settings(

@@ -17,9 +17,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise import Causal, Padding
-from headwise.cache import KVCache
-from headwise.gpt import GPT, FolderError, GPT2Attention, GPTConfig, load
-from headwise.gpt_folder import write_files
+from headwise.layers.kv_cache import KVCache
+from headwise.models.gpt import GPT, FolderError, GPT2Attention, GPTConfig, load
+from headwise.weights.hf_folder import write_files
 
 SIZES: dict[str, Any] = {
     "vocab_size": 53,
@@ -293,7 +293,7 @@ def test_pickled_weights_are_refused_with_a_command_that_converts_them(tmp_path:
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
-    from headwise.corpus import train_tokenizer
+    from headwise.models.data import train_tokenizer
 
     with pytest.raises(FolderError, match=r"holds no tokenizer\.json"):
         load(folder)

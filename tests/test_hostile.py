@@ -23,13 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
-from headwise.cli import main
-from headwise.gpt import GPT, FolderError
-from headwise.gpt_folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
-from headwise.looked import Look, LookFileError, load
-from headwise.run import TrainConfig
-from headwise.training import train
-from headwise.watching.seen import load_seen
+from headwise.capture.captured import load_seen
+from headwise.cli.main import main
+from headwise.models.gpt import GPT, FolderError
+from headwise.models.train import train
+from headwise.models.train_loop import TrainConfig
+from headwise.report.schema import Look, LookFileError, load
+from headwise.weights.hf_folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from looks import decoder
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -1,104 +1,15 @@
 """The house rules: who may import whom, what an import costs, what fresh processes can do."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "headwise"
-
-# A file imports only files above it. `__init__` gives the public names of all that stand above it.
-ORDER = [
-    *("_axes", "_index", "_modes", "_numbers", "_lazy", "_text", "_files", "grids", "looked"),
-    *("masks", "definition", "sampling"),
-    *("kernels", "kernels.cpu", "kernels.cpu_ops"),
-    *(
-        "backends.base",
-        "backends.eager",
-        "backends.blocked",
-        "backends.tiles",
-        "backends.sdpa",
-        "backends.terms",
-        "backends.again",
-        "backends.native",
-        "backends",
-    ),
-    *("readings", "scores", "masses", "sweep", "evidence", "reach", "attend", "statistics"),
-    *("patterns", "running"),
-    *("rope", "cache", "layer", "layouts", "packing", "convert"),
-    *(
-        f"watching.{name}"
-        for name in (
-            *(
-                "contents",
-                "foreign",
-                "parts",
-                "calls",
-                "names",
-                "net",
-                "replaced",
-                "roads",
-                "leading",
-                "nested",
-                "own",
-                "functional",
-            ),
-            *("handwritten", "composite", "varlen", "flexible", "hugging_arguments", "hugging"),
-            *("compiled", "backward", "catching", "seen_file", "seen", "watch"),
-            *("outputs", "ablate", "effects", "importance"),
-        )
-    ),
-    *("watching", "naming", "figures"),
-    *(
-        f"check.{name}"
-        for name in (
-            *("ingredients", "names", "building", "calling", "rules", "verdict", "subject"),
-            *("lab", "behaviour", "advice", "arguments", "projections", "oracle", "watching"),
-            *("case", "keeping", "mistakes", "rearranged", "search", "diagnosis", "joining"),
-            *("handling", "probes", "masking", "functions", "taking"),
-        )
-    ),
-    *("check", "stored", "gpt_folder", "gpt_config", "gpt", "corpus"),
-    *(
-        f"looking.{name}"
-        for name in (
-            *(
-                "tokens",
-                "sample",
-                "samples",
-                "texts",
-                "sizes",
-                "folders",
-                "plain",
-                "images",
-                "hugging",
-            ),
-            *("subjects", "similar", "gather", "rows", "api"),
-        )
-    ),
-    *("looking", "__init__", "testing"),
-    *(
-        "systems.scalar",
-        "systems._checks",
-        "systems.per_head",
-        "systems.split",
-        "systems.functional",
-    ),
-    *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
-    *("check.syntax", "check.loading", "check.keeper", "check.sandbox"),
-    *("check.files", "check.lessons"),
-    *(
-        f"check.steps.{name}"
-        for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")
-    ),
-    *("check.steps", "check.command"),
-    *("checkpoint", "run", "training", "generation"),
-    *("weight_files", "rungs", "ladder", "page.parts", "page.report", "page", "page.ladder"),
-    *(f"looking.{name}" for name in ("compare", "terminal", "command")),
-    *("console", "cli"),
-]
+ROOT = Path(__file__).parents[1]
 
 OPTIONAL = [
     "transformers",
@@ -113,44 +24,36 @@ OPTIONAL = [
 ]
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+def linted(source: Path) -> subprocess.CompletedProcess[str]:
+    """What import-linter says of a tree, by the contracts in `pyproject.toml`."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-def imports(source: str, package: tuple[str, ...] = ()) -> set[str]:
-    """The modules of headwise that a file's text imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            inside = ["headwise", *package]
-            base = inside[: len(inside) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *filter(None, [node.module])])
-            names = [stem, *(f"{stem}.{alias.name}" for alias in node.names)]
-        ours = (name.split(".") for name in names)
-        found |= {".".join(parts[1:]) for parts in ours if parts[0] == "headwise"}
-    return found & {module_name(path) for path in SOURCE.rglob("*.py")}
+def test_a_room_imports_only_rooms_below_it_and_nothing_goes_round() -> None:
+    done = linted(ROOT / "src")
+    assert done.returncode == 0, done.stdout
+    assert "Contracts: 2 kept, 0 broken." in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=module_name)
-def test_a_file_imports_only_files_above_it(path: Path) -> None:
-    name = module_name(path)
-    assert name in ORDER, f"{name} has no place in the order of the house"
-    found = imports(path.read_text(), path.relative_to(SOURCE).parts[:-1])
-    below = {other for other in found if ORDER.index(other) >= ORDER.index(name)}
-    assert not below, f"{name} imports {below}, which stand below it"
-
-
-def test_every_kind_of_import_is_seen() -> None:
-    assert imports("from .attend import attend") == {"attend"}
-    assert imports("def f():\n    import headwise.layer") == {"layer"}
-    assert imports("from . import attend") == {"attend"}
-    assert imports("from ..masks import Mask", ("backends",)) == {"masks"}
-    assert imports("from .base import Call", ("backends",)) == {"backends.base"}
-    assert imports("import torch, numpy") == set()
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("core/shapes.py", "def f():\n    import headwise.layers.attention", "rooms above it"),
+        ("backends/base.py", "from ..attend import attend", "rooms above it"),
+        ("kernels/ctypes_api.py", "from .torch_ops import *", "by way of others"),
+    ],
+)
+def test_a_wrong_import_is_seen(tmp_path: Path, file: str, line: str, broken: str) -> None:
+    copy = shutil.copytree(ROOT / "src" / "headwise", tmp_path / "headwise")
+    with (copy / file).open("a") as text:
+        text.write(f"\n\n{line}\n")
+    done = linted(tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert f"{broken} BROKEN" in done.stdout
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

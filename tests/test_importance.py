@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from conftest import in_ci
-from headwise.watching.ablate import ablate
-from headwise.watching.calls import AttentionCall
-from headwise.watching.catching import catch
-from headwise.watching.effects import HeadEffects, join_tables
-from headwise.watching.importance import ablation_scan, importance
-from headwise.watching.outputs import head_outputs
+from headwise.capture.ablate import ablate
+from headwise.capture.call import AttentionCall
+from headwise.capture.effects import HeadEffects, join_tables
+from headwise.capture.head_outputs import head_outputs
+from headwise.capture.importance import ablation_scan, importance
+from headwise.capture.session import catch
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D

@@ -19,13 +19,23 @@ from rich.console import Console
 from torch import Tensor
 
 from conftest import in_ci
-from headwise import ladder as module
-from headwise import rungs, timing
-from headwise.cli import main
-from headwise.ladder import Disagreement, Ladder, Row, Size, climb, notes, parse_sizes, shown
-from headwise.page import PageError
-from headwise.page.ladder import render_ladder, write_ladder
-from headwise.systems import variants
+from headwise.cli.main import main
+from headwise.report.page import PageError
+from headwise.report.page.ladder import render_ladder, write_ladder
+from headwise.tutorial import compare as module
+from headwise.tutorial import runners as rungs
+from headwise.tutorial import timing
+from headwise.tutorial.compare import (
+    Disagreement,
+    Ladder,
+    Row,
+    Size,
+    climb,
+    notes,
+    parse_sizes,
+    shown,
+)
+from headwise.tutorial.implementations import variants
 
 SMALL, OTHER = Size(2, 5, 6, 3), Size(1, 3, 130, 2)
 NAMES = [rung.name for rung in rungs.RUNGS]

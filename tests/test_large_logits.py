@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.definition import attention
+from headwise.core.reference import attention
 from support import BACKENDS, B, D, G, H, S, T, assert_as_good
 
 LOWEST = torch.finfo(torch.float32).min

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.layer import MultiHeadAttention
-from headwise.masks import Bias, Causal, Dense, Padding, Window
-from headwise.rope import RoPE
+from headwise.core.masks import Bias, Causal, Dense, Padding, Window
+from headwise.layers.attention import MultiHeadAttention
+from headwise.layers.rope import RoPE
 
 B, T, S, D, E, C, O = 2, 7, 11, 10, 17, 13, 19  # H 6 and G 2 or 3 below
 

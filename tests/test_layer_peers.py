@@ -10,9 +10,9 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from headwise.layer import MultiHeadAttention
-from headwise.masks import Causal, Padding
-from headwise.rope import RoPE
+from headwise.core.masks import Causal, Padding
+from headwise.layers.attention import MultiHeadAttention
+from headwise.layers.rope import RoPE
 
 EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 B, T, S, D, C = 2, 7, 11, 10, 13

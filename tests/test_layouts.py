@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.layouts import LAYOUTS, Form, Layout, Sizes
-from headwise.packing import refusals, written
+from headwise.weights.layout_table import LAYOUTS, Form, Layout, Sizes
+from headwise.weights.packing import refusals, written
 
 
 def some_parts(sizes: Sizes, biases: str, norms: bool, out: bool) -> dict[str, Tensor]:

@@ -15,16 +15,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headwise import looked
-from headwise.corpus import TextError, repeated_tokens, train_tokenizer
-from headwise.figures import COLUMNS
-from headwise.gpt import GPT, GPTConfig, load
-from headwise.looked import finite
-from headwise.looking import LookError, look, token_texts
-from headwise.looking.similar import similarity
-from headwise.looking.terminal import module_lines, summary, table
-from headwise.looking.tokens import _byte_of_letter, _piece_text
-from headwise.naming import NO_LABEL, label_head
+from headwise.models.data import TextError, repeated_tokens, train_tokenizer
+from headwise.models.gpt import GPT, GPTConfig, load
+from headwise.report import LookError, look, token_texts
+from headwise.report import schema as looked
+from headwise.report.columns import COLUMNS
+from headwise.report.head_labels import NO_LABEL, label_head
+from headwise.report.schema import finite
+from headwise.report.similar import similarity
+from headwise.report.terminal import module_lines, summary, table
+from headwise.report.text import _byte_of_letter, _piece_text
 
 LAYERS, HEADS, DIM, CONTEXT, VOCAB = 2, 3, 5, 23, 263
 TEXT = "so much, so much naïve, so naïve and much so, and so on and on\n"
@@ -426,7 +426,7 @@ def _printed(drawn, width: int) -> str:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `headwise look`."""
-    from headwise.cli import main
+    from headwise.cli.main import main
 
     code = main(["look", *map(str, arguments)])
     said = capsys.readouterr()

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.corpus import TextError
-from headwise.gpt_folder import FolderError
-from headwise.looked import Look, load
-from headwise.looking import LookError, look
-from headwise.looking.folders import load_folder
-from headwise.looking.subjects import subject_of
-from headwise.looking.terminal import summary
-from headwise.looking.texts import Texts
-from headwise.naming import is_delimiter
-from headwise.watching.ablate import ablate
+from headwise.capture.ablate import ablate
+from headwise.models.data import TextError
+from headwise.report import LookError, look
+from headwise.report.folders import load_folder
+from headwise.report.head_labels import is_delimiter
+from headwise.report.schema import Look, load
+from headwise.report.subjects import subject_of
+from headwise.report.terminal import summary
+from headwise.report.texts import Texts
+from headwise.weights.hf_folder import FolderError
 from model_folders import NAMES, TEXT, write_folder, write_picture
 
 TARGET = "much naïve and on"
@@ -573,7 +573,7 @@ def test_windows_are_places_of_their_own(folders: dict[str, Path]) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `headwise look`."""
-    from headwise.cli import main
+    from headwise.cli.main import main
 
     code = main(["look", *map(str, arguments)])
     said = capsys.readouterr()

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headwise.grids import pack, pack_whole, squeeze, stretch, unpack
-from headwise.looked import Look, LookFileError, budget, load
-from headwise.page import write_page
+from headwise.report.codec import pack, pack_whole, squeeze, stretch, unpack
+from headwise.report.page import write_page
+from headwise.report.schema import Look, LookFileError, budget, load
 from looks import decoder, encoder_decoder, image, large
 
 LOOKS = {"decoder": decoder(), "encoder and decoder": encoder_decoder(), "image": image()}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise._axes import Extent
-from headwise._index import grid
-from headwise.masks import alibi_slopes, as_mask
+from headwise.core.index import grid
+from headwise.core.masks import alibi_slopes, as_mask
+from headwise.core.shapes import Extent
 from support import MASKS_WITH_POSITIONS, B, H, S, T
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.evidence import Statistic
-from headwise.naming import (
+from headwise.capture.captured import Watched
+from headwise.report.head_labels import (
     MIN_COVERAGE,
     NO_LABEL,
     RULES,
@@ -22,8 +22,8 @@ from headwise.naming import (
     name_heads,
     naming_statistics,
 )
-from headwise.patterns import At
-from headwise.watching.seen import Watched
+from headwise.stats.evidence import Statistic
+from headwise.stats.patterns import At
 
 PERIOD = 23
 IDS = torch.randperm(PERIOD).repeat(2)  # each token comes twice

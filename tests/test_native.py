@@ -23,19 +23,19 @@ from torch import Tensor
 
 import headwise as hw
 from conftest import in_ci
-from headwise._axes import Extent
-from headwise._index import grid
 from headwise.backends import Call
 from headwise.backends import native as native_module
 from headwise.backends.eager import Eager
 from headwise.backends.native import Figures, Measured, Native, faster
+from headwise.backends.native_masks import TABLE_LIMIT, table_bytes, terms_of
 from headwise.backends.sdpa import Sdpa
-from headwise.backends.terms import TABLE_LIMIT, table_bytes, terms_of
-from headwise.definition import Definition, rows
-from headwise.evidence import Statistic
-from headwise.kernels import cpu, cpu_ops
-from headwise.masks import Mask
-from headwise.sampling import Rows
+from headwise.core.index import grid
+from headwise.core.mask_algebra import Mask, Rows
+from headwise.core.reference import Definition, rows
+from headwise.core.shapes import Extent
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels import torch_ops as cpu_ops
+from headwise.stats.evidence import Statistic
 from support import EPS, assert_as_good
 
 LIBRARY = cpu.library()
@@ -757,7 +757,7 @@ def test_without_a_library_calls_are_refused_with_the_reason(
 
 def test_the_struct_is_the_headers() -> None:
     """Its fields, in the order in which the header declares them."""
-    header = (Path(cpu.__file__).parent / "native" / "headwise.h").read_text()
+    header = (Path(cpu.__file__).parent / "cpp" / "headwise.h").read_text()
     host, body = re.findall(r"typedef struct {(.*?)} hw_\w+;", header, flags=re.DOTALL)
     assert re.findall(r"\(\*(\w+)\)", host) == [name for name, _ in cpu.CHost._fields_]
     body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)

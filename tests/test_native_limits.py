@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise._axes import Extent
-from headwise._index import grid
 from headwise.backends import Call
 from headwise.backends.native import Native
-from headwise.backends.terms import OfTerms, terms_of
-from headwise.kernels import cpu, cpu_ops
-from headwise.kernels.cpu import Problem, Terms
-from headwise.masks import alibi_slopes
+from headwise.backends.native_masks import OfTerms, terms_of
+from headwise.core.index import grid
+from headwise.core.masks import alibi_slopes
+from headwise.core.shapes import Extent
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels import torch_ops as cpu_ops
+from headwise.kernels.ctypes_api import Problem, Terms
 from test_native import (
     DIFFERENTIABLE,
     MASKS,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.definition import attention
+from headwise.core.reference import attention
 from support import BACKENDS, B, D, G, H, assert_as_good, qkv, truth
 
 pytestmark = pytest.mark.usefixtures("unchecked")

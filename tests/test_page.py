@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from browser import Tab, chromium
-from headwise.looked import Look, document
-from headwise.page import PageError, check_out, render_page, write_page
+from headwise.report.page import PageError, check_out, render_page, write_page
+from headwise.report.schema import Look, document
 from looks import decoder, words
 
 LAYERS, HEADS, TOKENS = 2, 3, 23

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from browser import PHONE, Tab, chromium
-from headwise.looked import Look, Stream
-from headwise.page import write_page
+from headwise.report.page import write_page
+from headwise.report.schema import Look, Stream
 from looks import blocks, decoder, encoder_decoder, image, large
 
 pytestmark = pytest.mark.browser

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import timing
+from headwise.tutorial import timing
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.evidence import Statistic
+from headwise.stats.evidence import Statistic
 from support import B, D, G, H, S, T, qkv
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
@@ -132,7 +132,7 @@ def test_maps_and_similarities_are_weighted_by_their_rows() -> None:
 
 
 def test_drawn_queries_keep_their_standard_error() -> None:
-    from headwise.readings import summarise
+    from headwise.stats.results import summarise
 
     running, readings = hw.Running(), []
     for seed in range(3):

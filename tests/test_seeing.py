@@ -14,8 +14,8 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import tiles
-from headwise.definition import attention
-from headwise.sampling import draw, standard_error
+from headwise.core.reference import attention
+from headwise.stats.sampling import draw, standard_error
 from support import MASKS_WITH_POSITIONS, B, D, S, T, qkv
 
 FORMS = ["sdpa", "tiles", "blocked", "eager"]

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from conftest import in_ci
-from headwise.readings import Reading
-from headwise.watching import seen_file
-from headwise.watching.seen import Watched, load_seen
+from headwise.capture import io as seen_file
+from headwise.capture.captured import Watched, load_seen
+from headwise.stats.results import Reading
 
 HEADS = 3
 
@@ -163,7 +163,7 @@ def test_pandas_has_the_same_rows() -> None:
 def test_without_pandas_it_says_so() -> None:
     code = (
         "import sys; sys.modules['pandas'] = None\n"
-        "from headwise.watching.seen import Watched\n"
+        "from headwise.capture.captured import Watched\n"
         "try: Watched().to_pandas()\n"
         "except ImportError as error: print(error)"
     )

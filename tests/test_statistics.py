@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise import evidence, masses
 from headwise.backends import blocked
-from headwise.definition import attention
-from headwise.evidence import Statistic
-from headwise.patterns import At
+from headwise.core.reference import attention
+from headwise.stats import evidence
+from headwise.stats import pattern_mass as masses
+from headwise.stats.evidence import Statistic
+from headwise.stats.patterns import At
 from support import (
     BACKENDS,
     MASKS_WITH_POSITIONS,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.definition import attention
-from headwise.systems import functional, fused, per_head, split, variants
+from headwise.core.reference import attention
+from headwise.tutorial.implementations import functional, fused, per_head, split, variants
 from support import DV, D, H, S, T
 
 F64 = torch.float64

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise._axes import Extent
-from headwise._index import grid
 from headwise.backends import Call, sdpa
 from headwise.backends import tiles as tiles_module
 from headwise.backends.blocked import Blocked
-from headwise.definition import attention
-from headwise.masks import as_mask
+from headwise.core.index import grid
+from headwise.core.masks import as_mask
+from headwise.core.reference import attention
+from headwise.core.shapes import Extent
 from support import MASKS_WITH_POSITIONS, B, D, G, H, S, T, assert_as_good, qkv, truth
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

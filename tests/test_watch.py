@@ -20,11 +20,11 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from headwise._axes import Extent
-from headwise.masks import Dense
-from headwise.watching.ablate import ablate
-from headwise.watching.catching import catch
-from headwise.watching.foreign import as_mask, without_padding
+from headwise.capture.ablate import ablate
+from headwise.capture.mask_import import as_mask, without_padding
+from headwise.capture.session import catch
+from headwise.core.masks import Dense
+from headwise.core.shapes import Extent
 
 E, HEADS, T = 12, 3, 7
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.watching.contents import captured, checksum
+from headwise.capture.contents import captured, checksum
 from support import truth
 
 B, H, T, D = 2, 3, 7, 5

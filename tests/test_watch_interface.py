@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.watching.calls import AttentionCall, HeadsCall
-from headwise.watching.catching import catch
+from headwise.capture.call import AttentionCall, HeadsCall
+from headwise.capture.session import catch
 from hugging_cases import CASES, STATISTICS, B, T, apart, by_hand, tokens, valid_queries
 
 # Functions that are registered.

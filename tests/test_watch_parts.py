@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.watching.ablate import ablate
-from headwise.watching.catching import catch
-from headwise.watching.importance import ablation_scan, importance
-from headwise.watching.outputs import head_outputs
+from headwise.capture.ablate import ablate
+from headwise.capture.head_outputs import head_outputs
+from headwise.capture.importance import ablation_scan, importance
+from headwise.capture.session import catch
 from support import truth
 
 B, T, H, D = 2, 12, 3, 4

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.watching.ablate import ablate
-from headwise.watching.catching import catch
+from headwise.capture.ablate import ablate
+from headwise.capture.session import catch
 from support import truth
 
 B, T, S, H, D = 2, 7, 11, 4, 4
@@ -830,9 +830,9 @@ import warnings; warnings.simplefilter("ignore")
 import torch, headwise as hw
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention, create_block_mask
-from headwise.definition import attention
-from headwise.watching.ablate import ablate
-from headwise.watching.catching import catch
+from headwise.core.reference import attention
+from headwise.capture.ablate import ablate
+from headwise.capture.session import catch
 
 code = flex_attention.__code__
 blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
@@ -886,8 +886,8 @@ VARLEN = """
 import torch, headwise as hw
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from headwise.definition import attention
-from headwise.watching.ablate import ablate
+from headwise.core.reference import attention
+from headwise.capture.ablate import ablate
 
 def band(queries, keys, left, right):
     i, j = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)

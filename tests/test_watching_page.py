@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.cli import main
+from headwise.cli.main import main
 from sessions import pattern, sessions
 
 PAGE = Path(__file__).parents[1] / "docs" / "watching.md"

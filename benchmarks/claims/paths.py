@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.definition import Definition, attention
+from headwise.core.reference import Definition, attention
 
 from .words import and_list, percent, prose, table
 

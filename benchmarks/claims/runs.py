@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headwise import timing
+from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import timing
+from headwise.tutorial import timing
 
 from .words import prose, spread, table, threads
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import corpus
-from headwise.gpt import GPT, builtin
-from headwise.looked import Look
-from headwise.looking import look
-from headwise.naming import NO_LABEL
-from headwise.run import Run, TrainConfig
+from headwise.models import data as corpus
+from headwise.models.gpt import GPT, builtin
+from headwise.models.train_loop import Run, TrainConfig
+from headwise.report import look
+from headwise.report.head_labels import NO_LABEL
+from headwise.report.schema import Look
 
 from . import draw
 from .words import and_list, percent, prose, table

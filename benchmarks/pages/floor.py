@@ -13,8 +13,9 @@ import torch
 from examples import entropy_floor as example
 
 import headwise as hw
-from headwise import corpus, timing
-from headwise.run import Run
+from headwise.models import data as corpus
+from headwise.models.train_loop import Run
+from headwise.tutorial import timing
 
 from ..claims import runs
 from ..claims.draw import Axes, Picture, curve, frame, legend

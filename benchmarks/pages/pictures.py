@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import corpus, timing
-from headwise.gpt import builtin, load
+from headwise.models import data as corpus
+from headwise.models.gpt import builtin, load
+from headwise.tutorial import timing
 
 from ..claims import runs
 from ..claims.draw import COLOURS, Picture

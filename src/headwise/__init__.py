@@ -1,19 +1,31 @@
 """Multi-head attention whose heads you can see."""
 
-from .attend import Explanation, Seen, attend, explain, observe
-from .cache import KVCache
+from .attend import attend
+from .capture import (
+    HeadEffects,
+    HeadOutputs,
+    Watched,
+    ablate,
+    ablation_scan,
+    head_outputs,
+    importance,
+    join_tables,
+    load_seen,
+    watch,
+)
 from .check import Verdict, check
-from .convert import convert, detect_layout
-from .evidence import Statistic
-from .layer import MultiHeadAttention
-from .looking import look
-from .masks import ALiBi, Bias, Causal, Dense, Documents, Mask, Padding, Prefix, Window
-from .naming import HeadName, Label, is_delimiter, name_heads, naming_statistics
-from .patterns import At, First, Induction, Previous, SameToken, Self
-from .readings import Reading
-from .rope import RoPE
-from .running import Running
-from .statistics import (
+from .core.mask_algebra import Mask
+from .core.masks import ALiBi, Bias, Causal, Dense, Documents, Padding, Prefix, Window
+from .layers.attention import MultiHeadAttention
+from .layers.kv_cache import KVCache
+from .layers.rope import RoPE
+from .report import look
+from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
+from .stats.accumulate import Running
+from .stats.evidence import Statistic
+from .stats.observe import Explanation, Seen, explain, observe
+from .stats.patterns import At, First, Induction, Previous, SameToken, Self
+from .stats.per_query import (
     LSE,
     Distance,
     Entropy,
@@ -27,18 +39,8 @@ from .statistics import (
     Sink,
     TopKeys,
 )
-from .watching import (
-    HeadEffects,
-    HeadOutputs,
-    Watched,
-    ablate,
-    ablation_scan,
-    head_outputs,
-    importance,
-    join_tables,
-    load_seen,
-    watch,
-)
+from .stats.results import Reading
+from .weights.convert import convert, detect_layout
 
 __version__ = "0.1.0"
 

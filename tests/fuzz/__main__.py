@@ -7,7 +7,7 @@ import os
 import random
 import sys
 
-from headwise.kernels import cpu
+from headwise.kernels import ctypes_api as cpu
 
 from .batches import Batch, run_all
 from .trial import Seen, units

@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.kernels.cpu import FIGURES
+from headwise.kernels.ctypes_api import FIGURES
 
 from .rounding import (
     FLUSHED,

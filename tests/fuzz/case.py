@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise._axes import Extent
 from headwise.backends import Call
-from headwise.kernels.cpu import FIGURES
-from headwise.masks import Mask, as_mask
-from headwise.sampling import Rows
+from headwise.core.mask_algebra import Mask, Rows
+from headwise.core.masks import as_mask
+from headwise.core.shapes import Extent
+from headwise.kernels.ctypes_api import FIGURES
 
 from .mask_parts import Parts, in_double, mask_of
 from .numbers import DTYPES, LAYOUTS, generator, numbers

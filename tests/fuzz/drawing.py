@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwise.kernels.cpu import FIGURES
+from headwise.kernels.ctypes_api import FIGURES
 
 from .case import DIFFERENTIABLE, Case
 from .mask_parts import ADDING, ALLOWING, Parts

@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor
 
 import headwise as hw
-from headwise._axes import Extent
-from headwise.masks import Bias, Mask
+from headwise.core.mask_algebra import Mask
+from headwise.core.masks import Bias
+from headwise.core.shapes import Extent
 
 Parts = tuple[tuple[str, ...], ...]
 """Names of parts: the outer ones are combined by `&`, each group of inner ones by `|`."""

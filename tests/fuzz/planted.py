@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels import cpu
-from headwise.kernels.cpu import FIGURES, Problem
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels.ctypes_api import FIGURES, Problem
 
 Found = list[Tensor | None]
 Forward = Callable[..., Found]

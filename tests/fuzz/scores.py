@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from headwise.masks import ALiBi, And, Bias
+from headwise.core.mask_algebra import And
+from headwise.core.masks import ALiBi, Bias
 
 from .rounding import FLUSHED, LEAST, MOST, U, lowest_bit
 from .truth import Truth

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.backends.base import check_scores
 from headwise.backends.native import Native
-from headwise.kernels import cpu
-from headwise.kernels.cpu import FIGURES
+from headwise.core.call import check_scores
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels.ctypes_api import FIGURES
 
 from .bounds import Bounds
 from .case import Case, Inputs

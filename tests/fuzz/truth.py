@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise._index import grid
 from headwise.backends import Call
-from headwise.definition import Definition, rows
+from headwise.core.index import grid
+from headwise.core.reference import Definition, rows
 
 from .case import Inputs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Backend, Call, Figures, OnePass, check_scores
+from ..core.call import Call, check_scores
+from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
 from .native import Native, faster

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._axes import Extent, statistics_dtype
-from .._index import grid
-from .._modes import forward_derivatives, readable, transformed
-from ..definition import Definition, rows
-from ..masks import Mask
-from .base import Call
+from ..core.call import Call
+from ..core.index import grid
+from ..core.mask_algebra import Mask
+from ..core.modes import forward_derivatives, readable, transformed
+from ..core.reference import Definition, rows
+from ..core.shapes import Extent, statistics_dtype
 
 SCORES_AT_A_TIME = 1 << 22
 """How many scores a block may hold (16 MiB in float32); one row of them in any case."""

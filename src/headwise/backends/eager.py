@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._index import grid
-from ..definition import rows
-from .base import Call
+from ..core.call import Call
+from ..core.index import grid
+from ..core.reference import rows
 
 
 class Eager:

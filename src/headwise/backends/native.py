@@ -19,11 +19,13 @@ import torch.autograd.forward_ad
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..kernels import cpu, cpu_ops
-from ..kernels.cpu import Problem
-from .again import again
-from .base import Call, Figures, OnePass
-from .terms import TABLE_LIMIT, table_bytes, terms_of
+from ..core.call import Call
+from ..kernels import ctypes_api as cpu
+from ..kernels import torch_ops as cpu_ops
+from ..kernels.ctypes_api import Problem
+from .base import Figures, OnePass
+from .native_masks import TABLE_LIMIT, table_bytes, terms_of
+from .recompute import again
 
 
 @dataclass(frozen=True)

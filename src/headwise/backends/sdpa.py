@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import definition
-from .._axes import statistics_dtype
-from .._modes import forward_derivatives, readable, transformed
-from .base import Call, with_sinks
+from ..core import reference as definition
+from ..core.call import Call, with_sinks
+from ..core.modes import forward_derivatives, readable, transformed
+from ..core.shapes import statistics_dtype
 from .blocked import block_rows, gradients_again
 from .tiles import Tile, bias_size, flag, tiles
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._axes import Extent, statistics_dtype
-from .._index import grid
-from .._modes import readable
-from ..masks import Causal, Everything, Mask
+from ..core.index import grid
+from ..core.mask_algebra import Mask
+from ..core.masks import Causal, Everything
+from ..core.modes import readable
+from ..core.shapes import Extent, statistics_dtype
 
 BIAS_AT_A_TIME = 1 << 22
 """How many numbers a tile's bias may hold (16 MiB in float32)."""

@@ -301,7 +301,7 @@ def _attend_cached(subject: Subject) -> Step:
 
 
 def _our_cache(subject: Subject, name: str) -> Step:
-    from ..cache import KVCache
+    from ..layers.kv_cache import KVCache
 
     kept = KVCache()
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Causal, Dense, Mask
+from ..core.mask_algebra import Mask
+from ..core.masks import Causal, Dense
 from .building import signature
 from .names import calling_role
 

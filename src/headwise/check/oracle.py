@@ -1,8 +1,8 @@
 """Attention rebuilt from its definition and somebody's weights, with mistakes to switch on.
 
 A `Variant` with nothing switched is what the textbook computes with these weights, and goes
-through `headwise.definition`. Every field of it is one decision that people get wrong, and every
-other value one way of getting it wrong; what they are called in words stands in `mistakes.py`.
+through `headwise.core.reference`. Every field of it is one decision that people get wrong, and
+every other value one way of getting it wrong; their names in words stand in `mistakes.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from ..definition import attention
-from ..masks import Dense
-from ..rope import RoPE
+from ..core.masks import Dense
+from ..core.reference import attention
+from ..layers.rope import RoPE
 from .projections import Matrix, Reading
 
 

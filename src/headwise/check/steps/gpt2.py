@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...definition import attention
-from ...masks import Causal
+from ...core.masks import Causal
+from ...core.reference import attention
 from .. import check
 from ..verdict import Finding
 from .base import Step, Test, Trial, passed, shape_of, wrong

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...systems import fused
+from ...tutorial.implementations import fused
 from ..projections import read
 from ..verdict import Finding
 from .base import Step, Test, Trial, passed, shape_of, wrong

@@ -1,0 +1,102 @@
+"""Compiled models, which are refused by name: what is compiled cannot be watched.
+
+A compiled function is made for the function modes that are on, so that with the mode that watches
+it would be compiled anew, to other last bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn, overrides
+
+from ..net import Net
+from ..patches import Replaced
+
+_EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
+_CURE = {
+    "compiled by torch.compile": f"{_EAGER}, or watch and call the module inside, _orig_mod",
+    "compiled in place": _EAGER,
+    "compiled by torch.jit": "watch the module that it was made from",
+}
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError if the model or a part of it is compiled, and would run so."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    eager = dynamo is not None and dynamo._stance.stance == "force_eager"
+    for name, module in model.named_modules():
+        how = _compiled(module)
+        if how and not (eager and "jit" not in how):
+            where = repr(name) if name else "the model"
+            raise ValueError(
+                f"watch({type(model).__name__}): {where} is {how}, and compiled code cannot be "
+                f"watched; {_CURE[how]}."
+            )
+
+
+def _compiled(module: nn.Module) -> str:
+    """How a module was compiled; empty if it was not."""
+    if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
+        return "compiled by torch.compile"
+    forward = vars(module).get("forward")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "compiled in place"
+    if hasattr(forward, "_torchdynamo_orig_callable"):
+        return "compiled in place"
+    return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
+
+
+@contextmanager
+def compiled_functions(net: Net) -> Iterator[None]:
+    """Refuse compiled functions by name when the model calls one."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled where it is not loaded
+        yield
+        return
+    with _COMPILER.heard_by(net):
+        yield
+
+
+def _watch_the_compiler() -> Callable[[], None]:
+    """Let PyTorch's compiler ask who watches; gives what undoes it."""
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
+    before = dynamo._callback_from_stance
+
+    def callback_from_stance(callback: Any) -> Any:
+        found = before(callback)
+        if not callable(found):  # nothing is compiled now
+            return found
+
+        def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+            skipped = sys.modules["torch._dynamo.trace_rules"].check(frame.f_code)
+            net = None if skipped else _watching()
+            if net is not None:
+                code = frame.f_code
+                raise ValueError(
+                    f"watch({type(net.names.model).__name__}): {net.names.current!r} calls "
+                    f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno}), compiled by "
+                    f"torch.compile, and compiled code cannot be watched; {_EAGER}."
+                )
+            return found(frame, *args, **kwargs)
+
+        refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
+        return refuse
+
+    def restore() -> None:
+        dynamo._callback_from_stance = before
+
+    dynamo._callback_from_stance = callback_from_stance
+    return restore
+
+
+_COMPILER = Replaced(_watch_the_compiler)
+
+
+def _watching() -> Net | None:
+    """The innermost net whose model is running here."""
+    modes = overrides._get_current_function_mode_stack()
+    running = (net for net in reversed(_COMPILER.everyone) if net.names.inside)
+    return next((net for net in running if net.functions in modes), None)

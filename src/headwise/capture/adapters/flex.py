@@ -1,0 +1,203 @@
+"""`flex_attention`, called as it is or compiled.
+
+It is no function that modes see, and who calls it has mostly imported it by name, or has compiled
+it. So while models are watched its code is another's: one that runs the old code, compiled where
+the caller compiled it, and tells of the call. Nothing else of it changes, and it gets its own
+code back.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from ...core.shapes import Extent, statistics_dtype
+from ..call import HeadsCall
+from ..contents import captured
+from ..net import Functions, Net
+from ..parts import Waiting
+from ..patches import Replaced
+from .sdpa import mask_of
+from .softmax import call_of_scores
+
+_MODULE = "torch.nn.attention.flex_attention"
+
+
+@contextmanager
+def flex_calls(net: Net) -> Iterator[None]:
+    """Hear of calls of `flex_attention`; nothing where its module is not loaded."""
+    if _MODULE not in sys.modules:
+        yield
+        return
+    with _FLEX.heard_by(net):
+        yield
+
+
+_OLD = types.SimpleNamespace()
+"""`run`: the function with its own code."""
+
+
+def _replace() -> Callable[[], None]:
+    """Give the function other code; gives what undoes it."""
+    function = sys.modules[_MODULE].flex_attention
+    _OLD.run = _twin(function)
+    function.__code__ = _CODE
+
+    def restore() -> None:
+        function.__code__ = _OLD.run.__code__
+
+    return restore
+
+
+_FLEX = Replaced(_replace)
+
+
+def _twin(function: Any) -> Callable[..., Any]:
+    """The same function, which keeps its code."""
+    twin = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+_SKIPPED = "<frozen importlib of headwise>"
+"""A file whose code PyTorch's compiler leaves alone: it compiles the old code, and nothing here."""
+
+# With the parameters of the function whose code it becomes, since the defaults stay that one's. It
+# runs among the names of PyTorch's module, and so looks for its own here.
+_CODE = (
+    lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
+        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(
+            *(query, key, value, score_mod, block_mask, scale),
+            *(enable_gqa, return_lse, kernel_options),
+            return_aux=return_aux,
+        )
+    )
+).__code__.replace(co_filename=_SKIPPED)
+
+
+def heard(*args: Any, **kwargs: Any) -> Any:
+    """Run the old code, without the modes that watch, and tell of the call.
+
+    The compiler that the caller has set to work is set on the old code and on nothing else.
+    """
+    compiler = set_eval_frame(None)
+    modes = _without_modes()
+    try:
+        set_eval_frame(compiler)
+        result = _OLD.run(*args, **kwargs)
+        set_eval_frame(None)
+        _restore(modes)
+        return _tell(result, *args)
+    finally:
+        set_eval_frame(None)
+        _restore(modes)
+        set_eval_frame(compiler)
+
+
+heard.__code__ = heard.__code__.replace(co_filename=_SKIPPED)
+
+
+def _restore(modes: list[Any]) -> None:
+    """Put modes back, of which the innermost comes first."""
+    while modes:
+        overrides._push_mode(modes.pop())
+
+
+def _without_modes() -> list[Any]:
+    """Take the modes that watch off the stack: compiled code is made for a stack of modes."""
+    modes = []
+    while (stack := overrides._get_current_function_mode_stack()) and isinstance(
+        stack[-1], Functions
+    ):
+        modes.append(overrides._pop_mode())
+    return modes
+
+
+def _tell(
+    result: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    *_: Any,
+) -> Any:
+    """Tell every net, those inside of what those outside have made of the output."""
+    out = made = result if isinstance(result, Tensor) else result[0]
+    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    for net in _FLEX.nets:
+        with net.silence():
+            call = _call(net, q, k, v, out, score_mod, block_mask, scale)
+        said = f"flex_attention giving {list(out.shape)}"
+        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+        new = net.tell(call, waiting)
+        out = out if new is None else new
+    if out is made:
+        return result
+    return out if isinstance(result, Tensor) else (out, *result[1:])
+
+
+def _call(
+    net: Net,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+) -> HeadsCall:
+    extent = Extent(len(q), q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    allowed = None if block_mask is None else allowed_by(net, block_mask, extent)
+    if score_mod is not None:
+        scores = _scores(q, k, score_mod, q.shape[-1] ** -0.5 if scale is None else scale)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        return call_of_scores(net, "flex_attention", scores, out)
+    mask, keys = mask_of(net, allowed, extent, q.device)
+    return HeadsCall(
+        *(net.names.current, "flex_attention", q, k[:, :, :keys], v[:, :, :keys], out),
+        keywords={"mask": mask, "scale": scale},
+        own_positions=False,  # the mask has seen to that
+    )
+
+
+def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
+    """A block mask as booleans `[B or 1, H or 1, T, S]`."""
+    batch, heads = block_mask.shape[:2]
+    blocks = block_mask.kv_num_blocks
+
+    def find() -> Tensor:
+        of = sys.modules[_MODULE].create_mask
+        sizes = (batch, heads, extent.queries, extent.keys)
+        return of(block_mask.mask_mod, *sizes, device=str(blocks.device))
+
+    read = captured(block_mask.mask_mod)
+    if read is None:
+        return find()
+    tensors = [x for x in read if isinstance(x, Tensor)]
+    plain = tuple(x for x in read if not isinstance(x, Tensor))
+    what = ("flex", block_mask.mask_mod, extent, plain)
+    return net.masks.of(blocks, what, find, tensors)
+
+
+def _scores(q: Tensor, k: Tensor, score_mod: Any, scale: float) -> Tensor:
+    """The scores `[B, H, T, S]` that enter the softmax, all pairs at once."""
+    dtype = statistics_dtype(q.dtype)
+    keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.to(dtype) @ keys.mT * scale
+    at = [
+        torch.arange(size, device=q.device).view([-1] + [1] * (3 - axis))
+        for axis, size in enumerate(scores.shape)
+    ]
+    return score_mod(scores, *at).expand(scores.shape)

@@ -1,0 +1,100 @@
+"""headwise's own layer, which tells of its calls itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...attend import attend
+from ...core.masks import as_mask
+from ...layers.attention import MultiHeadAttention, Observer
+from ...stats.evidence import Statistic
+from ...stats.observe import observe
+from ...stats.results import Reading
+from ..call import HeadsCall, Looking
+from ..net import Net
+
+
+class OwnCall(HeadsCall):
+    """A call of `MultiHeadAttention`: output and statistics come from the same pass.
+
+    Unless somebody else has made the output, or there are padded queries, which the statistics
+    leave out and the output does not.
+    """
+
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+        if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
+            return super().observe(statistics, looking)
+        seen = observe(
+            *(self.q, self.k, self.v, *statistics),
+            queries=looking.queries,
+            seed=looking.seed,
+            gradients=looking.gradients,
+            projection=self.projection,
+            **self.keywords,
+        )
+        self.made = seen.out
+        return seen.readings
+
+
+class _Observer:
+    """Tells nets of a layer's calls, outermost first; `before` is who observed the layer."""
+
+    def __init__(self, before: Observer | None) -> None:
+        self.before = before
+        self.nets: tuple[Net, ...] = ()
+
+    def __call__(
+        self,
+        layer: MultiHeadAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keywords: dict[str, Any],
+    ) -> Tensor:
+        made: Any = partial(attend, q, k, v, **keywords)
+        if self.before is not None:
+            made = self.before(layer, q, k, v, keywords)
+        for net in self.nets:
+            if not net.open:
+                continue
+            call = OwnCall(
+                *(net.names.name_of(layer) or "", "headwise", q, k, v, made),
+                keywords={**keywords, "mask": as_mask(keywords["mask"])},
+                projection=layer.projection,
+                own_positions=layer.own_positions,
+                first_key=layer.first_key,
+            )
+            new = net.tell(call)
+            made = call.out if new is None else new
+        return made if isinstance(made, Tensor) else made()
+
+
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def own_layers(net: Net) -> Iterator[None]:
+    """Hear of the calls of the model's `MultiHeadAttention` layers, with others that hear of them,
+    who may end before or after."""
+    layers = [m for m in net.names.model.modules() if isinstance(m, MultiHeadAttention)]
+    with _LOCK:
+        for layer in layers:
+            if not isinstance(layer.observer, _Observer):
+                layer.observer = _Observer(layer.observer)
+            layer.observer.nets = (*layer.observer.nets, net)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for layer in layers:
+                if not isinstance(observer := layer.observer, _Observer):
+                    continue
+                observer.nets = tuple(other for other in observer.nets if other is not net)
+                if not observer.nets:
+                    layer.observer = observer.before

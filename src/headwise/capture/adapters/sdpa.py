@@ -1,0 +1,166 @@
+"""`F.scaled_dot_product_attention`, in all its uses, as calls of headwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.mask_algebra import Mask
+from ...core.masks import is_causal_bias
+from ...core.shapes import Extent
+from ..call import HeadsCall
+from ..heads import composite
+from ..leading_axes import Leading, leading
+from ..mask_import import as_mask, in_place
+from ..net import Net, Road
+from ..parts import Waiting
+from .nested import nested_like, padded
+
+
+def scaled_dot_product_attention(
+    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
+    out = function(*args, **kwargs)
+    net.refuse_transforms()
+    asked = _asked(*args, **kwargs)
+    if is_causal_bias(asked["attn_mask"]):
+        asked |= _causal(asked["attn_mask"], out.device)
+    if out.is_nested:
+        return _of_nested(net, asked, out)
+    axes = leading(out.shape, net.names.stack, asked["value"])
+    said = f"scaled_dot_product_attention giving {list(out.shape)}"
+    if axes is None:
+        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        net.leave_out(net.names.stack[-1], reason)
+        return out
+    call = _call(net, asked, out, axes)
+    waiting = None
+    if composite() is None:
+        made = axes.split(out)
+        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure, by_hand=False)
+    new = net.tell(call, waiting)
+    return out if new is None else axes.join(new, out.shape)
+
+
+def _asked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """The arguments by name."""
+    return locals()
+
+
+def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
+    """The mask that PyTorch's `CausalBias` stands for; as a tensor it has other axes."""
+    first = bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv
+    return {"attn_mask": None if first else bias._materialize(device), "is_causal": first}
+
+
+def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsCall:
+    # Under autocast the kernel has cast them all to the dtype of its output.
+    q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
+    given = asked["attn_mask"]
+    if axes.last:
+        lead = torch.Size(axes.sizes) if out.dim() > 3 else torch.Size((axes.rows, axes.heads))
+        if not asked["enable_gqa"] and k.shape[:-2] != v.shape[:-2]:
+            k, v = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (k, v))
+        q, k, v = (_four(x, lead) for x in (q, k, v))
+        given = _table(given, lead)
+    else:
+        q, k, v = (axes.split(_wide(x, axes, asked["enable_gqa"])) for x in (q, k, v))
+        if given is not None and given.dim() > 2:
+            given = axes.split(given.expand(*axes.sizes, *given.shape[-2:]))
+    made = axes.split(out)
+    within = composite()
+    if within is not None and within.extra:  # keys without a position go before all others
+        k, v = k.roll(within.extra, 2), v.roll(within.extra, 2)
+        given = None if given is None else given.roll(within.extra, -1)
+    extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
+    mask, keys = mask_of(net, given, extent, out.device, causal=asked["is_causal"])
+    return HeadsCall(
+        *(net.names.current, "scaled_dot_product_attention"),
+        *(q, k[:, :, :keys], v[:, :, :keys], made),
+        keywords={"mask": mask, "scale": asked["scale"]},
+        projection=None if within is None else within.projection,
+        own_positions=False,  # the mask has seen to that
+    )
+
+
+def _wide(x: Tensor, axes: Leading, groups: bool) -> Tensor:
+    """`[…, N, D]` with all axes of the outputs; with groups, a key for each head of the last."""
+    if groups and x.dim() > 2:
+        x = x.repeat_interleave(axes.sizes[-1] // x.shape[-3], -3)
+    return x.expand(*axes.sizes, *x.shape[-2:])
+
+
+def _four(x: Tensor, lead: torch.Size) -> Tensor:
+    """`[…, N, D]` as `[B, G, N, D]`, where `lead` is what stands before the queries' N."""
+    if x.dim() == 4 and len(lead) == 2 and x.shape[0] == lead[0]:
+        return x
+    if x.dim() <= 3 and len(lead) == 2 and x.shape[:-2].numel() == lead.numel():
+        return x.reshape(*lead, *x.shape[-2:])
+    groups = x.shape[-3] if x.dim() > 2 else 1
+    wide = x.expand(*lead[:-1], groups, *x.shape[-2:])
+    return wide.reshape(-1, groups, *x.shape[-2:])
+
+
+def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """A mask as a table that broadcasts to `[B, H, T, S]`."""
+    if mask is None or mask.dim() <= 2:
+        return mask
+    if len(lead) == 2 and mask.dim() == 3 and len(mask) == lead.numel():
+        return mask.reshape(*lead, *mask.shape[-2:])
+    if len(lead) == 2:
+        return mask
+    return mask.expand(*lead, *mask.shape[-2:]).flatten(0, -4)
+
+
+def mask_of(
+    net: Net, given: Tensor | None, extent: Extent, device: torch.device, causal: bool = False
+) -> tuple[Mask, int]:
+    """A mask without padded queries, and the number of keys that count, as in `in_place()`."""
+    within = composite()
+    own = within.own if within is not None else (False if net.names.crosses else None)
+
+    def of(sizes: Extent) -> Mask:
+        cut = given if given is None or given.shape[-1] == 1 else given[..., : sizes.keys]
+        return as_mask(cut, sizes, causal=causal)
+
+    def find() -> tuple[Mask, int]:
+        return in_place(of, extent, device, own)
+
+    return find() if given is None else net.masks.of(given, (extent, causal, own), find)
+
+
+def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
+    """Rows of different lengths `[B, H, t, D]`: padded, with a mask that knows the lengths."""
+    (q, t), (k, s), (v, _) = (padded(asked[name]) for name in ("query", "key", "value"))
+    i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    allowed = (i[:, None] < t.view(-1, 1, 1, 1)) & (j < s.view(-1, 1, 1, 1))
+    if asked["is_causal"]:
+        allowed = allowed & (j <= i[:, None])
+    plain = {"attn_mask": allowed, "is_causal": False, "query": q, "key": k, "value": v}
+    wide = padded(out)[0]
+    axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
+    new = net.tell(_call(net, asked | plain, wide, axes))
+    return out if new is None else nested_like(new, out)
+
+
+def functions() -> dict[Any, Road]:
+    """The functions of this file."""
+    return {
+        F.scaled_dot_product_attention: scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention: scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    }

@@ -1,0 +1,330 @@
+"""Attention that a model writes out itself: a softmax of scores, and a product with the values.
+
+A softmax over the last axis is remembered, through dropout and changes of dtype or shape, until
+something with a vector for each key is multiplied with it: then it was attention, and only then it
+is told of. The scores are at hand, so that the call is one whose whole score is a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...core.mask_algebra import Mask
+from ...core.shapes import Extent, statistics_dtype
+from ..call import HeadsCall
+from ..contents import checksum, version
+from ..heads import composite
+from ..leading_axes import leading
+from ..mask_import import FORBIDDEN, as_bias, in_place
+from ..modules import Forward
+from ..net import Net, Road
+from ..parts import Waiting
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a tensor held when it was remembered."""
+
+    version: int
+    sums: Tensor | None
+
+    @classmethod
+    def by(cls, x: Tensor) -> _Held:
+        # Tensors in transforms have no numbers of their own, and their attention is refused.
+        plain = not torch._C._are_functorch_transforms_active()
+        return cls(version(x), checksum(x) if plain else None)
+
+    def still(self, x: Tensor) -> bool:
+        """Whether the tensor holds the same now."""
+        if self.version != version(x):
+            return False
+        return self.sums is None or torch.equal(self.sums, checksum(x))
+
+
+@dataclass(frozen=True, eq=False)
+class _Softmax:
+    """The scores of a softmax, the shapes that its probabilities have had, and who ran then.
+
+    `before` and `held` are what scores and probabilities hold: changed, they are other ones.
+    """
+
+    scores: Tensor
+    before: _Held
+    held: _Held
+    shapes: tuple[torch.Size, ...]
+    running: tuple[Forward, ...]
+    mark: object
+
+
+def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A softmax, which may be a step of attention."""
+    scores = args[0] if args else kwargs["input"]
+    if scores.dim() < 3 or scores.layout is not torch.strided:
+        return function(*args, **kwargs)
+    before = _Held.by(scores)
+    p = function(*args, **kwargs)
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if axis not in (-1, scores.dim() - 1):
+        net.contexts |= _storage(p)
+    elif p is not scores:
+        running, mark = tuple(net.names.stack), object()
+        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running, mark)
+        running[-1].lost[mark] = scores.shape
+    return p
+
+
+def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other axes or another dtype, with which probabilities are still those of the same keys."""
+    found = net.softmaxes.get(args[0]) if args else None
+    result = function(*args, **kwargs)
+    if found is None:
+        return result
+    if result.dtype == args[0].dtype and _storage(result) & _storage(args[0]):
+        _pass_on(net, found, result, found.held)  # not looked at before they are multiplied
+    elif found.held.still(args[0]):
+        _pass_on(net, found, result)
+    return result
+
+
+def passing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What probabilities may pass through and still be those of the same keys."""
+    found = _known(net, args[0]) if args else None
+    result = function(*args, **kwargs)
+    if found is not None:
+        _pass_on(net, found, result)
+    return result
+
+
+def changing(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What passes if it leaves the probabilities what they are, or scales those of a query alike
+    (a mask of heads)."""
+    told = [(p, found) for p in args if (found := _known(net, p)) is not None]
+    result = function(*args, **kwargs)
+    if len(told) == 1:
+        p, found = told[0]
+        others = [x for x in args if x is not p]
+        if _scales(function, others) or _same(found, p, result):
+            _pass_on(net, found, result)
+    return result
+
+
+def _known(net: Net, p: Any) -> _Softmax | None:
+    """What is remembered of probabilities that have not changed since."""
+    found = net.softmaxes.get(p) if net.softmaxes and isinstance(p, Tensor) else None
+    return found if found is not None and found.held.still(p) else None
+
+
+def _pass_on(net: Net, found: _Softmax, p: Tensor, held: _Held | None = None) -> None:
+    """Remember the same of what the probabilities have become, unless they are spread out."""
+    alike = p.shape[-2:] == found.scores.shape[-2:] and p.numel() == found.scores.numel()
+    if alike and p.is_floating_point():
+        shapes = (*found.shapes, p.shape)
+        net.softmaxes[p] = replace(found, held=held or _Held.by(p), shapes=shapes)
+
+
+def _scales(function: Any, others: list[Any]) -> bool:
+    """Whether this multiplies by what is the same for all keys."""
+    if function not in _PRODUCTS:
+        return False
+    return not any(isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1 for x in others)
+
+
+def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
+    """Whether all queries that may attend to a key have kept their probabilities."""
+    if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
+        return False
+    dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
+    return bool(((result == p).all(-1) | dead).all())
+
+
+def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`matmul`, `@` and `bmm`: probabilities `[…, T, S]` times values `[…, S, D]`."""
+    out = function(*args, **kwargs)
+    if len(args) < 2 or _is_context(net, args[:2], out):
+        return out
+    p, v = args[:2]
+    found = _attends(net, p)
+    if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight alone
+        net.projected(p, out)
+    if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
+        return out
+    sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
+    new = _tell(net, found, p.shape, out, v, [size == 1 for size in sizes[:-2]])
+    return out if new is None else new
+
+
+def _attends(net: Net, p: Any) -> _Softmax | None:
+    """What is remembered of probabilities, if they are still the softmax of their scores."""
+    found = _known(net, p)
+    return found if found is not None and found.before.still(found.scores) else None
+
+
+def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.einsum` of the two, in any order of axes."""
+    out = function(*args, **kwargs)
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
+        return out
+    told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
+    if not told:
+        return out
+    place, found = told[0]
+    p, v = operands[place], operands[1 - place]
+    found_order = _order(args[0], [x.dim() for x in operands], place)
+    if found_order is None or v.dim() < 3:
+        return out
+    order, shared = found_order
+    sorted_ = out.permute(order)
+    new = _tell(net, found, p.shape, sorted_, v, shared)
+    if new is None:
+        return out
+    return new.permute([order.index(axis) for axis in range(out.dim())])
+
+
+def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
+    """Whether a factor is a softmax over another axis than the last, or a product with one.
+
+    Such a context is what linear attention makes of keys and values for the queries. It is
+    remembered by its memory, which is that of its views, too.
+    """
+    if not net.contexts or not any(_storage(x) & net.contexts for x in factors):
+        return False
+    net.contexts |= _storage(out)
+    return True
+
+
+def _storage(x: Tensor) -> set[StorageWeakRef]:
+    """The memory of a tensor; none of sparse ones and of those in transforms of `torch.func`."""
+    if x.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+        return set()
+    return {StorageWeakRef(x.untyped_storage())}
+
+
+def _order(equation: str, axes: list[int], place: int) -> tuple[list[int], list[bool]] | None:
+    """The axes of an einsum's result, ordered as those of the probabilities with the value's own
+    for the key's; and which of those before the last two share their values. `None` where it is no
+    product of probabilities with a vector for each key."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        return None
+    spelled = terms.split(",")
+    missing = [n - len(term.replace("...", "")) for n, term in zip(axes, spelled, strict=True)]
+    letters = "ABCDEFGHIJ"[: max(missing)]  # what stands for `...`, the same at the end in all
+    if set(letters) & set(equation):
+        return None
+    spelled = [
+        term.replace("...", letters[len(letters) - n :])
+        for term, n in zip(spelled, missing, strict=True)
+    ]
+    result = result.replace("...", letters)
+    p, v = spelled[place], spelled[1 - place]
+    own = [letter for letter in result if letter not in p]
+    if p[-1] in result or p[-1] not in v or len(own) != 1 or own[0] not in v:
+        return None
+    wanted = p[:-1] + own[0]
+    if sorted(wanted) != sorted(result):
+        return None
+    return [result.index(c) for c in wanted], [c not in v for c in p[:-2]]
+
+
+def _tell(
+    net: Net,
+    found: _Softmax,
+    shape: torch.Size,
+    out: Tensor,
+    values: Tensor,
+    shared: Sequence[bool],
+) -> Tensor | None:
+    """Tell of attention with these probabilities; `out` has their order of axes.
+
+    Heads of a group have axes of their own, which share the `values`.
+    """
+    net.refuse_transforms()
+    for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
+        del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
+    for forward in net.names.stack:
+        forward.lost.pop(found.mark, None)
+    # Softmax and product may have modules of their own.
+    running = net.names.common(found.running)
+    name = net.names.name(running[-1])
+    wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
+    shared = shared if wide is shape else ()
+    axes = leading(torch.Size((*wide[:-2], *out.shape[-2:])), running, values, shared)
+    said = f"the softmax of {list(wide)}"
+    if axes is None:
+        reason = f"{said}: nothing tells which axis is heads, and which is blocks"
+        net.leave_out(running[-1], reason)
+        return None
+    made = axes.split(out)
+    call = call_of_scores(net, "softmax", axes.split(found.scores), made)
+    call.name = name
+    waiting = None
+    if composite() is None:
+        waiting = Waiting(name, said, made, out.shape, call.keys, axes.sure, by_hand=True)
+    new = net.tell(call, waiting, running[-1])
+    return None if new is None else axes.join(new, out.shape)
+
+
+def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCall:
+    """A call of which only the scores `[B, H, T, S]` are known, −∞ or nearly where forbidden."""
+    within = composite()
+    if within is not None and within.extra:  # keys without a position go before all others
+        scores = scores.roll(within.extra, -1)
+    batch, heads, queries, keys = scores.shape
+    extent = Extent(batch, heads, heads, queries, keys)
+    scores = scores.to(statistics_dtype(scores.dtype))
+    own = within.own if within is not None else (False if net.names.crosses else None)
+
+    def find(sizes: Extent) -> Mask:
+        return as_bias(scores[..., : sizes.keys], FORBIDDEN)
+
+    mask, keys = in_place(find, extent, scores.device, own)
+    q, k, v = (
+        scores.new_zeros(1).expand(batch, heads, length, width)
+        for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
+    )
+    return HeadsCall(
+        *(net.names.current, road, q, k, v, made),
+        keywords={"mask": mask},
+        projection=None if within is None else within.projection,
+        own_positions=False,  # the mask has seen to that
+    )
+
+
+def _named(*names: str) -> list[Any]:
+    """Every function of PyTorch of these names."""
+    owners = (torch, torch.Tensor, F, torch.special)
+    return [getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)]
+
+
+_PRODUCTS = _named("mul", "multiply", "__mul__", "__rmul__")
+
+
+def functions() -> dict[Any, Road]:
+    """The functions of this file."""
+    return {
+        **dict.fromkeys(
+            _named(
+                *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
+                *("view", "reshape", "contiguous", "clone", "flatten", "unflatten", "unsqueeze"),
+                "squeeze",
+            ),
+            reshaping,
+        ),
+        **dict.fromkeys(
+            _named("dropout", "dropout_", "feature_dropout", "alpha_dropout", "nan_to_num"),
+            passing,
+        ),
+        **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
+        **dict.fromkeys(_named("softmax"), softmax),
+        **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
+        torch.einsum: einsum,
+        torch.functional.einsum: einsum,
+    }

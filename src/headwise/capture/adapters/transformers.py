@@ -1,0 +1,172 @@
+"""transformers' attention: eager, sdpa, flash, flex, and whatever else is registered with it.
+
+Models of transformers ask `AttentionInterface` for the function that attends. While a model is
+watched, what the interface hands out is wrapped; nothing is registered, so the model keeps its
+implementation, and with it the masks that `AttentionMaskInterface` makes for this implementation.
+
+What heads did is read from the arguments that the function gets (q, the keys and values of each
+group, mask and options), not from what it calls inside: `sdpa` repeats keys for each query head and
+packs the heads of a single query into another axis, a flash kernel shows nothing, and sinks are
+sliced off a softmax. Where a function turns out to compute something else than its arguments say,
+PyTorch's functions inside it are heard instead, and if there are none, it is refused by name.
+
+What a mask cannot tell: which queries of a decoder are padding where it attends to an encoder; they
+count there. Where a cache has dropped keys, the first key is the first that is left. `generate()`
+compiles models for static caches on some devices: ask it for `disable_compile=True`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..call import HeadsCall
+from ..net import Net
+from ..patches import Replaced
+from .transformers_arguments import Function, Given, Meaning
+
+_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
+"""What attention modules call the projection of the heads' outputs."""
+
+
+@contextmanager
+def attention_functions(net: Net) -> Iterator[None]:
+    """Hear of the calls that go through transformers' interface; nothing where it is not loaded."""
+    if not hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface"):
+        yield
+        return
+    with _INTERFACE.heard_by(net):
+        yield
+
+
+class _Kept(threading.local):
+    """The keys that a cache gave last in this thread, and the position of the first of them."""
+
+    keys: Tensor | None = None
+    first = 0
+
+
+_KEPT = _Kept()
+_FOUND: dict[tuple[object, ...], int | None] = {}
+"""Which meaning the arguments of a function have."""
+
+
+def _wrap() -> Callable[[], None]:
+    """Let the interface hand out functions that are heard; gives what undoes it."""
+    interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
+    cache: Any = sys.modules["transformers.cache_utils"].Cache
+    get, item, update = interface.get_interface, interface.__getitem__, cache.update
+
+    def get_interface(self: Any, implementation: str, default: Function) -> Function:
+        return _heard(get(self, implementation, default))
+
+    def getitem(self: Any, implementation: str) -> Function:
+        return _heard(item(self, implementation))
+
+    def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
+        kept = update(self, keys, values, layer_idx, *a, **b)
+        if _INTERFACE.nets and self.is_sliding[layer_idx]:
+            dropped = int(self.get_seq_length(layer_idx)) - kept[0].shape[2]
+            _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
+        return kept
+
+    changes = (
+        *((interface, "get_interface", get_interface), (interface, "__getitem__", getitem)),
+        (cache, "update", updated),
+    )
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    for owner, name, new in changes:
+        setattr(owner, name, new)
+
+    def restore() -> None:
+        for owner, name, old in before:
+            delattr(owner, name) if old is None else setattr(owner, name, old)
+        _FOUND.clear()
+
+    return restore
+
+
+_INTERFACE = Replaced(_wrap)
+
+
+def _heard(function: Function) -> Function:
+    known = isinstance(function, partial) and function.func is _attend
+    return function if known else partial(_attend, function)
+
+
+def _attend(
+    function: Function,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Make a call of the interface and tell of it."""
+    nets = _INTERFACE.nets
+    run = partial(function, module, query, key, value, attention_mask, *rest)
+    # A paged cache holds the keys itself; other shapes are nobody's habit.
+    if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
+        return run(**options)
+    net = nets[-1]
+    tensors = (query, key, value, attention_mask)
+    given = Given(net, _FOUND, function, module, *tensors, options)
+    with net.silence():  # silence is for all nets of a thread
+        meaning = given.meaning(run)
+        if meaning is not None:
+            first = _KEPT.first if key is _KEPT.keys else 0
+            _KEPT.keys = None
+            return _tell(nets, given, meaning, run(**options), first)
+    told = net.told
+    result = run(**options)
+    if net.told == told:
+        raise ValueError(
+            f"watch({type(net.names.model).__name__}): {given.named} of {net.names.current!r} "
+            f"gives something else than softmax(scale · q·k + mask) · v of its arguments, and "
+            f"nothing that attends was heard inside it; choose another attn_implementation."
+        )
+    return result
+
+
+def _tell(
+    nets: tuple[Net, ...], given: Given, meaning: Meaning, result: tuple[Any, ...], first: int
+) -> tuple[Any, ...]:
+    """Tell every net, those inside of what those outside have made of the output."""
+    out = made = given.heads_of(result)
+    # Under autocast the function has cast them all to the dtype of its output.
+    q, k, v = (x.to(out.dtype) for x in (given.q, meaning.k, meaning.v))
+    for net in nets:
+        name = net.names.name_of(given.module)
+        call = HeadsCall(
+            *(net.names.current if name is None else name, given.named, q, k, v, out),
+            keywords=meaning.keywords,
+            projection=_projection(given.module, out.shape[1] * out.shape[3]),
+            own_positions=False,  # the mask has seen to that
+            first_key=first,
+        )
+        new = net.tell(call)
+        out = out if new is None else new
+    if out is made:
+        return result
+    return out.transpose(1, 2).reshape(result[0].shape).contiguous(), *result[1:]
+
+
+def _projection(module: nn.Module, width: int) -> Tensor | None:
+    """The weight `[O, H · Dv]` by which the module projects its heads' outputs, if it has one."""
+    for name in _PROJECTIONS:
+        layer = getattr(module, name, None)
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            continue
+        weight = weight.T if type(layer).__name__ == "Conv1D" else weight
+        if weight.shape[1] == width:
+            return weight
+    return None

@@ -1,0 +1,182 @@
+"""One attention call of a model that is being watched, in headwise's own terms."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.mask_algebra import Mask
+from ..core.masks import as_mask
+from ..core.shapes import extent_of
+from ..stats.evidence import Statistic
+from ..stats.observe import observe
+from ..stats.results import Reading
+from .mask_import import with_padding, without_padding
+from .parts import Waiting
+
+
+@dataclass(frozen=True)
+class Looking:
+    """How a call is to be looked at; as in `observe()`, and with `padding` left out or counted."""
+
+    queries: int | Sequence[int] | Tensor | None = None
+    seed: int = 0
+    gradients: bool = False
+    padding: bool = True
+
+    def looked_at(self, queries: int) -> int:
+        """At how many of a call's queries."""
+        if self.queries is None:
+            return queries
+        some = self.queries
+        return min(some if isinstance(some, int) else torch.as_tensor(some).numel(), queries)
+
+
+class AttentionCall(ABC):
+    """A call that the model has made: whose it is, what came out, and what can be seen of it.
+
+    Listeners get one of these for every attention call of a model. `name` is the qualified name of
+    the module that called, `road` how the call was noticed (the function's name, mostly). `again`
+    says that the call is made a second time, in a backward pass that recomputes what was not kept.
+    `first_key` is the position of the call's first key, where a cache has dropped keys before it.
+    `waiting` holds what is known of a call that may be a part of its module's attention.
+    """
+
+    name: str
+    road: str
+    again: bool = False
+    first_key: int = 0
+    waiting: Waiting | None = None
+
+    def once_whole(self, keep: Callable[[int], None]) -> None:
+        """Call `keep` when it is known that this is all that the module attends: mostly at once.
+
+        It gets the number of queries that there are, over the batch. A call that turns out to be
+        a part is left out, and nothing is called.
+        """
+        if self.waiting is None:
+            keep(self.batch * self.queries)
+        else:
+            self.waiting.once_whole(keep)
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """How many batch rows there are."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> int:
+        """How many query heads there are."""
+
+    @property
+    @abstractmethod
+    def queries(self) -> int:
+        """How many queries there are, T."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> int:
+        """How many keys there are, S."""
+
+    @property
+    @abstractmethod
+    def out(self) -> Float[Tensor, "B H T Dv"]:
+        """The heads' outputs as the model computed them, before the output projection.
+
+        With their graph, where the model runs with one.
+        """
+
+    @abstractmethod
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+        """Statistics of the call's heads, by name. The model's own output is not touched.
+
+        Queries that are padding count as such that may attend to nothing, if `looking` says so.
+        """
+
+
+Listener = Callable[[AttentionCall], Tensor | None]
+"""What hears of every attention call. It may give `[B, H, T, Dv]` to take the place of `call.out`;
+`None` leaves the model's own output as it is, bit for bit."""
+
+
+@dataclass
+class HeadsCall(AttentionCall):
+    """A call of which the split heads are known: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
+
+    `made` is the heads' output, or what computes it when somebody asks. `keywords` are those of
+    `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
+    projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
+    stand at the keys' end, so that a key which is padding tells of a query that is.
+    """
+
+    name: str
+    road: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    made: Tensor | Callable[[], Tensor]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    projection: Tensor | None = None
+    own_positions: bool = True
+    first_key: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def out(self) -> Float[Tensor, "B H T Dv"]:
+        if not isinstance(self.made, Tensor):
+            self.made = self.made()
+        return self.made
+
+    @property
+    def mask(self) -> Mask | None:
+        """Who may attend to whom."""
+        return self.keywords.get("mask")
+
+    def counted(self, looking: Looking) -> Mask:
+        """The mask for statistics: padded queries see nothing, unless they are to count."""
+        mask = as_mask(self.mask)
+        if not looking.padding:
+            return with_padding(mask)
+        if not self.own_positions:
+            return mask
+        extent = extent_of(self.q, self.k, self.v, self.road)
+        return without_padding(mask, extent, self.q.device)
+
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+        keywords = {**self.keywords, "mask": self.counted(looking)}
+        wanted = any(getattr(statistic, "reads_output", False) for statistic in statistics)
+        output = self.out if wanted else False  # here, where it has its graph
+        with nullcontext() if looking.gradients else torch.no_grad():
+            seen = observe(
+                *(self.q, self.k, self.v, *statistics),
+                queries=looking.queries,
+                seed=looking.seed,
+                gradients=looking.gradients,
+                output=output,
+                projection=self.projection,
+                **keywords,
+            )
+        return seen.readings

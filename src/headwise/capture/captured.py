@@ -1,0 +1,378 @@
+"""What a watched model's heads did: its modules, their calls, the table over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..stats.accumulate import Running
+from ..stats.observe import table_rows
+from ..stats.results import Reading
+from .io import read_tree, write_tree
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["Watched", "WatchedModule", "load_seen"]
+
+
+def _not_called() -> str:
+    return "the model was not called while it was watched"
+
+
+class Watched:
+    """What a watched model's heads did: `seen[module name]`, and `table()` over all of them.
+
+    Iterating gives the modules' names, as of a dict.
+    What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
+    Modules stand in the order of their first calls.
+
+    `left_out` says of modules that attended, and of which not all could be seen, why they are not
+    among them.
+
+    Args:
+        running: add calls up as they come (`Running`) in place of keeping each one.
+        why: says, for errors, why nothing was seen when nothing was.
+
+    >>> import headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> seen = []
+    >>> for length in (5, 7):
+    ...     with hw.watch(layer, hw.Entropy()) as one:
+    ...         out = layer(torch.randn(2, length, 24), mask=hw.Causal())
+    ...     seen.append(one)
+    >>> [(row["head"], row["calls"]) for row in sum(seen).table()]
+    [(0, 2), (1, 2), (2, 2)]
+    """
+
+    def __init__(self, running: bool = False, why: Callable[[], str] | None = None) -> None:
+        self.left_out: dict[str, str] = {}
+        self._modules: dict[str, WatchedModule] = {}
+        self._running, self._why = running, why or _not_called
+
+    def add(
+        self,
+        module: str,
+        readings: dict[str, Reading],
+        heads: int,
+        first_key: int = 0,
+        queries: tuple[int, int] | None = None,
+    ) -> None:
+        """Keep what a call of `module` gave.
+
+        Args:
+            queries: how many were looked at, and how many there are, where that is known.
+
+        Raises:
+            ValueError: other heads or statistics than its calls before.
+        """
+        kept = self._modules.get(module) or WatchedModule(module, self._running)
+        kept.add(readings, heads, first_key, queries)
+        self._modules[module] = kept
+
+    def __getitem__(self, module: str) -> WatchedModule:
+        """The calls of one module, by its qualified name.
+
+        Raises:
+            KeyError: a name that is no watched module; the message lists those that are.
+            ValueError: nothing was seen; the message says why.
+        """
+        self._must_not_be_empty()
+        if module not in self._modules:
+            why = self.left_out.get(module)
+            there = f"there are: {', '.join(self._modules)}"
+            raise KeyError(f"{module!r} was not seen{f', for {why}' if why else ''}; {there}")
+        return self._modules[module]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The qualified names of the watched modules, in the order of their first calls."""
+        return tuple(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __repr__(self) -> str:
+        heads = sum(module.heads for module in self._modules.values())
+        names = dict.fromkeys(name for seen in self._modules.values() for name in seen.statistics)
+        count = f"{len(self)} module{'s' * (len(self) != 1)}"
+        out = f"; {len(self.left_out)} left out" if self.left_out else ""
+        return f"<Watched: {count}, {heads} heads{out}; {', '.join(names) or 'no figures'}>"
+
+    def table(self, texts: bool = False) -> list[dict[str, Any]]:
+        """A row per (layer, head): `layer`, `head`, `calls`, and a number per statistic.
+
+        `queries` is how many queries were looked at, of `of_queries` that there are, over calls and
+        batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
+        maximum; `<name>_coverage` is the share of queries that had a target; `<name>_se` the
+        standard error where queries were drawn by chance.
+
+        Args:
+            texts: every batch row of every call is a text of its own, and `<name>_se` is the
+                standard error of the mean over texts: with `n_u` valid queries of mean `m_u` in
+                text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. From two texts on.
+
+        Raises:
+            ValueError: nothing was seen; the message says why.
+        """
+        self._must_not_be_empty()
+        return [row for module in self._modules.values() for row in module.table(texts)]
+
+    def to_pandas(self, texts: bool = False) -> DataFrame:
+        """`table()` as a pandas `DataFrame`, a row per (layer, head).
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: nothing was seen.
+        """
+        return frame_of("seen", lambda: self.table(texts))
+
+    def save(self, path: str | Path) -> None:
+        """Write all of it to one safetensors file, which `load_seen` reads; whole or not at all.
+
+        Raises:
+            OSError: a folder that there is not, or a path that is one.
+        """
+        modules = [module.state() for module in self._modules.values()]
+        content = {"running": self._running, "modules": modules, "left_out": self.left_out}
+        write_tree(Path(path), content)
+
+    def __add__(self, other: Watched) -> Watched:
+        """What both have seen; neither changes. Modules that both have are joined call by call.
+
+        Raises:
+            ValueError: a module had other heads or statistics in the other; one of them is
+                running and the other keeps every call.
+        """
+        if not isinstance(other, Watched):
+            return NotImplemented
+        kinds = {seen._running for seen in (self, other) if seen._modules} or {self._running}
+        if len(kinds) > 1:
+            raise ValueError(
+                "seen + other: one was watched with running=True and the other keeps every call; "
+                "watch both alike."
+            )
+        total = Watched(kinds.pop(), self._why)
+        total.left_out = other.left_out | self.left_out
+        for seen in (self, other):
+            for name, module in seen._modules.items():
+                known = total._modules.get(name) or WatchedModule(name, total._running)
+                total._modules[name] = known + module
+        return total
+
+    def __radd__(self, other: object) -> Watched:
+        return self + Watched(self._running) if other == 0 else NotImplemented
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_why": _not_called}  # why may hold on to the whole model
+
+    def _must_not_be_empty(self) -> None:
+        if not self._modules:
+            raise ValueError(f"no attention was seen: {self._why()}")
+
+
+class WatchedModule:
+    """The calls of one attention module: each on its own in `calls`, or all in one `running`."""
+
+    def __init__(self, name: str, running: bool = False) -> None:
+        self.name = name
+        self.heads = 0
+        self.calls: list[dict[str, Reading]] = []
+        self.running = Running() if running else None
+        self.queries: tuple[int, int] | None = (0, 0)
+
+    def add(
+        self,
+        readings: dict[str, Reading],
+        heads: int,
+        first_key: int = 0,
+        queries: tuple[int, int] | None = None,
+    ) -> None:
+        """Keep a call's statistics, and nothing else of it.
+
+        Raises:
+            ValueError: other heads or statistics than the calls before.
+        """
+        self._must_continue(heads, tuple(readings))
+        self.heads = heads
+        self.queries = _both(self.queries, queries)
+        if self.running is not None:
+            self.running.take(readings, heads, first_key)
+        else:
+            self.calls.append(dict(readings))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The names of what was observed."""
+        if self.running is not None:
+            return self.running.names
+        return tuple(self.calls[0]) if self.calls else ()
+
+    def _must_continue(self, heads: int, statistics: tuple[str, ...]) -> None:
+        before, now = (self.heads, set(self.statistics)), (heads, set(statistics))
+        if self.heads and before != now:
+            raise ValueError(
+                f"{self.name!r}: {', '.join(statistics) or 'nothing'} of {heads} heads does not "
+                f"add up with {', '.join(self.statistics) or 'nothing'} of {self.heads} heads "
+                f"before; watch the same statistics of the same model."
+            )
+
+    def __add__(self, other: WatchedModule) -> WatchedModule:
+        """The calls of both; neither changes."""
+        self._must_continue(other.heads, other.statistics)
+        total = WatchedModule(self.name)
+        total.heads, total.queries = other.heads, _both(self.queries, other.queries)
+        total.calls = [*self.calls, *other.calls]
+        if self.running is not None and other.running is not None:
+            total.running = self.running + other.running
+        return total
+
+    def __getitem__(self, statistic: str) -> Tensor:
+        """A statistic's tensor; of several calls of equal shape, one after another in the batch.
+
+        Of a running watch, what `Running` gives: `[H]`, or `[B, H, S]` of sums per key.
+
+        Raises:
+            KeyError: nothing of that name was observed.
+            ValueError: calls of different shapes, which `calls` holds one by one.
+        """
+        if statistic not in self.statistics:
+            known = ", ".join(self.statistics) or "nothing"
+            raise KeyError(f"{statistic!r} was not observed in {self.name!r}; there are: {known}")
+        if self.running is not None:
+            return self.running[statistic]
+        values = [call[statistic].values for call in self.calls]
+        if len({v.shape[1:] for v in values}) > 1:
+            shapes = ", ".join(str(list(v.shape)) for v in values)
+            raise ValueError(
+                f"{self.name!r} was called with different lengths, so {statistic!r} is no one "
+                f"tensor ({shapes}); take calls[n][{statistic!r}].values"
+            )
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    def table(self, texts: bool = False) -> list[dict[str, Any]]:
+        """A row per head."""
+        if self.running is not None:
+            calls, rows = self.running.calls, self.running.table(texts)
+        else:
+            readings = {name: [call[name] for call in self.calls] for name in self.statistics}
+            calls, rows = len(self.calls), table_rows(readings, self.heads, texts)
+        counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
+        return [
+            {"layer": self.name, "head": head, "calls": calls, **counts, **row}
+            for head, row in enumerate(rows)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain values and tensors."""
+        calls = [{name: vars(reading) for name, reading in call.items()} for call in self.calls]
+        running = None if self.running is None else self.running.state()
+        return {
+            "name": self.name,
+            "heads": self.heads,
+            "queries": self.queries,
+            "calls": calls,
+            "running": running,
+        }
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> WatchedModule:
+        """What `state()` gave.
+
+        Raises:
+            KeyError, TypeError, AttributeError: something that `state()` does not give.
+            ValueError: figures of other heads.
+        """
+        made = cls(state["name"])
+        for call in state["calls"]:
+            readings = {name: Reading(**reading) for name, reading in call.items()}
+            for reading in readings.values():
+                _check_reading(reading, state["heads"])
+            made.add(readings, state["heads"])
+        made.heads = state["heads"]
+        counts = state.get("queries")  # older files have none
+        made.queries = None if counts is None else (int(counts[0]), int(counts[1]))
+        if state["running"] is not None:
+            made.running = Running.of_state(state["running"])
+            if made.running.heads != made.heads:
+                raise ValueError(f"figures of other heads than {made.heads}")
+            made.running.table(texts=True)  # raises where its parts do not fit each other
+        return made
+
+
+def _check_reading(reading: Reading, heads: int) -> None:
+    """Check that the tensors of a reading fit each other.
+
+    Raises:
+        AttributeError, IndexError, RuntimeError: something that is no tensor, or of other sizes.
+        ValueError: figures of other heads, or of other dtypes.
+    """
+    if reading.values.shape[1] != heads:
+        raise ValueError(f"figures of other heads than {heads}")
+    for rows in (reading.rows, reading.among):
+        if rows is not None and rows.expand(reading.values.shape[:3]).dtype != torch.bool:
+            raise ValueError(f"rows that are {rows.dtype}")
+    if reading.over is not None:
+        reading.over.expand(reading.values.shape)
+    if reading.error is not None and reading.error.shape != (heads,):
+        raise ValueError(f"errors of other heads than {heads}")
+
+
+_COUNTS = ("queries", "of_queries")
+"""The columns of how many queries were looked at, and how many there are."""
+
+
+def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The queries of two, unless of one of them it is not known."""
+    return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])
+
+
+def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
+    """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise ImportError(
+            f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+            f"{said}.table()"
+        ) from None
+    return DataFrame(table())
+
+
+def load_seen(path: str | Path) -> Watched:
+    """What `seen.save(path)` wrote, bit for bit, on the CPU.
+
+    Raises:
+        OSError: there is no such file, or it is a folder.
+        ValueError: a file that `save` did not write, or that is damaged.
+
+    >>> import headwise as hw, tempfile
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> with hw.watch(layer, hw.Entropy()) as seen:
+    ...     out = layer(torch.randn(2, 7, 24), mask=hw.Causal())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     seen.save(f"{folder}/seen.safetensors")
+    ...     again = load_seen(f"{folder}/seen.safetensors")
+    >>> torch.equal(again[""]["entropy"], seen[""]["entropy"])
+    True
+    """
+    path = Path(path)
+    content = read_tree(path)
+    try:
+        seen = Watched(bool(content["running"]))
+        seen.left_out = {str(name): str(why) for name, why in content.get("left_out", {}).items()}
+        for state in content["modules"]:
+            seen._modules[state["name"]] = WatchedModule.of_state(state)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: its header is damaged ({error!r})") from None
+    return seen

@@ -1,0 +1,150 @@
+"""What heads do to a loss, sample by sample; tables of heads joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .captured import frame_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Rows = list[dict[str, Any]]
+
+
+@runtime_checkable
+class Tabled(Protocol):
+    """What gives a table of heads, such as what `watch()` saw."""
+
+    def table(self) -> Rows: ...
+
+
+class HeadEffects:
+    """What every head does to a loss: `effects[module name][figure]` is `[N, H]`, a row a sample.
+
+    The figures are `importance` and `ablation_estimate` of `importance()`, or `ablation` of
+    `ablation_scan()`. They are on the CPU, in float64.
+    """
+
+    def __init__(self, samples: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._samples = {module: dict(figures) for module, figures in samples.items()}
+
+    def __getitem__(self, module: str) -> dict[str, Tensor]:
+        """The figures of one module, by its qualified name: `[N, H]` each.
+
+        Raises:
+            KeyError: a name that is none of those looked at; the message lists them.
+        """
+        if module not in self._samples:
+            raise KeyError(f"{module!r} was not seen; there are: {', '.join(self._samples)}")
+        return self._samples[module]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The qualified names of the modules, in the order of their first calls."""
+        return tuple(self._samples)
+
+    def table(self, *, normalise: bool = False) -> Rows:
+        """A row per (layer, head): `layer`, `head`, and of each figure the mean over samples.
+
+        `<figure>_se` is its standard error, where there are two samples or more.
+
+        Args:
+            normalise: divide by the figure's l2 norm over the heads of the same module, so that
+                layers can be compared (Michel et al. 2019 §4.1, after Molchanov et al. 2017).
+        """
+        return [
+            row
+            for module, figures in self._samples.items()
+            for row in _module_rows(module, figures, normalise)
+        ]
+
+    def to_pandas(self, *, normalise: bool = False) -> DataFrame:
+        """`table()` as a pandas `DataFrame`, a row per (layer, head).
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return frame_of("effects", lambda: self.table(normalise=normalise))
+
+
+def _module_rows(module: str, figures: dict[str, Tensor], normalise: bool) -> Rows:
+    columns: dict[str, Tensor] = {}
+    for name, samples in figures.items():
+        mean, count = samples.mean(0), len(samples)
+        norm = torch.linalg.vector_norm(mean) if normalise else torch.ones(())
+        norm = torch.where(norm > 0, norm, 1.0)
+        columns[name] = mean / norm
+        if count > 1:
+            columns[f"{name}_se"] = samples.std(0) / count**0.5 / norm
+    lists = {name: values.tolist() for name, values in columns.items()}
+    heads = len(next(iter(lists.values())))
+    return [
+        {"layer": module, "head": h, **{name: values[h] for name, values in lists.items()}}
+        for h in range(heads)
+    ]
+
+
+def gather(parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]]) -> HeadEffects:
+    """Join batches: of each, its number of samples and its modules' figures `[B, H]`.
+
+    A module that a batch did not reach did nothing to its loss: 0.
+    """
+    like = {module: figures for _, part in parts for module, figures in part.items()}
+    return HeadEffects(
+        {
+            module: {
+                name: torch.cat(
+                    [
+                        part[module][name].detach().double().cpu()
+                        if module in part
+                        else torch.zeros(count, example.shape[1], dtype=torch.float64)
+                        for count, part in parts
+                    ]
+                )
+                for name, example in figures.items()
+            }
+            for module, figures in like.items()
+        }
+    )
+
+
+def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:
+    """One table of several over the same heads: rows with equal `layer` and `head` become one.
+
+    A head that a table lacks has none of its figures. What has a `table()` stands for it.
+
+    Raises:
+        ValueError: two tables that give a head different values of one figure; no table of heads.
+
+    >>> looks = [{"layer": "attn", "head": 0, "entropy": 1.5}]
+    >>> matters = [{"layer": "attn", "head": 0, "importance": 0.25}]
+    >>> join_tables(looks, matters)
+    [{'layer': 'attn', 'head': 0, 'entropy': 1.5, 'importance': 0.25}]
+    """
+    joined: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for table in tables for row in _rows_of(table)):
+        there = joined.setdefault((row["layer"], row["head"]), {})
+        apart = [name for name in row if there.get(name, row[name]) != row[name]]
+        if apart:
+            raise ValueError(
+                f"join_tables(…): head {row['head']} of {row['layer']!r} has more than one "
+                f"{apart[0]}; rename it, or leave it out of one table."
+            )
+        there.update(row)
+    return list(joined.values())
+
+
+def _rows_of(given: Any) -> Iterable[Mapping[str, Any]]:
+    rows = given.table() if isinstance(given, Tabled) else given
+    rows = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in rows):
+        raise ValueError(
+            f"join_tables(…): {type(given).__name__} is no table of heads; give rows with a layer "
+            f"and a head, such as seen.table()."
+        )
+    return rows

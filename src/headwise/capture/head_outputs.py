@@ -1,0 +1,197 @@
+"""What heads gave over reference texts: their means, or the outputs themselves, to ablate with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from ..stats.per_query import LSE
+from .call import AttentionCall, Looking
+from .modules import check_model
+from .session import catch
+
+
+class HeadOutputs:
+    """The heads' outputs before the output projection, over reference texts (`head_outputs()`)."""
+
+    def __init__(self, rows: bool = False) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] | None = {} if rows else None
+
+    def add(self, call: AttentionCall) -> None:
+        """Take in what a call's heads gave, once it is known to be all that its module attends."""
+        name, parts = call.name, self._parts(call)
+        call.once_whole(lambda _: self._join(name, *parts))
+
+    def take(self, call: AttentionCall) -> None:
+        """Take in what a call's heads gave, at once."""
+        self._join(call.name, *self._parts(call))
+
+    def _parts(self, call: AttentionCall) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Sums and numbers of a call's outputs, and where these are kept, themselves."""
+        out, valid = call.out.detach(), valid_queries(call)
+        total = torch.where(valid[..., None], out.double(), 0.0).sum((0, 2))
+        return total, valid.sum((0, 2)), None if self._rows is None else (out.clone(), valid)
+
+    def _join(
+        self, name: str, total: Tensor, count: Tensor, rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        if name in self._sums:
+            total, count = total + self._sums[name], count + self._counts[name]
+        self._sums[name], self._counts[name] = total, count
+        if self._rows is not None and rows is not None:
+            self._rows.setdefault(name, []).append(rows)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The qualified names of the modules, in the order of their first calls."""
+        return tuple(self._sums)
+
+    def mean(self, module: str) -> Float[Tensor, "H Dv"]:
+        """Each head's mean output over batch and valid queries of all calls, in float64.
+
+        Raises:
+            ValueError: a module that the reference texts did not reach.
+        """
+        self._check(module)
+        return self._sums[module] / self._counts[module].clamp(min=1)[:, None]
+
+    def rows(
+        self, module: str, queries: int
+    ) -> tuple[Float[Tensor, "N H T Dv"], Bool[Tensor, "N H T"]]:
+        """The outputs of all calls with so many queries, one batch row after another.
+
+        With them, which queries are valid.
+
+        Raises:
+            ValueError: a module that the reference texts did not reach; outputs that were not kept;
+                no call with so many queries.
+        """
+        self._check(module)
+        if self._rows is None:
+            raise ValueError(
+                "head_outputs(…) kept means alone; give head_outputs(…, rows=True) to resample."
+            )
+        kept = self._rows[module]
+        fitting = [pair for pair in kept if pair[0].shape[2] == queries]
+        if not fitting:
+            lengths = ", ".join(map(str, sorted({out.shape[2] for out, _ in kept})))
+            raise ValueError(
+                f"ablate(…): {module!r} is called with {queries} queries, and the reference has "
+                f"calls with {lengths}; resample from texts of the same length."
+            )
+        outs, valid = zip(*fitting, strict=True)
+        return torch.cat(outs), torch.cat(valid)
+
+    def _check(self, module: str) -> None:
+        if module not in self._sums:
+            raise ValueError(
+                f"ablate(…): the reference texts did not reach {module!r}; they reached: "
+                f"{', '.join(self._sums) or 'nothing'}."
+            )
+
+
+def head_outputs(
+    model: nn.Module,
+    loss: Callable[[Any, Any], object],
+    batches: Iterable[Any],
+    *,
+    rows: bool = False,
+) -> HeadOutputs:
+    """What every head of a model gives over reference texts, for `ablate(…, reference=…)`.
+
+    Args:
+        model: any model that `watch()` sees.
+        loss: calls the model on a batch, `loss(model, batch)`, as in `importance()`; what it
+            returns is not looked at. It runs without gradients.
+        batches: the reference texts, in whatever form `loss` takes.
+        rows: keep the outputs themselves (as large as the hidden states), for `how="resample"`;
+            the means are `[H, Dv]` a module.
+
+    Raises:
+        ValueError: nothing attended; batches that are one batch.
+
+    >>> import headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> texts = [torch.randn(2, 7, 24), torch.randn(2, 5, 24)]
+    >>> reference = head_outputs(layer, lambda model, x: model(x), texts)
+    >>> reference.mean("").shape
+    torch.Size([3, 8])
+    """
+    said = check_given("head_outputs", model, loss, batches)
+    kept, why = HeadOutputs(rows), "there are no batches"
+    for batch in batches:
+        with torch.no_grad(), catch(model, kept.add) as net:
+            loss(model, batch)
+        why = net.names.why_nothing()
+    if not kept.modules:
+        raise ValueError(f"{said}: no attention was seen, for {why}.")
+    return kept
+
+
+def check_given(function: str, model: object, loss: object, batches: object) -> str:
+    """How errors of `function(model, loss, batches)` quote the call.
+
+    Raises:
+        ValueError: a model that is no module, a loss that is no function, or batches that are one
+            batch or none.
+    """
+    said = check_model(function, model)
+    if not callable(loss):
+        raise ValueError(
+            f"{said}: loss must be a function, loss(model, batch), and "
+            f"{type(loss).__name__} is none."
+        )
+    single = isinstance(batches, Tensor | Mapping | str)
+    if single or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise ValueError(
+            f"{said}: batches must be an iterable of batches, such as a list or a DataLoader, and "
+            f"{type(batches).__name__} is none; did you mean [batch], a list of it?"
+        )
+    return said
+
+
+def valid_queries(call: AttentionCall) -> Bool[Tensor, "B H T"]:
+    """The queries that count in a mean: those that may attend, padding left out, as `watch()`
+    does."""
+    rows = call.observe((LSE(),), Looking())["lse"].rows
+    assert rows is not None  # LSE is per query
+    return rows.expand(call.out.shape[:3])
+
+
+def drawn(
+    shape: torch.Size, outs: Tensor, valid: Tensor, heads: Tensor, seed: int, own: bool
+) -> Float[Tensor, "B h T Dv"]:
+    """For every batch row, what another row's heads gave at the same positions.
+
+    Each row draws an order of donors and takes the first; where that has no valid query, the next
+    that has one, and where none has, 0.
+
+    Args:
+        shape: of the call's output, `[B, H, T, Dv]`.
+        outs: of the donors, `[N, H, T, Dv]`.
+        valid: their queries that count, `[N, H, T]`.
+        heads: the numbers of the heads to draw for, `[h]`.
+        seed: of the draw.
+        own: the donors are the call's own rows, and none gives to itself.
+    """
+    batch, _, queries, _ = shape
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(batch, len(outs), generator=generator, dtype=torch.float64)
+    if own:
+        keys.fill_diagonal_(torch.inf)
+    order = keys.argsort(1)[:, : len(outs) - own].to(outs.device)[:, :, None, None]
+    row, time = heads[:, None], torch.arange(queries, device=outs.device)
+    donor = order[:, 0].expand(batch, len(heads), queries)
+    for after in order[:, 1:].unbind(1):
+        lacking = ~valid[donor, row, time]
+        if not lacking.any():
+            break
+        donor = torch.where(lacking, after, donor)
+    given = valid[donor, row, time][..., None]
+    return torch.where(given, outs[donor, row, time], 0.0)

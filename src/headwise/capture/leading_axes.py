@@ -1,0 +1,190 @@
+"""Which axes of a call's tensors are batch rows, and which are heads.
+
+`[…, T, D]` may have any axes before its last two. Two are batch and heads, as PyTorch says of its
+own function; what is known of the modules that run may say otherwise, and of more than two it must.
+What is taken here for heads is held to what becomes of the outputs (`parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from .heads import composite
+from .modules import Forward
+
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
+"""What modules and their configurations call the number of their heads."""
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Where batch rows and heads stand among the axes before the last two.
+
+    Args:
+        sizes: of those axes.
+        order: their numbers, those of batch rows first, then those of heads.
+        heads: how many there are.
+        sure: the number of heads is known; else it is what such axes mostly are.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    heads: int
+    sure: bool
+
+    @property
+    def rows(self) -> int:
+        """How many batch rows there are."""
+        return prod(self.sizes) // max(self.heads, 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the axes are in order as they are."""
+        return self.order == tuple(range(len(self.sizes)))
+
+    @property
+    def last(self) -> bool:
+        """Whether the axes are in order, and only the last is heads; so it is for PyTorch."""
+        return self.plain and (len(self.sizes) < 2 or self.heads == self.sizes[-1])
+
+    def split(self, x: Tensor) -> Tensor:
+        """`[…, N, D]` as `[B, H, N, D]`."""
+        last = x.shape[-2:]
+        if not self.plain:
+            x = x.reshape(*self.sizes, *last).permute(*self.order, -2, -1)
+        return x.reshape(self.rows, self.heads, *last)
+
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """What `split()` made of a tensor of this shape, as that was."""
+        if not self.plain:
+            x = x.reshape(*(self.sizes[axis] for axis in self.order), *x.shape[-2:])
+            back = [self.order.index(axis) for axis in range(len(self.order))]
+            x = x.permute(*back, -2, -1)
+        return x.reshape(shape)
+
+
+def leading(
+    shape: torch.Size,
+    running: Sequence[Forward],
+    values: Tensor | None = None,
+    shared: Sequence[bool] = (),
+) -> Leading | None:
+    """Where batch rows and heads stand; `None` where nothing tells heads from blocks.
+
+    Args:
+        shape: of the heads' outputs `[…, T, Dv]`.
+        running: the modules that run, innermost last.
+        values: what is multiplied, with the same axes: in memory heads lie inside of rows.
+        shared: which axes share their values, as the heads of a group do.
+    """
+    sizes, (queries, width) = tuple(shape[:-2]), shape[-2:]
+    read = {pair for forward in running[-3:] for pair in forward.read}
+    rows = {number // queries for number, _ in read if queries and number % queries == 0}
+    if len(sizes) < 2:
+        return _of_one_axis(prod(sizes), queries, width, running, read)
+    known = composite()
+    heads = known.heads if known else _said([forward.module for forward in running[-1:-4:-1]])
+    if len(sizes) == 2:
+        first = known is None and _heads_first(sizes, heads, rows, values)
+        count, others = sizes[not first], sizes[first]
+        sure = count == heads or (others in rows and count not in rows)
+        return Leading(sizes, (1, 0) if first else (0, 1), count, sure)
+    places = _places(sizes, heads, shared or (False,) * len(sizes))
+    if places is None:
+        return None
+    order = (*(axis for axis in range(len(sizes)) if axis not in places), *places)
+    count = prod(sizes[axis] for axis in places)
+    return Leading(sizes, order, count, count == heads)
+
+
+def _of_one_axis(
+    size: int,
+    queries: int,
+    width: int,
+    running: Sequence[Forward],
+    read: set[tuple[int, int]],
+) -> Leading:
+    """Batch and heads in one axis, or batch alone."""
+    known, positions = composite(), {number for number, _ in read}
+    alone = size * queries in positions
+    heads = known.heads if known else _said([running[-1].module, *_holders(running)])
+    heads = heads or _projected(size * queries, width, read) or 1
+    if known is None and alone and size * queries // heads not in positions:
+        heads = 1  # one by one
+    if size % heads or heads == 1:
+        return Leading((size,), (0,), 1, alone)
+    return Leading((size // heads, heads), (0, 1), heads, sure=True)
+
+
+def _projected(positions: int, width: int, read: set[tuple[int, int]]) -> int | None:
+    """The number of heads whose values are side by side what a projection gives, alone or with
+    keys or queries and keys."""
+    found = {
+        positions // number
+        for number, wide in read
+        if number
+        and positions % number == 0
+        and any(wide * number == share * positions * width for share in (1, 2, 3))
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _heads_first(
+    sizes: tuple[int, ...], heads: int | None, rows: set[int], values: Tensor | None
+) -> bool:
+    """Whether of two axes the first is heads."""
+    fits = [size == heads for size in sizes] if heads else [size in rows for size in sizes[::-1]]
+    if fits[0] != fits[1]:
+        return fits[0]
+    if sizes[0] != sizes[1] or values is None or values.dim() != 4:
+        return False
+    return 0 < values.stride(0) < values.stride(1)
+
+
+def _places(
+    sizes: tuple[int, ...], heads: int | None, shared: Sequence[bool]
+) -> tuple[int, ...] | None:
+    """Which of three or more axes are heads: those that share values after those of groups."""
+    axes = [axis for axis in range(1, len(sizes)) if sizes[axis] > 1]
+    if heads == 1:
+        return ()
+    if heads is None:
+        if len(axes) > 1 and sum(shared[axis] for axis in axes) != len(axes) - 1:
+            return None
+        found = [tuple(axes)]
+    else:
+        found = [(axis,) for axis in axes if sizes[axis] == heads]
+        found = found or [
+            two for two in combinations(axes, 2) if sizes[two[0]] * sizes[two[1]] == heads
+        ]
+        if not found and sizes[0] == heads:
+            found = [(0,)]
+    return tuple(sorted(found[0], key=lambda axis: shared[axis])) if len(found) == 1 else None
+
+
+def _said(modules: Sequence[nn.Module]) -> int | None:
+    """The number of heads that the first of these modules that has one says."""
+    for module in modules:
+        for owner in (module, getattr(module, "config", None)):
+            for heads in (getattr(owner, name, None) for name in _HEADS):
+                if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                    return heads
+    return None
+
+
+def _holders(running: Sequence[Forward]) -> list[nn.Module]:
+    """The attention modules around the innermost module, up to two levels; none that has several
+    of the kind, each of which may be a head."""
+    kind = type(running[-1].module)
+    return [
+        forward.module
+        for forward in running[-2:-4:-1]
+        if "att" in type(forward.module).__name__.lower()
+        and sum(type(part) is kind for part in forward.module.modules()) == 1
+    ]

@@ -1,0 +1,331 @@
+"""Masks of others: the tensors that a model masks its attention with, as masks of headwise.
+
+PyTorch's models say who may attend in many ways: booleans, zeros beside minus infinity, zeros
+beside the smallest number of the dtype. What they mean is found out once for a tensor: everything,
+`Causal()`, a range of keys for each query (which kernels take without a T×T table), or a table.
+
+Padding is found here too. In self-attention a key that no query may attend to is padding, and so
+is the query at its position: that one is left out of every mean, as if it might attend to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..backends.blocked import blocks
+from ..core.index import grid, lookup
+from ..core.mask_algebra import And, Interval, Mask
+from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Window
+from ..core.shapes import Extent
+from .contents import Copy, once
+
+FORBIDDEN = -9e3
+"""Beside zeros alone, such numbers and smaller ones mean "may not attend": BERT's −10,000, −1e9,
+the smallest number of a dtype, −∞."""
+
+FORBIDDEN_BIAS = -1e8
+"""The same beside other numbers, which may be a bias that is large on purpose."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges(Mask):
+    """Each query's keys as one range `[low, high)`.
+
+    >>> low, high = torch.tensor([[0, 0, 1], [1, 3, 3]]).view(2, 1, 1, 3, 1)
+    >>> Ranges(low, high).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 1], [0, 1, 1]]
+    """
+
+    low: Int[Tensor, "#B 1 #T 1"]
+    high: Int[Tensor, "#B 1 #T 1"]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        low, high = self.interval(i, extent)
+        return (j >= low) & (j < high)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return _of_queries(self.low, i, extent), _of_queries(self.high, i, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.low, self.high
+
+
+@dataclass(frozen=True, eq=False)
+class Added(Mask):
+    """A `Bias` in which −∞ has many names: whatever is not above `low` means "may not attend".
+
+    >>> Added(torch.tensor([0.5, -1e30]), -1e8).dense(queries=1, keys=2).tolist()
+    [[[[True, False]]]]
+    """
+
+    values: Float[Tensor, "..."]
+    low: float
+
+    def check(self, extent: Extent) -> None:
+        Bias(self.values).check(extent)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.values.detach(), i, j, extent) > self.low
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.values, i, j, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Queries(Mask):
+    """Only some queries attend at all.
+
+    >>> Queries(torch.tensor([[True, False]])).dense(queries=2, keys=3)[0, 0].int().tolist()
+    [[1, 1, 1], [0, 0, 0]]
+    """
+
+    real: Bool[Tensor, "#B T"]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return _of_queries(self.real[:, None, :, None], i, extent)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        high = _of_queries(self.real[:, None, :, None], i, extent) * extent.keys
+        return torch.zeros_like(high), high
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.real,)
+
+
+def _of_queries(table: Tensor, i: Tensor, extent: Extent) -> Tensor:
+    """`table[b, 0, i, 0]`, which broadcasts to the pairs of i with any keys."""
+    return lookup(table, i, torch.zeros(1, 1, dtype=torch.long, device=i.device), extent)
+
+
+def as_mask(given: Tensor | None, extent: Extent, *, causal: bool = False) -> Mask:
+    """A mask as PyTorch's attention takes it, as a value.
+
+    Args:
+        given: booleans, True for "may attend", or floats that are added to the scores; broadcasts
+            to `[B, H, T, S]`. `None` for everything.
+        extent: the sizes of the call.
+        causal: in place of a mask, query i sees the keys 0 … i, counted from the start of both.
+
+    Returns:
+        `Everything()`, `Causal()`, `Ranges`, or `Dense`; `Added` of floats that are no mere yes
+        and no. The same to every kernel as what was given.
+
+    >>> square = Extent(1, 1, 1, 3, 3)
+    >>> as_mask(torch.full((3, 3), -torch.inf).triu(1), square)
+    Causal()
+    >>> type(as_mask(torch.tensor([0.0, 0.0, -1e9]), square)).__name__  # the last key is padding
+    'Ranges'
+    """
+    if causal:
+        return _causal_from_start(extent, None if given is None else given.device)
+    if given is None:
+        return Everything()
+    table = _collapsed(given[(None,) * (4 - given.dim())])
+    if table.dtype == torch.bool:
+        return _of_booleans(table, extent)
+    if not table.requires_grad:
+        allowed = table == 0
+        if bool((allowed | (table <= FORBIDDEN)).all()):
+            return _of_booleans(allowed, extent)
+    return as_bias(table)
+
+
+def as_bias(table: Tensor, forbidden: float = FORBIDDEN_BIAS) -> Added:
+    """What is added to the scores, with numbers of `forbidden` and below as −∞."""
+    return Added(table, max(forbidden, torch.finfo(table.dtype).min / 2))
+
+
+def _causal_from_start(extent: Extent, device: torch.device | None) -> Mask:
+    if not extent.offset:
+        return Causal()
+    high = torch.arange(1, extent.queries + 1, device=device).clamp(max=extent.keys)
+    return Ranges(torch.zeros_like(high)[None, None, :, None], high[None, None, :, None])
+
+
+def _collapsed(table: Tensor) -> Tensor:
+    """A table `[b, h, t, s]` with one entry along the axes on which it repeats itself."""
+    for axis in range(3):
+        if table.shape[axis] > 1 and table.stride(axis) == 0:
+            table = table.narrow(axis, 0, 1)
+    return table
+
+
+def _of_booleans(allowed: Tensor, extent: Extent) -> Mask:
+    if allowed.shape[1] > 1 and bool((allowed == allowed[:, :1]).all()):
+        allowed = allowed[:, :1]
+    keys = allowed.shape[3]
+    if allowed.shape[1] > 1 or keys != extent.keys or not allowed.numel():
+        return Dense(allowed)
+    bits = allowed.contiguous().view(torch.uint8)
+    count = bits.sum(-1, keepdim=True)
+    low = bits.argmax(-1, keepdim=True)
+    high = keys - bits.flip(-1).argmax(-1, keepdim=True)
+    low, high = low * (count > 0), high * (count > 0)
+    if not bool((high - low == count).all()):
+        return Dense(allowed)
+    if bool((low == 0).all()):
+        if bool((high == keys).all()):
+            return Everything()
+        i, _ = grid(extent, allowed.device)
+        if allowed.shape[2] == extent.queries and bool((high == i + 1 + extent.offset).all()):
+            return Causal()
+    return Ranges(low, high)
+
+
+def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
+    """The mask, with the queries that are padding seeing nothing; for self-attention.
+
+    >>> from headwise.core.masks import Padding
+    >>> call, padded = Extent(1, 1, 1, 3, 3), Padding(torch.tensor([2]))
+    >>> without_padding(padded, call, torch.device("cpu")).dense(queries=3, keys=3).int()[0, 0]
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 0]], dtype=torch.int32)
+    """
+    if extent.offset < 0 or _reaches_all(mask):
+        return mask
+    here = torch.arange(extent.queries, device=device)[None, None, :, None]
+    own = mask.allowed(here, here + extent.offset, extent)
+    if own is None or bool(own.all()):  # mostly, queries may attend to themselves
+        return mask
+    real = attended(mask, extent, device)[:, extent.offset :]
+    return mask if bool(real.all()) else mask & Queries(real)
+
+
+def with_padding(mask: Mask) -> Mask:
+    """The mask as it was: what `without_padding()` took from padded queries, given back."""
+    if not isinstance(mask, And) or not any(isinstance(part, Queries) for part in mask.parts):
+        return mask
+    first, *others = (part for part in mask.parts if not isinstance(part, Queries))
+    return And((first, *others)) if others else first
+
+
+def in_place(
+    find: Callable[[Extent], Mask], extent: Extent, device: torch.device, own: bool | None
+) -> tuple[Mask, int]:
+    """A mask without padded queries, and the number of keys that count.
+
+    Where the mask tells each query apart, the call is one of self-attention, and its last query
+    stands at the last key that anybody sees: a static cache is empty behind it.
+
+    Args:
+        find: gives the mask of a call of these sizes, which may have fewer keys.
+        extent: the sizes of the call.
+        device: where its tensors are.
+        own: whether queries and keys are of one sequence; `None` where only the mask can tell.
+    """
+    mask = find(extent)
+    here = at_the_end(mask, extent) if own is None else own
+    if own is None and extent.offset > 0 and (here or extent.queries == 1):
+        extent = replace(extent, keys=max(reach(mask, extent, device), extent.queries))
+        mask = find(extent)
+    return (without_padding(mask, extent, device) if here else mask), extent.keys
+
+
+def _reaches_all(mask: Mask) -> bool:
+    """Whether every query sees its own key, whatever the sizes."""
+    if isinstance(mask, And):
+        return all(_reaches_all(part) for part in mask.parts)
+    return type(mask) in (Everything, Causal, Window, ALiBi)
+
+
+def at_the_end(mask: Mask, extent: Extent) -> bool:
+    """Whether the queries stand at the keys' end, as far as sizes and mask can tell.
+
+    They do where there are as many keys as queries; among more keys, where the mask tells queries
+    apart, as no mask of another sequence's keys does.
+    """
+    if extent.offset <= 0 or isinstance(mask, Everything | Causal):
+        return not extent.offset or isinstance(mask, Causal)
+    if isinstance(mask, Ranges):
+        return any(bool((edge != edge[:, :, :1]).any()) for edge in (mask.low, mask.high))
+    if isinstance(mask, Dense | Added):
+        table = mask.mask if isinstance(mask, Dense) else mask.values > mask.low
+        table = table[(None,) * (4 - table.dim())]
+        return bool((table != table[:, :, :1]).any())
+    return True
+
+
+def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
+    """The number of keys up to the last one that some query may attend to."""
+    if _reaches_all(mask):
+        return extent.keys
+    seen = attended(mask, extent, device).any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else 0
+
+
+def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
+    """The keys that some query of some head may attend to."""
+    i, j = grid(extent, device)
+    found = None if mask.biased else mask.interval(i, extent)
+    if found is not None:
+        low, high, _ = torch.broadcast_tensors(*found, i.new_zeros(1, 1, extent.queries, 1))
+        low, high = low[:, 0, :, 0], torch.maximum(low, high)[:, 0, :, 0]
+        edges = i.new_zeros(len(low), extent.keys + 1)
+        edges.scatter_add_(1, low, torch.ones_like(low)).scatter_add_(
+            1, high, -torch.ones_like(low)
+        )
+        return edges.cumsum(1)[:, :-1] > 0
+    seen = torch.zeros(1, extent.keys, dtype=torch.bool, device=device)
+    for block in blocks(mask, extent, device):
+        allowed = mask.allowed(i[block.rows], j, extent)
+        if allowed is None:
+            return torch.ones_like(seen)
+        allowed = allowed[(None,) * (4 - allowed.dim())]
+        seen = seen | allowed.any(1).any(1)
+    return seen
+
+
+Found = TypeVar("Found")
+
+
+class MaskMemo:
+    """What masks were found to mean: one mask mostly serves all layers of a model.
+
+    Few are kept, and none longer than a call of the model. A mask that holds other numbers than
+    before is another mask, whoever has changed it.
+    """
+
+    SIZE = 8
+    LARGEST = 2**28
+    """In bytes; of a larger one no copy is kept, and it is looked at anew each time."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[object, tuple[list[tuple[Tensor, Copy]], Any]] = OrderedDict()
+
+    def of(
+        self, given: Tensor, what: object, find: Callable[[], Found], reads: Sequence[Tensor] = ()
+    ) -> Found:
+        """`find()`, or what it gave when this tensor was asked about before, for `what`.
+
+        `reads` are the other tensors that it depends on.
+        """
+        place = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
+        before = self._found.get((place, what))
+        if before is not None and all(copy.same(x) for x, copy in before[0]):
+            return before[1]
+        result = find()
+        if all(once(x).nbytes <= self.LARGEST for x in (given, *reads)):
+            # Held, so that its memory is no other mask's.
+            self._found[place, what] = [(x, Copy(x)) for x in (given, *reads)], result
+            if len(self._found) > self.SIZE:
+                self._found.popitem(last=False)
+        return result
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._found.clear()

@@ -1,0 +1,187 @@
+"""What is spread out to notice a model's attention, and what the roads share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .call import AttentionCall, Listener
+from .mask_import import MaskMemo
+from .modules import Forward, Names, and_more
+from .parts import Settled, Waiting, at_end, at_last, read
+
+Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
+
+
+class _Quiet(threading.local):
+    """How many are telling of a call in this thread."""
+
+    depth = 0
+
+
+_QUIET = _Quiet()
+
+
+class Net:
+    """Who is running, how a call is told, and what is remembered between the steps of one.
+
+    `roads` are the functions that are known to attend, or to be a step of it; those of `always`
+    are noticed also while no module runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        listener: Listener,
+        roads: Mapping[Any, Road],
+        always: Mapping[Any, Road],
+    ) -> None:
+        self.names = Names(model, self._begin, self._end, self._watching)
+        self.listener = listener
+        self.roads, self.always = roads, always
+        self.masks = MaskMemo()
+        self.softmaxes = WeakIdKeyDictionary()
+        self.contexts: set[StorageWeakRef] = set()
+        self.functions = Functions(self)
+        self.told = 0
+
+    def _begin(self) -> None:
+        """The model is called anew."""
+        self.masks.clear()
+        self.contexts.clear()
+
+    def _end(self, forward: Forward, output: Any) -> None:
+        """A module has given its output, which tells of the calls that it made."""
+        outer = self.names.stack[-1] if self.names.stack else None
+        if outer is not None and forward.leaf:
+            outer.lost |= forward.lost
+        if forward.lost and not forward.told and self.names.attends(forward):
+            said = and_more([str(list(shape)) for shape in forward.lost.values()])
+            self.leave_out(forward, f"no product with values was seen of the softmax of {said}")
+        if not forward.waiting:
+            return
+        lost = list(forward.lost.values())
+        settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
+        if outer is None:
+            settled += [at_last(waiting) for waiting in unknown]
+        else:
+            outer.waiting += unknown
+        self._settle(forward, settled)
+
+    def projected(self, x: Tensor, out: Tensor) -> None:
+        """Learn from what a projection reads and gives."""
+        if x.is_nested or torch._C._are_functorch_transforms_active():
+            return
+        inner, *outer = self.names.stack[:-3:-1]
+        for forward in (inner, *outer) if inner.leaf else (inner,):
+            forward.read.add((x.shape[:-1].numel(), out.shape[-1]))
+        for forward in self.names.stack:
+            if forward.waiting:
+                with self.silence(), torch.no_grad():
+                    settled = read(forward.waiting, x)
+                if forward.lost:  # a whole by itself may be a part: the module's end tells
+                    settled = [one for one in settled if one.reason]
+                self._settle(forward, settled)
+
+    def _settle(self, forward: Forward, settled: Sequence[Settled]) -> None:
+        for one in settled:
+            forward.waiting = [waiting for waiting in forward.waiting if waiting is not one.call]
+            if one.reason:
+                forward.reason = one.reason
+                self.names.left_out.setdefault(one.call.name, one.reason)
+            else:
+                one.call.settle(one.queries)
+
+    def leave_out(self, forward: Forward, reason: str) -> None:
+        """Note that attention of a module is not told of, and why."""
+        self.told, forward.told, forward.reason = self.told + 1, True, reason
+        self.names.left_out.setdefault(self.names.name(forward), reason)
+
+    def _watching(self) -> bool:
+        """Whether this thread works for the one that watches: a backward pass takes it along."""
+        modes = torch.overrides._get_current_function_mode_stack()
+        return torch._C._current_graph_task_id() != -1 and self.functions in modes
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
+        return not _QUIET.depth and self.names.inside
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """What is called while this lasts is part of a call that is told, and noticed by nobody."""
+        _QUIET.depth += 1
+        try:
+            yield
+        finally:
+            _QUIET.depth -= 1
+
+    def tell(
+        self, call: AttentionCall, waiting: Waiting | None = None, among: Forward | None = None
+    ) -> Tensor | None:
+        """Let the listener hear of a call; gives what is to take the place of its output.
+
+        A call that may be a part is `waiting` until more is known, in the forward that it is
+        `among` (the innermost).
+        """
+        among = among or self.names.stack[-1]
+        self.told, among.told = self.told + 1, True
+        self.refuse_transforms()
+        call.again, call.waiting = torch._C._current_graph_task_id() != -1, waiting
+        with self.silence():
+            new = self.listener(call)
+        if waiting is not None:
+            waiting.made = waiting.made if new is None else new
+            among.waiting.append(waiting)
+        return new
+
+    def refuse_transforms(self) -> None:
+        """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"watch({type(self.names.model).__name__}): {self.names.current!r} runs inside a "
+                f"transform of torch.func (vmap, grad, jacrev, jvp, …), and cannot be watched "
+                f"there; watch a call without it."
+            )
+
+
+class Functions(TorchFunctionMode):
+    """Sees PyTorch's functions, and lets those that are known go their roads."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """See while this lasts, whatever modes come after this one and outlast it."""
+        overrides._push_mode(self)
+        try:
+            yield
+        finally:
+            above: list[Any] = []
+            if self in overrides._get_current_function_mode_stack():
+                while (mode := overrides._pop_mode()) is not self:
+                    above.append(mode)
+            while above:
+                overrides._push_mode(above.pop())
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        net, kwargs = self.net, kwargs or {}
+        road = (net.roads if net.open else net.always).get(func)
+        return func(*args, **kwargs) if road is None else road(net, func, args, kwargs)

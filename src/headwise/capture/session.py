@@ -1,0 +1,72 @@
+"""`catch(model, listener)`: every attention call of a model, whatever function makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapters.compiled import compiled_functions, refuse_compiled
+from .adapters.flex import flex_calls
+from .adapters.headwise import own_layers
+from .adapters.mha import functions as composite_functions
+from .adapters.sdpa import functions as fused_attention
+from .adapters.softmax import functions as steps_by_hand
+from .adapters.transformers import attention_functions
+from .adapters.varlen import functions as varlen_attention
+from .backward import functions as backward_passes
+from .call import Listener
+from .heads import functions as projections
+from .net import Functions, Net
+from .patches import Replaced
+
+
+@contextmanager
+def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
+    """Tell `listener` of every attention call that `model` makes in this thread.
+
+    Everything is restored on exit, also after an exception.
+
+    Raises:
+        ValueError: a model, or a part of one, that is compiled.
+    """
+    refuse_compiled(model)
+    always = backward_passes()
+    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
+    net = Net(model, listener, roads | varlen_attention(), always)
+    with ExitStack() as stack:
+        stack.enter_context(net.names.following())
+        stack.enter_context(own_layers(net))
+        stack.enter_context(attention_functions(net))
+        stack.enter_context(flex_calls(net))
+        stack.enter_context(compiled_functions(net))
+        stack.enter_context(_FUSED_LAYERS.heard_by(net))
+        stack.enter_context(net.functions.on())
+        yield net
+
+
+def _let_layers_fuse() -> Callable[[], None]:
+    """Let PyTorch take its fused layers as if no function mode of headwise were there."""
+    before = torch.overrides.has_torch_function
+    torch.overrides.has_torch_function = _has_torch_function
+
+    def restore() -> None:
+        torch.overrides.has_torch_function = before
+
+    return restore
+
+
+_FUSED_LAYERS = Replaced(_let_layers_fuse)
+
+
+def _has_torch_function(tensors: Any) -> bool:
+    """`torch.overrides.has_torch_function`, which knows nothing of headwise's own modes."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(not isinstance(mode, Functions) for mode in modes):
+        return True
+    disabled = torch._C._disabled_torch_function_impl
+    kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
+    return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)

@@ -1,0 +1,137 @@
+"""`watch(model)`: statistics of every head of a model while it runs, without editing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..stats.evidence import Statistic
+from ..stats.observe import check_statistics
+from ..stats.sampling import check_queries
+from .call import AttentionCall, Looking
+from .captured import Watched
+from .modules import Modules, check_model, chosen, why_left_out
+from .session import catch
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    *statistics: Statistic,
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    running: bool = False,
+    gradients: bool = False,
+    modules: Modules = None,
+    padding: bool = True,
+) -> Iterator[Watched]:
+    """See every head of a model while it runs; its outputs stay bit for bit the same.
+
+    Sees attention through `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's
+    transformer layers (the fused ones of evaluation too), `flex_attention`, `varlen_attn`, models
+    of transformers under any `attn_implementation`, headwise's own layer, and a softmax over the
+    last axis that values are multiplied with. Only the statistics are kept. On exit, also after an
+    exception, everything is as it was. Calls in the thread that watches are seen.
+
+    Where queries and keys are of one sequence, a key that no query may attend to is padding; the
+    query at its position counts as one that may attend to nothing, and stays out of every mean.
+
+    Args:
+        model: any module.
+        statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`; without
+            any, the table says which modules attend, and how often.
+        queries: look at so many queries of every call only, or at these, as in `observe()`.
+        seed: of the draw.
+        running: add calls up as they come (`Running`) in place of keeping each one's statistics:
+            memory stays constant over a generation or a data set.
+        gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
+            loss, as in `observe()`; by default what is seen is detached. Activation checkpointing
+            must then be the one without reentrant backward passes.
+        modules: only these: a pattern of qualified names such as `"encoder.*"`, a list of them, or
+            a function that says whether a name is meant; for statistics that fit some modules only.
+        padding: False counts every query; strictly causal masks, sparse graphs, and
+            cross-attention by sdpa with as many keys as queries need that, as nothing tells their
+            unattended keys from padding.
+
+    Raises:
+        ValueError: a model that is compiled, or a part that is; a statistic twice; queries that no
+            call could have; `running` together with `gradients`; while the model runs, statistics
+            that do not fit a call, with the name of the module, or a transform of `torch.func`;
+            `gradients` of what reentrant activation checkpointing computes.
+        RuntimeError: the model is called in another thread, while the model runs.
+
+    >>> import torch, headwise as hw
+    >>> layer = torch.nn.TransformerEncoderLayer(24, nhead=2, batch_first=True).eval()
+    >>> with hw.watch(layer, hw.Entropy()) as seen, torch.no_grad():
+    ...     out = layer(torch.randn(2, 7, 24))
+    >>> [(row["layer"], row["head"]) for row in seen.table()]
+    [('self_attn', 0), ('self_attn', 1)]
+    """
+    check_model("watch", model)
+    kind = type(model).__name__
+    if running and gradients:
+        raise ValueError(
+            f"watch({kind}, running=True, gradients=True): sums over calls have no gradient; watch "
+            f"the calls of one loss without running."
+        )
+    check_statistics(statistics, "watch")
+    figures = [name for statistic in statistics for name in statistic.names]
+    twice = [name for name in figures if figures.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"watch({kind}, …): {twice[0]!r} is asked for twice; leave one out, or give a mass a "
+            f"name of its own, Mass(…, name=…)."
+        )
+    if queries is not None:
+        check_queries(queries)
+    left_out: dict[str, None] = {}
+    looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
+    with_graph: set[str] = set()  # the modules of which a call was seen with its graph
+
+    def listen(call: AttentionCall) -> None:
+        if not meant(call.name):
+            left_out[call.name] = None
+            return
+        # What a backward pass recomputes was counted before; only its graph must be as it was.
+        if call.again and not gradients:
+            return
+        if call.again and call.name not in with_graph:
+            raise ValueError(
+                f"watch({kind}, …, gradients=True): {call.name!r} is computed again in backward "
+                f"and had no graph at first, as under reentrant activation checkpointing: its "
+                f"statistics would have no gradient; checkpoint with use_reentrant=False."
+            )
+        try:
+            readings = call.observe(statistics, looking)
+        except ValueError as error:
+            raise ValueError(
+                f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
+                f"{error} If it fits other modules, give modules=…, such as modules='encoder.*'."
+            ) from error
+        if call.again:
+            return
+        kept = (call.name, readings, call.heads, call.first_key)
+        looked_at = call.batch * looking.looked_at(call.queries)
+        call.once_whole(lambda queries: watched.add(*kept, queries=(looked_at, queries)))
+        if torch.is_grad_enabled():
+            with_graph.add(call.name)
+
+    said, names = "", None
+
+    def why() -> str:
+        if names is None:
+            return said
+        nothing = left_out and not names.left_out
+        return why_left_out(modules, left_out) if nothing else names.why_nothing()
+
+    watched = Watched(running, why)
+    with catch(model, listen) as net:
+        names = net.names
+        watched.left_out = names.left_out
+        try:
+            yield watched
+        finally:  # what was seen does not hold on to the model
+            said, names = why(), None

@@ -1,0 +1,136 @@
+"""`headwise check`: what is asked for, done and shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ..check.files import Report, check_file
+from ..check.lessons import lesson
+from ..check.sandbox import Limits
+from ..check.steps import check_step, usual_limits, write_template
+from ..check.verdict import Verdict
+
+
+def command(
+    words: Sequence[str],
+    *,
+    step: str | None = None,
+    new: str | None = None,
+    explain: str | None = None,
+    arguments: Sequence[str] = (),
+    seconds: float | None = None,
+    memory: float | None = None,
+    as_json: bool = False,
+) -> int:
+    """Run `headwise check`; 0: right, 1: not right.
+
+    Args:
+        words: the file, and constructor's arguments as `--name value` or `--name=value`.
+        arguments: constructor's arguments as `name=value`.
+
+    Raises:
+        ValueError: what is asked for does not make sense.
+    """
+    asked = [
+        f"--{name}"
+        for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)
+        if value is not None
+    ]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)}: give one of them")
+    if explain is not None:
+        if words or arguments:
+            raise ValueError(f"--explain {explain}: takes nothing beside it")
+        print(lesson(explain))
+        return 0
+    target, given = parsed(words, arguments)
+    if given and asked:
+        raise ValueError(
+            f"{asked[0]}: takes no arguments of a constructor; leave out {', '.join(given)}"
+        )
+    if new is not None:
+        write_template(new, Path(target))
+        print(f"{target}: replace every None, then: headwise check --step {new} {target}")
+        return 0
+
+    def limited(usual: Limits) -> Limits:
+        changes = {"seconds": seconds, "memory": memory}
+        return replace(
+            usual, **{name: value for name, value in changes.items() if value is not None}
+        )
+
+    with _waiting() as report:
+        if step is not None:
+            verdict = check_step(step, target, limited(usual_limits(step, target)), report)
+        else:
+            verdict = check_file(target, given, limited(Limits()), report)
+    show(verdict, as_json)
+    return 0 if verdict.passed else 1
+
+
+def parsed(words: Sequence[str], arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The file and the constructor's arguments.
+
+    Raises:
+        ValueError: no file, or several; an argument without a value.
+
+    >>> parsed(["mha.py", "--d_in", "24", "--num-heads=3"], ["causal=true"])
+    ('mha.py', {'d_in': '24', 'num_heads': '3', 'causal': 'true'})
+    """
+    files, given, rest = [], {}, list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            files.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals and (not rest or rest[0].startswith("--")):
+            raise ValueError(
+                f"{word}: no such option; an argument of the constructor needs a value, "
+                f"as in {word} 24"
+            )
+        given[name] = value if equals else rest.pop(0)
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--arg {text}: give a name and a value, as in --arg num_heads=3")
+        given[name] = value
+    if len(files) != 1:
+        said = "no file was named" if not files else f"{' '.join(files)}: one file at a time"
+        raise ValueError(f"{said}; as in: headwise check attention.py:MyAttention")
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    bad = [name for name in given if not name.isidentifier()]
+    if bad:
+        raise ValueError(f"{', '.join(bad)}: is no name of an argument")
+    return files[0], given
+
+
+def show(verdict: Verdict, as_json: bool) -> None:
+    """Print it: for programs, for a terminal, or as plain lines."""
+    if as_json:
+        print(verdict.to_json())
+        return
+    if sys.stdout.isatty():
+        Console().print(verdict, soft_wrap=True)
+    else:
+        print(str(verdict).rstrip())
+    rules = list(dict.fromkeys(one.rule for one in verdict.findings))
+    if rules:
+        print(f"\nWhy? headwise check --explain {rules[0]}")
+
+
+@contextmanager
+def _waiting() -> Iterator[Report]:
+    """On a terminal, how long it has been going on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda seconds: None
+        return
+    with console.status("checking …") as status:
+        yield lambda seconds: status.update(f"checking … {seconds:.0f} s")

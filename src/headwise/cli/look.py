@@ -1,0 +1,193 @@
+"""`headwise look`: what is asked for, done and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from .._io import place_for
+from .._text import escaped
+from ..models import data as corpus
+from ..models import gpt
+from ..report.compare import differences
+from ..report.folders import load_folder
+from ..report.look import look
+from ..report.page import check_out, write_page
+from ..report.sample import LookError
+from ..report.schema import Look, finite, load, titles
+from ..report.terminal import fitted, signed, summary, table
+from ..report.texts import Texts
+
+PAGE = Path("headwise-look.html")
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def command(
+    *,
+    model: Path | None = None,
+    text: str | None = None,
+    texts: Path | None = None,
+    image: Path | None = None,
+    target: str | None = None,
+    context: int | None = None,
+    seed: int = 0,
+    importance: bool = False,
+    ablation: bool = False,
+    compare: tuple[Path, Path] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    save: Path | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Run `headwise look`; 0: done.
+
+    Raises:
+        ValueError: what is asked for does not make sense, or cannot be read or written.
+    """
+    out = PAGE if out is None and not as_json else out
+    if out is not None:
+        check_out(out)  # before the slow part
+    if compare is not None:
+        asked = (model, text, texts, image, target, context, save)
+        if any(one is not None for one in asked) or importance or ablation:
+            raise LookError("--compare A B: reads two results; of the rest, only --out and --json")
+        return _compare(*compare, out, as_json)
+    what, name = _read(text, texts, image)
+    if save is not None:
+        try:
+            place_for(save)
+        except OSError as error:
+            raise LookError(f"cannot write {error}") from None
+    if dtype not in DTYPES:
+        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    with _bar() as report:
+        network, tokenizer = load_folder(
+            gpt.builtin() if model is None else model, dtype=DTYPES[dtype], device=_device(device)
+        )
+        seen = look(
+            *(network, tokenizer, what),
+            target=target,
+            context=context,
+            seed=seed,
+            importance=importance,
+            ablation=ablation,
+            model_name="the built-in model" if model is None else _name(model),
+            text_name=name,
+            report=report,
+        )
+        if out is not None:
+            write_page(seen, out)
+        if save is not None:
+            seen.save(save)
+    if as_json:
+        print(json.dumps(finite(seen.rows), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _show(seen)
+    for kind, path in (("page", out), ("saved", save)):
+        if path is not None:
+            print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _read(text: str | None, texts: Path | None, image: Path | None) -> tuple[Any, str]:
+    """What is to be looked at, and its name."""
+    given = {"--text": text, "--texts": texts, "--image": image}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise LookError(f"{' and '.join(asked)}: give one of them")
+    if image is not None:
+        return image, image.name
+    if texts is not None:
+        return Texts(texts), _name(texts)
+    if text is not None:
+        return corpus.read_text(text), "standard input" if text == "-" else Path(text).name
+    return corpus.manual_passage(), "Python's manual: with"
+
+
+def _name(path: Path) -> str:
+    return Path(os.path.realpath(path)).name
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        there = "cpu or cuda" if torch.cuda.is_available() else "cpu, as there is no CUDA here"
+        raise LookError(f"--device {name}: give {there}")
+    return name
+
+
+def _show(seen: Look) -> None:
+    console = _console()
+    drawn, left_out = table(seen, console.width)
+    before, after = summary(seen, left_out)
+    _print(console, before, drawn, after)
+
+
+def _print(console: Console, before: str, drawn: Table, after: str) -> None:
+    for part in (before, drawn, after):
+        if part:
+            console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
+    looks = load(one), load(other)
+    rows, alone = differences(*looks)
+    if out is not None:
+        write_page(looks[0], out, other=looks[1])
+    if as_json:
+        print(json.dumps(finite(rows), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        console = _console()
+        names = titles(looks)
+        changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
+        drawn, left_out = fitted(changes, console.width, signed)
+        before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
+        after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
+        if left_out:
+            after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
+        _print(console, before, drawn, "\n".join(after))
+    if out is not None:
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _change(before: list[str], after: list[str]) -> str:
+    """Labels of two looks in a few words."""
+    names = [", ".join(labels) or "none of these" for labels in (before, after)]
+    return names[0] if names[0] == names[1] else " → ".join(names)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error, for each thing that is done in turn."""
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("looking", total=1.0)
+
+        def report(doing: str, share: float) -> None:
+            if bar.tasks[0].description != doing:
+                bar.reset(task, description=doing)
+            bar.update(task, completed=share)
+
+        yield report

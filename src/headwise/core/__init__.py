@@ -1,0 +1,1 @@
+"""Describe one attention call: sizes, masks and the definition. Nothing runs here."""

@@ -1,0 +1,196 @@
+"""One attention call, checked: what a backend computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .mask_algebra import Mask
+from .masks import as_mask
+from .modes import forward_derivatives, readable
+from .numbers import real, said
+from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked attention call: everything a backend needs to know, and nothing else."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    scale: float
+    softcap: float | None
+    dropout: float
+    extent: Extent
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        sinks: Tensor | None = None,
+        function: str = "attend",
+    ) -> Call:
+        """Check the parts of a call against each other.
+
+        Raises:
+            ValueError: one clear line for shapes, masks or numbers that do not fit.
+        """
+        extent = extent_of(q, k, v, function)
+        mask = as_mask(mask)
+        mask.check(extent)
+        fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
+        if fault is None and sinks is not None:
+            fault = _fault_of_sinks(sinks, q)
+        if fault is not None:
+            raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
+        return cls(
+            *(q, k, v, mask),
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=None if softcap is None else float(softcap),
+            dropout=float(dropout),
+            extent=extent,
+            sinks=sinks,
+        )
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd will come back for any part of the call, or derivatives go along."""
+        if forward_derivatives():
+            return True
+        sinks = () if self.sinks is None else (self.sinks,)
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in (self.q, self.k, self.v, *sinks, *self.mask.tensors())
+        )
+
+    def with_(self, **changes: object) -> Call:
+        """The same call with other parts."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def fault_of_numbers(
+    scale: object, softcap: object, dropout: object, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a call's numbers, in words.
+
+    They are used in the dtype of statistics: what is beyond its range, or so small that it is 0
+    there, would be another number to one backend than to the next.
+    """
+    kind = statistics_dtype(dtype)
+    least, largest = torch.finfo(kind).tiny, torch.finfo(kind).max
+    if scale is not None:
+        found = real(scale)
+        if found is None and isinstance(scale, Tensor) and scale.requires_grad:
+            return "scale has a gradient and must be a plain number; multiply q by it instead"
+        if found is None or not -largest <= found <= largest:
+            return f"scale must be a finite number of {kind} and is {said(scale)}"
+    if softcap is not None:
+        found = real(softcap)
+        if found is None or not least <= found <= largest:
+            return f"softcap must be above 0 and finite in {kind}, or None, and is {said(softcap)}"
+    found = real(dropout)
+    if found is None or not 0.0 <= found < 1.0:
+        return f"dropout must be at least 0 and below 1 and is {said(dropout)}"
+    return None
+
+
+def _fault_of_mask(mask: Mask, q: Tensor) -> str | None:
+    """What keeps a mask's tensors from being read beside q, in words."""
+    if not q.is_meta and any(x.is_meta for x in mask.tensors()):
+        return f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
+    return None
+
+
+def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
+    """What is wrong with a call's sinks, in words."""
+    want = f"one logit per query head, a floating-point tensor [{q.shape[1]}] on {q.device}"
+    if not isinstance(sinks, Tensor):
+        return f"sinks is a {type(sinks).__name__} and must be {want}"
+    if fault := not_dense(sinks):
+        return f"sinks {fault}"
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        return f"sinks is {given} and must be {want}"
+    if sinks.device.type == "cpu" and readable(sinks):  # elsewhere the call would have to wait
+        logits = sinks.detach().to(statistics_dtype(q.dtype))
+        if not bool((logits < torch.inf).all()):
+            return (
+                f"sinks holds {_first_not_under_infinity(logits)}; a sink is a finite logit of "
+                f"{logits.dtype}, or -inf for none"
+            )
+    return None
+
+
+def _first_not_under_infinity(logits: Tensor) -> str:
+    head = int((~(logits < torch.inf)).nonzero()[0])
+    return f"{float(logits[head])} for head {head}"
+
+
+def check_scores(
+    call: Call, lse: Tensor, function: str = "attend", queries: Tensor | None = None
+) -> None:
+    """Raise ValueError where scores of finite q and k are no finite numbers.
+
+    Their softmax would be none either: a row of P that is NaN, or a mean of the wrong keys. What is
+    NaN or infinite in q or k itself goes on into the rows that it reaches. The log-sum-exp of all
+    queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
+    """
+    lse = lse.detach()
+    if lse.device.type != "cpu" or not readable(lse) or math.isfinite(float(lse.sum())):
+        return
+    if queries is None:
+        queries = torch.arange(call.extent.queries, device=lse.device)
+    lost, dead = lse.isnan() | (lse == torch.inf), lse == -torch.inf
+    place = dead.any(1).any(0).nonzero()[:, 0]
+    if len(place):
+        lost[:, :, place] |= dead[:, :, place] & _may_attend(call, queries[place])
+    if not bool(lost.any()):
+        return
+    own = ~torch.isfinite(call.q.detach()[:, :, queries]).all(-1)
+    of_keys = ~torch.isfinite(call.k.detach()).flatten(2).all(-1)
+    lost &= ~(own | of_keys.repeat_interleave(call.extent.group, 1)[..., None])
+    if bool(lost.any()):
+        b, h, t = lost.nonzero()[0].tolist()
+        raise ValueError(
+            f"{quote(call.q, call.k, call.v, function)}: the scores of query {int(queries[t])} "
+            f"(batch row {b}, head {h}) are no finite numbers of {lse.dtype}; scale "
+            f"({call.scale:.3g}) times q·k, and what the mask adds to it, must be."
+        )
+
+
+def _may_attend(call: Call, queries: Tensor) -> Tensor:
+    """Which of these queries may attend to some key, `[B or 1, H or 1, n]`."""
+    mask, extent = call.mask, call.extent
+    step = max(1, (1 << 22) // max(1, extent.batch * extent.heads * extent.keys))
+    j = torch.arange(extent.keys, device=queries.device)[None]
+    found = []
+    for some in queries.split(step):
+        allowed = mask.allowed(some[:, None], j, extent)
+        if allowed is None:
+            allowed = torch.ones_like(j, dtype=torch.bool)
+        allowed = allowed[(None,) * (4 - allowed.dim())].any(-1)
+        found.append(allowed.expand(-1, -1, len(some)))
+    return torch.cat(found, dim=2)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE with one more outcome that has no value, from those over the keys alone.
+
+    `lse' = log(exp(lse) + exp(sink))` and `out' = out · exp(lse − lse')`; dead rows stay dead.
+    """
+    dead = lse == -torch.inf
+    base, sink = lse.masked_fill(dead, 0.0), sinks.to(lse.dtype)[:, None]
+    total = torch.logaddexp(base, sink).masked_fill(dead, -torch.inf)
+    return (out * torch.sigmoid(base - sink)[..., None]).to(out.dtype), total

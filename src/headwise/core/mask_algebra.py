@@ -1,0 +1,214 @@
+"""How masks combine: what every mask answers, `&`, `|`, and some rows of a larger call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .index import grid
+from .shapes import Extent
+
+Interval = tuple[Tensor, Tensor]
+
+
+class Mask:
+    """What every mask answers. Subclasses are frozen dataclasses.
+
+    Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
+    have at most four axes `[B, H, t, s]`; answers broadcast to the same.
+    """
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        """May query i attend to key j? `None` where every pair may."""
+        return None
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        """What is added to the score of (i, j); `None` for nothing.
+
+        In the dtype that it was given in; what is a sum of several is so in float32 at least.
+        """
+        return None
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        """Each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
+        return None
+
+    def check(self, extent: Extent) -> None:
+        """Raise ValueError where the mask does not fit the call's sizes."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the mask holds."""
+        return ()
+
+    @property
+    def biased(self) -> bool:
+        """Whether the mask adds anything to the scores."""
+        return False
+
+    @property
+    def from_first_key(self) -> bool:
+        """Whether each range of `interval` begins at key 0: a union of such is a range, too."""
+        return True
+
+    def dense(
+        self,
+        batch: int = 1,
+        heads: int = 1,
+        queries: int = 1,
+        keys: int = 1,
+        device: torch.device | str | None = None,
+    ) -> Bool[Tensor, "B H T S"]:
+        """The whole matrix of "may attend".
+
+        >>> Causal().dense(queries=2, keys=3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+        """
+        extent = Extent(batch, heads, heads, queries, keys)
+        self.check(extent)
+        allowed = self.allowed(*grid(extent, device), extent)
+        if allowed is None:
+            allowed = torch.ones((), dtype=torch.bool, device=device)
+        return allowed.expand(batch, heads, queries, keys)
+
+    def __and__(self, other: Mask) -> Mask:
+        _must_be_mask("&", self, other)
+        return And((*_parts(self, And), *_parts(other, And)))
+
+    def __or__(self, other: Mask) -> Mask:
+        _must_be_mask("|", self, other)
+        for side in (self, other):
+            if side.biased:
+                raise ValueError(
+                    f"{self!r} | {other!r}: {type(side).__name__} adds to the scores, and a sum "
+                    f"has no 'or'; combine it with &."
+                )
+        return Or((*_parts(self, Or), *_parts(other, Or)))
+
+
+def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, kind) else (mask,)
+
+
+def _must_be_mask(sign: str, left: object, right: object) -> None:
+    if isinstance(right, Mask):
+        return
+    hint = (
+        "wrap a boolean tensor in headwise.Dense(...), a float one in headwise.Bias(...)"
+        if isinstance(right, Tensor)
+        else "both sides must be masks of headwise"
+    )
+    raise ValueError(f"{left!r} {sign} {type(right).__name__}: {hint}.")
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """What all parts allow, with the sum of their biases; written `a & b`."""
+
+    parts: tuple[Mask, ...]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        answers = [part.allowed(i, j, extent) for part in self.parts]
+        found = [answer for answer in answers if answer is not None]
+        return functools.reduce(torch.logical_and, found) if found else None
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        answers = [part.bias(i, j, extent) for part in self.parts]
+        found = [answer for answer in answers if answer is not None]
+        return functools.reduce(added, found) if found else None
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        found = [p.interval(i, extent) for p in self.parts]
+        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        for part in found:
+            if part is None:
+                return None
+            low, high = torch.maximum(low, part[0]), torch.minimum(high, part[1])
+        return low, torch.maximum(low, high)
+
+    def check(self, extent: Extent) -> None:
+        for part in self.parts:
+            part.check(extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for p in self.parts for t in p.tensors())
+
+    @property
+    def from_first_key(self) -> bool:
+        return all(p.from_first_key for p in self.parts)
+
+    @property
+    def biased(self) -> bool:
+        return any(p.biased for p in self.parts)
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
+
+    parts: tuple[Mask, ...]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        result = None
+        for part in self.parts:
+            more = part.allowed(i, j, extent)
+            if more is None:
+                return None
+            result = more if result is None else result | more
+        return result
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        # Ranges that all start at key 0 (causal, prefix, right padding) have a range as union.
+        highs = []
+        for part in self.parts:
+            found = part.interval(i, extent)
+            if found is None or not part.from_first_key:
+                return None
+            highs.append(found[1])
+        high = highs[0]
+        for more in highs[1:]:
+            high = torch.maximum(high, more)
+        return torch.zeros_like(high), high
+
+    def check(self, extent: Extent) -> None:
+        for part in self.parts:
+            part.check(extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for p in self.parts for t in p.tensors())
+
+
+def added(one: Tensor, two: Tensor) -> Tensor:
+    """Two biases added up, in float32 at least; a sum of two numbers forbids no key."""
+    dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
+    one, two = one.to(dtype), two.to(dtype)
+    total, largest = one + two, torch.finfo(dtype).max
+    return torch.where(one.isfinite() & two.isfinite(), total.clamp(-largest, largest), total)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Mask):
+    """A mask of a larger call, as some of its queries see it."""
+
+    mask: Mask
+    rows: Tensor
+    whole: Extent
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return self.mask.allowed(self.rows[i], j, self.whole)
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return self.mask.bias(self.rows[i], j, self.whole)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        return self.mask.interval(self.rows[i], self.whole)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.mask.tensors()
+
+    @property
+    def biased(self) -> bool:
+        return self.mask.biased

@@ -1,0 +1,371 @@
+"""Masks as values: who may attend to whom, and what is added to the scores.
+
+`True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
+allows. Query `i` stands at key position `i + S − T`, so one mask serves training, prefill, chunked
+prefill and one-token decode. A mask is asked in three ways, none of which builds the T×T matrix:
+
+* `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
+* `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
+* `dense()`: the whole matrix, for people and for the definition.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .index import lookup, take
+from .mask_algebra import (
+    Interval,
+    Mask,
+)
+from .numbers import said, whole
+from .shapes import Extent
+
+
+def as_mask(mask: object) -> Mask:
+    """`None` is everything; anything else must be a mask."""
+    if mask is None:
+        return Everything()
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        wrap = "Dense" if mask.dtype == torch.bool else "Bias"
+        raise ValueError(
+            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: "
+            f"headwise.{wrap}(mask). In a boolean mask True means 'may attend'."
+        )
+    raise ValueError(f"mask is a {type(mask).__name__}; it must be a mask of headwise or None.")
+
+
+@dataclass(frozen=True)
+class Everything(Mask):
+    """Every query may attend to every key; what `mask=None` means."""
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return torch.zeros_like(i), torch.full_like(i, extent.keys)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """No key after the query's own position; aligned to the end.
+
+    >>> Causal().dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+    Source: Vaswani et al. 2017, §3.2.3.
+    """
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j <= i + extent.offset
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return torch.zeros_like(i), (i + extent.offset + 1).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Exactly the last `size` keys, the query's own position included.
+
+    A window longer than the text is all of it, however long.
+
+    >>> Window(2).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+    Raises:
+        ValueError: if `size` is no whole number, or under 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        size = whole(self.size)
+        if size is None or size < 1:
+            raise ValueError(
+                f"Window({said(self.size)}): a window is a whole number of keys, "
+                f"at least the query's own key."
+            )
+        object.__setattr__(self, "size", size)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        behind = i + extent.offset - j
+        return (behind >= 0) & (behind < self.size)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        high = (i + extent.offset + 1).clamp(min=0)
+        return (high - self.size).clamp(min=0), high
+
+    @property
+    def from_first_key(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
+
+    `side` names where the padding is: `"right"` (the default) or `"left"`. A row of more keys than
+    the call has is full, one of fewer than none is empty.
+
+    >>> Padding(torch.tensor([1, 3])).dense(batch=2, keys=3)[:, 0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 1]]
+    """
+
+    lengths: Int[Tensor, " B"]
+    side: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        _must_be_whole_numbers("Padding", self.lengths)
+        if self.side not in ("right", "left"):
+            raise ValueError(f"Padding(side={self.side!r}): padding is at the 'right' or 'left'.")
+
+    def check(self, extent: Extent) -> None:
+        if self.lengths.dim() != 1 or len(self.lengths) not in (1, extent.batch):
+            raise ValueError(
+                f"Padding(lengths {list(self.lengths.shape)}) in a call with {extent}: "
+                f"give one length per batch row."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        length = self._length(i, extent)
+        return j < length if self.side == "right" else j >= extent.keys - length
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        length = self._length(i, extent)
+        zero = torch.zeros_like(length)
+        if self.side == "right":
+            return zero, length
+        return extent.keys - length, zero + extent.keys
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.lengths,)
+
+    @property
+    def from_first_key(self) -> bool:
+        return self.side == "right"
+
+    def _length(self, i: Tensor, extent: Extent) -> Tensor:
+        return _of_batch(self.lengths, i, extent)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Packed sequences: a query sees only keys of its own document. `ids` is `[B, S]` or `[S]`.
+
+    >>> Documents(torch.tensor([0, 0, 1])).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+
+    ids: Int[Tensor, "*B S"]
+
+    def __post_init__(self) -> None:
+        _must_be_whole_numbers("Documents", self.ids, or_bool=True)
+
+    def check(self, extent: Extent) -> None:
+        *rows, keys = self.ids.shape or (0, 0, 0)
+        if rows not in ([], [1], [extent.batch]) or keys != extent.keys:
+            raise ValueError(
+                f"Documents(ids {list(self.ids.shape)}) in a call with {extent}: ids must be "
+                f"[S] or [B, S], one document number per key."
+            )
+        if extent.queries > extent.keys:
+            raise ValueError(
+                f"Documents(ids) in a call with {extent}: every query needs a key position."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        ids = self.ids.to(i.device).view(-1, extent.keys)
+        return take(ids, i + extent.offset) == take(ids, j)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids,)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """The first `size` keys (a number, or one per batch row); `Causal() | Prefix(n)` is prefix-LM.
+
+    >>> (Causal() | Prefix(2)).dense(queries=3, keys=3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    size: int | Int[Tensor, " B"]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, Tensor):
+            _must_be_whole_numbers("Prefix", self.size)
+            return
+        size = whole(self.size)
+        if size is None or size < 0:
+            raise ValueError(
+                f"Prefix({said(self.size)}): a prefix is a whole number of keys, 0 or more, "
+                f"or a tensor with one for each batch row."
+            )
+        object.__setattr__(self, "size", size)
+
+    def check(self, extent: Extent) -> None:
+        if isinstance(self.size, Tensor) and (
+            self.size.dim() != 1 or len(self.size) not in (1, extent.batch)
+        ):
+            raise ValueError(
+                f"Prefix(size {list(self.size.shape)}) in a call with {extent}: "
+                f"give a number, or one per batch row."
+            )
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j < self._size(i, extent)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        high = self._size(i, extent)
+        return torch.zeros_like(high), high
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.size,) if isinstance(self.size, Tensor) else ()
+
+    def _size(self, i: Tensor, extent: Extent) -> Tensor:
+        return _of_batch(torch.as_tensor(self.size, device=i.device), i, extent)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A boolean tensor that broadcasts to `[B, H, T, S]`; True means "may attend".
+
+    Raises:
+        ValueError: if the tensor is not boolean (a float one is a `Bias`).
+    """
+
+    mask: Bool[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        _must_be_tensor("Dense", self.mask)
+        if self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"Dense({self.mask.dtype} {list(self.mask.shape)}): Dense takes booleans, True for "
+                f"'may attend'; a float tensor that is added to the scores is a Bias."
+            )
+
+    def check(self, extent: Extent) -> None:
+        _must_broadcast("Dense", self.mask, extent)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.mask, i, j, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.mask,)
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Mask):
+    """A float tensor that broadcasts to `[B, H, T, S]` and is added to the scores.
+
+    It is added after scale and softcap; `−inf` means "may not attend".
+    """
+
+    values: Float[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        _must_be_tensor("Bias", self.values)
+        if not self.values.is_floating_point():
+            raise ValueError(
+                f"Bias({self.values.dtype} {list(self.values.shape)}): Bias takes floats that are "
+                f"added to the scores; a boolean tensor, True for 'may attend', is a Dense."
+            )
+
+    def check(self, extent: Extent) -> None:
+        _must_broadcast("Bias", self.values, extent)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return ~torch.isneginf(lookup(self.values.detach(), i, j, extent))
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return lookup(self.values, i, j, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class ALiBi(Mask):
+    """Attention with linear biases: `−slope_h · |distance|`, slopes a geometric series in h.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+
+    Source: Press et al. 2021 ("Train short, test long"), with its rule for head counts that are
+    not powers of two.
+    """
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        slopes = alibi_slopes(extent.heads, i.device).view(1, -1, 1, 1)
+        return -slopes * (i + extent.offset - j).abs()
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return Everything().interval(i, extent)
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+
+def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Float[Tensor, " H"]:
+    """The slope of each head, in float32 whatever PyTorch's default dtype is."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
+    """Numbers of keys `[B]` of a call, in 64 bits as its indices are, `[B, 1, 1, 1]`."""
+    return counts.to(i.device, torch.long).clamp(0, extent.keys).view(-1, 1, 1, 1)
+
+
+def _must_be_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}({said(value)}): give a torch.Tensor, such as torch.tensor(…).")
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise ValueError(f"{name}({kind}): give a dense one, as by padding or to_dense().")
+    if is_causal_bias(value):
+        raise ValueError(
+            f"{name}(a CausalBias of torch.nn.attention.bias): its memory holds no mask; give "
+            f"Causal(), or Dense(torch.ones(T, S, dtype=torch.bool).tril()) for an upper-left one "
+            f"whose T and S differ."
+        )
+
+
+def is_causal_bias(value: object) -> bool:
+    """Say whether that is PyTorch's `CausalBias`, whose numbers are memory as it was."""
+    module = sys.modules.get("torch.nn.attention.bias")  # nobody has one before it is imported
+    return module is not None and isinstance(value, module.CausalBias)
+
+
+def _must_be_whole_numbers(name: str, value: object, or_bool: bool = False) -> None:
+    _must_be_tensor(name, value)
+    assert isinstance(value, Tensor)
+    boolean = value.dtype == torch.bool and not or_bool
+    if boolean or value.is_floating_point() or value.is_complex():
+        raise ValueError(
+            f"{name}({value.dtype} {list(value.shape)}): give whole numbers, such as a tensor of "
+            f"torch.long."
+        )
+
+
+def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:
+    want = (extent.batch, extent.heads, extent.queries, extent.keys)
+    shape = (1,) * (4 - table.dim()) + tuple(table.shape)
+    if table.dim() > 4 or any(a not in (1, b) for a, b in zip(shape, want, strict=True)):
+        raise ValueError(
+            f"{name}({list(table.shape)}) in a call with {extent}: "
+            f"it must broadcast to [B, H, T, S] = {list(want)}."
+        )

@@ -1,0 +1,62 @@
+"""Numbers as callers give them, Python's or NumPy's; a truth value is none."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+from .modes import batched
+
+LONGEST = 1 << 62
+"""More keys than a tensor can have, and few enough to add and subtract in 64 bits."""
+
+
+def whole(value: object) -> int | None:
+    """A whole number, `LONGEST` at most; `None` for what is none: True, 2.0, "2", a tensor.
+
+    >>> whole(3), whole(2**70) == LONGEST, whole(True), whole(2.0)
+    (3, True, None, None)
+    """
+    if type(value) is not int and (
+        not isinstance(value, numbers.Integral) or isinstance(value, bool)
+    ):
+        return None
+    found = int(value)
+    return found if found < LONGEST else LONGEST
+
+
+def real(value: object) -> float | None:
+    """A number as a float, infinite where none can hold it; `None` for what is no number.
+
+    That is True, "2", 1j, a tensor of several or with a gradient.
+
+    >>> real(2), real(10**400), real("2"), real(False)
+    (2.0, inf, None, None)
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor):
+        fixed = value.is_floating_point() and not value.requires_grad
+        single = value.layout == torch.strided and value.numel() == 1
+        return float(value) if fixed and single and not (value.is_meta or batched(value)) else None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of whole numbers and fractions that no float can hold
+        return math.inf
+
+
+def said(value: object) -> str:
+    """What a caller gave, in one short line."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"{value.dtype} {list(value.shape)}"
+    if (
+        isinstance(value, int) and value.bit_length() > 128
+    ):  # Python refuses to write very long ones
+        return f"a whole number of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"a {type(value).__name__}"

@@ -1,0 +1,160 @@
+"""Attention as the textbook writes it: the specification that everything faster is tested against.
+
+It builds the T×T matrix, in float32 at least, and hides nothing: scores, weights and log-sum-exp
+come back beside the output. Order of events: scale, softcap, bias, mask, softmax, dropout, values.
+A learned sink is one more logit in each row's softmax, that of an outcome without a value.
+
+Source: Vaswani et al. 2017, equation 1; softcap: Gemma 2 (2024), §2; grouped heads: Ainslie et al.
+2023; learned sinks: GPT-OSS (2025), after Miller 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .index import grid
+from .mask_algebra import Mask
+from .masks import as_mask
+from .shapes import Extent, extent_of, statistics_dtype
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Everything the textbook computes on the way.
+
+    `logits` are the scores that enter the softmax, −inf where not allowed; `weights` the
+    probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf. With
+    learned sinks, `lse` has the sink's logit in it and a row of `weights` sums to less than 1:
+    the rest is `sink`.
+    """
+
+    out: Float[Tensor, "B H T Dv"]
+    weights: Float[Tensor, "B H T S"]
+    logits: Float[Tensor, "B H T S"]
+    lse: Float[Tensor, "B H T"]
+    allowed: Bool[Tensor, "B H T S"]
+    extent: Extent
+    sink: Float[Tensor, "B H T"] | None = None
+
+
+def attention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> Definition:
+    """Attention with nothing hidden and nothing saved.
+
+    Args:
+        q: queries `[B, H, T, D]`; query head `h` reads key/value head `h // (H // G)`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, Dv]`, of any width.
+        mask: a mask of headwise; `None` lets every query see every key.
+        scale: factor of the scores, `D**-0.5` by default.
+        softcap: `c` makes scores `c · tanh(score / c)`.
+        dropout: probability with which a weight is dropped, after the softmax.
+        sinks: one more logit for each head `[H]`, of an outcome that has no key and no value. It
+            takes its share of every row that may attend to a key; other rows stay dead.
+
+    Returns:
+        The output in q's dtype, everything else in float32 (float64 for float64).
+
+    Raises:
+        ValueError: where shapes or the mask do not fit.
+
+    >>> q = k = v = torch.eye(2).view(1, 1, 2, 2)
+    >>> attention(q, k, v, scale=0.0).weights[0, 0].tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    >>> attention(q, k, v, scale=0.0, sinks=torch.tensor([2.0]).log()).weights[0, 0].tolist()
+    [[0.25, 0.25], [0.25, 0.25]]
+    """
+    extent = extent_of(q, k, v, "attention")
+    mask = as_mask(mask)
+    mask.check(extent)
+    i, j = grid(extent, q.device)
+    return rows(
+        q, k, v, mask, extent, i, j, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks
+    )
+
+
+def rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    extent: Extent,
+    i: Tensor,
+    j: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Definition:
+    """The definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` that q, k and v hold.
+
+    With all of them it is attention itself; in blocks of rows it needs less memory at a time.
+    """
+    dtype = statistics_dtype(q.dtype)
+    logits, allowed = logits_of(q, k, mask, extent, i, j, scale=scale, softcap=softcap)
+    alive = allowed.any(-1, keepdim=True)
+    # A row without keys has no softmax: give it a harmless one, then take it away again, so that
+    # neither its value nor its gradient is ever 0/0.
+    entering = logits.masked_fill(~alive, 0.0)
+    if sinks is not None:
+        sink_logits = sinks.to(dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        entering = torch.cat([entering, sink_logits], dim=-1)
+    outcomes = torch.softmax(entering, dim=-1)
+    weights = torch.where(allowed, outcomes[..., : logits.shape[-1]], 0.0)
+    sink = None if sinks is None else torch.where(alive[..., 0], outcomes[..., -1], 0.0)
+    # The gradient of PyTorch's own logsumexp is exp(s − lse), of which a large lse leaves nothing.
+    top = entering.detach().amax(-1, keepdim=True) if entering.shape[-1] else 0.0
+    lse = (top + (entering - top).exp().sum(-1, keepdim=True).log())[..., 0]
+    lse = torch.where(alive[..., 0], lse, -torch.inf)
+    kept = torch.dropout(weights, dropout, train=True) if dropout else weights
+    values = v.to(dtype).repeat_interleave(extent.group, dim=1)
+    out = (kept @ values).to(v.dtype)
+    return Definition(out, weights, logits, lse, allowed, extent, sink)
+
+
+def logits_of(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    extent: Extent,
+    i: Tensor,
+    j: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scores that enter the softmax, −inf where not allowed; and where they are allowed."""
+    dtype = statistics_dtype(q.dtype)
+    keys = k.to(dtype).repeat_interleave(extent.group, dim=1)
+    scores = (q.to(dtype) @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return finish_scores(scores, mask, extent, i, j, softcap=softcap)
+
+
+def finish_scores(
+    scores: Tensor, mask: Mask, extent: Extent, i: Tensor, j: Tensor, *, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Softcap, bias and mask, in this order, on scaled scores at the pairs (i, j)."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    bias = mask.bias(i, j, extent)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    allowed = mask.allowed(i, j, extent)
+    if allowed is None:
+        return scores, torch.ones_like(scores, dtype=torch.bool)
+    allowed = allowed.expand(scores.shape)
+    return scores.masked_fill(~allowed, -torch.inf), allowed

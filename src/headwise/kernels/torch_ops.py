@@ -1,0 +1,310 @@
+"""The native CPU kernel with its gradient: under autograd, and as operators that compile whole.
+
+Eager calls take the shortest way to the library; under `torch.compile` the same computation is the
+operators `headwise::native_forward`, `native_backward` and `native_sums`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import ctypes_api as cpu
+from .ctypes_api import FIGURES, Problem, Terms
+
+BIT = {name: 1 << bit for bit, name in enumerate(FIGURES)}
+
+DIFFERENTIABLE = tuple(name for name in FIGURES if name != "max")
+"""The figures with a gradient; the backward pass reads them as the forward left them."""
+
+
+Again = Callable[[Problem], list[Tensor]]
+"""What computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
+
+
+def compute(
+    problem: Problem, wishes: int, again: Again, gradients: bool = True
+) -> list[Tensor | None]:
+    """Output (`None` without values) and the wished figures, differentiable where anything is.
+
+    `wishes` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
+    figure but the log-sum-exp has one: then the backward pass keeps what it keeps of a call without
+    wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
+    `again`.
+    """
+    q, k, v, sinks, terms, scale, softcap = problem
+    wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
+    if _observed() or not _plain(q, k, v, sinks, *terms[:6]):
+        found = torch.ops.headwise.native_forward(
+            q, k, v, sinks, *terms, scale, softcap, *wishes_kept
+        )
+        wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
+        return [x if yes else None for x, yes in zip(found, wished, strict=True)]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem[:4]):
+        return list(_Attention.apply(*problem, *wishes_kept, again))
+    return cpu.forward(problem, wishes)
+
+
+def sums(
+    problem: Problem,
+    lse: Tensor,
+    weight: Tensor | None,
+    received: bool,
+    blocks: tuple[Tensor, Tensor, int] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Column sums and block maps of P (see `cpu.sums`); they have no gradient."""
+    q, k, _, sinks, terms, scale, softcap = problem
+    q, k, lse = q.detach(), k.detach(), lse.detach()
+    sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
+    problem = Problem(q, k, None, sinks, terms, scale, softcap)
+    if not _observed() and _plain(*problem[:4], *terms[:6], lse, weight):
+        return cpu.sums(problem, lse, weight, received, blocks)
+    columns, table = torch.ops.headwise.native_sums(
+        q, k, sinks, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
+    )
+    return columns if received else None, None if blocks is None else table
+
+
+def _observed() -> bool:
+    """Whether somebody follows the operators: a compiler, or a mode such as a counter of FLOPs."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether data pointers are what they seem: no fake tensors and no wrappers."""
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+# ── eager autograd ──────────────────────────────────────────────────────────────────────────────
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        sinks: Tensor | None,
+        terms: Terms,
+        scale: float,
+        softcap: float,
+        wishes: int,
+        kept: int,
+        again: Again,
+    ) -> tuple[Tensor | None, ...]:
+        found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap), wishes)
+        ctx.set_materialize_grads(False)
+        figures = _kept(found[1:], kept, ctx)
+        ctx.save_for_backward(q, k, v, sinks, *terms[:6], found[0], *figures)
+        ctx.numbers, ctx.factors, ctx.again = terms[6:], (scale, softcap), again
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, *rest = ctx.saved_tensors
+        problem = Problem(q, k, v, sinks, Terms(*rest[:6], *ctx.numbers), *ctx.factors)
+        incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
+        needed = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            found = _gradient_with_graph(problem, incoming, needed, ctx.again)
+        elif _observed() or not _plain(*incoming):
+            found = _gradient_by_operator(problem, rest[6:], incoming, needed)
+        else:
+            figures, gradients = (
+                dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
+            )
+            found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
+        return (*found, *(None,) * 6)
+
+
+def _gradient_with_graph(
+    problem: Problem, incoming: list[Tensor | None], needed: Sequence[bool], again: Again
+) -> list[Tensor | None]:
+    """Gradients in q, k, v and the sinks that can be differentiated themselves."""
+    # Each a tensor of its own: the graph between them, as of keys made from the queries, stays out.
+    own = [None if x is None else x.view_as(x) for x in problem[:4]]
+    q, k, v, sinks = own
+    assert q is not None
+    assert k is not None
+    outputs = again(Problem(q, k, v, sinks, *problem[4:]))
+    pairs = [(x, g) for x, g in zip(outputs, incoming, strict=True) if g is not None]
+    wanted = [x for x, need in zip(own, needed, strict=True) if x is not None and need]
+    found = torch.autograd.grad(
+        *([x for x, _ in pairs], wanted, [g for _, g in pairs]),
+        create_graph=True,
+        allow_unused=True,
+    )
+    each = iter(found)
+    return [next(each) if x is not None and y else None for x, y in zip(own, needed, strict=True)]
+
+
+def _gradient_by_operator(
+    problem: Problem,
+    kept: list[Tensor | None],
+    incoming: list[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    q, k, v, sinks, terms, scale, softcap = problem
+    found = torch.ops.headwise.native_backward(
+        q, k, v, sinks, *terms, scale, softcap, *kept, *incoming, list(needed)
+    )
+    return [g if yes else None for g, yes in zip(found, needed, strict=True)]
+
+
+def _kept(figures: Sequence[Tensor | None], kept: int, ctx: Any) -> list[Tensor | None]:
+    """Of the figures of a forward pass, those that its backward pass reads; the others are marked
+    as without gradient."""
+    found = dict(zip(FIGURES, figures, strict=True))
+    read = {name: x for name, x in found.items() if name in DIFFERENTIABLE and kept & BIT[name]}
+    rest = [x for name, x in found.items() if x is not None and name not in read]
+    if rest:
+        ctx.mark_non_differentiable(*rest)
+    return [read.get(name) for name in DIFFERENTIABLE]
+
+
+# ── operators ───────────────────────────────────────────────────────────────────────────────────
+
+# Operators give tensors only: one that is not there is empty, of shape [0].
+_READ = (
+    "Tensor q, Tensor k, Tensor? v, Tensor? sinks, Tensor? position, Tensor? low, Tensor? high, "
+    "Tensor? allowed, Tensor? bias, Tensor? slopes, SymInt offset, bool causal, int window, "
+    "float scale, float softcap"
+)
+_GRADS = ", ".join(f"Tensor? grad_{name}" for name in ("out", *DIFFERENTIABLE))
+_KEPT = ", ".join(f"Tensor? {name}" for name in ("out", *DIFFERENTIABLE))
+_EIGHT = ", ".join(["Tensor"] * (1 + len(FIGURES)))
+
+
+def _problem(args: tuple[Any, ...]) -> Problem:
+    """What `_READ` says, put together again."""
+    q, k, v, sinks, *terms, scale, softcap = args[:15]
+    return Problem(q, k, v, sinks, Terms(*terms), scale, softcap)
+
+
+def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0, dtype=torch.float32) if x is None else x for x in found)
+
+
+@torch.library.custom_op(
+    "headwise::native_forward",
+    mutates_args=(),
+    schema=f"({_READ}, int wishes, int kept) -> ({_EIGHT})",
+)
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    return _filled(cpu.forward(_problem(args), args[15]), args[0])
+
+
+@_forward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    q, v, wishes = args[0], args[2], args[15]
+    figures = [
+        q.new_empty(q.shape[:3], dtype=torch.float32) if wishes & bit else None
+        for bit in BIT.values()
+    ]
+    return _filled([cpu.output_like(q, v), *figures], q)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    out = None if inputs[2] is None else output[0]
+    ctx.save_for_backward(*inputs[:10], out, *_kept(output[1:], inputs[16], ctx))
+    ctx.numbers = inputs[10:15]
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, *rest = ctx.saved_tensors
+    problem = _problem((q, k, v, sinks, *rest[:6], *ctx.numbers))
+    incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
+    needed = [
+        x is not None and want
+        for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
+    ]
+    found = _gradient_by_operator(problem, rest[6:], incoming, needed)
+    return (*found, *(None,) * 13)
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+@torch.library.custom_op(
+    "headwise::native_backward",
+    mutates_args=(),
+    schema=f"({_READ}, {_KEPT}, {_GRADS}, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    (out, *figures), (grad_out, *grads), needed = args[15:22], args[22:29], args[29]
+    kept = dict(zip(DIFFERENTIABLE, figures, strict=True))
+    incoming = dict(zip(DIFFERENTIABLE, grads, strict=True))
+    found = cpu.backward(_problem(args), out, kept, grad_out, incoming, tuple(needed))
+    return _filled(found, args[0])
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "the native kernel's operators have no second derivative, and somebody follows operators "
+        "here (a compiler, a mode or a tensor subclass); for double backward (create_graph=True) "
+        "call attention with backend='blocked'"
+    )
+
+
+_backward.register_autograd(_refuse_second)
+
+
+@_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    *inputs, sinks = args[:4]
+    *wanted, for_sinks = args[29]
+    found = [cpu.gradient_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
+    return _filled([*found, torch.empty_like(sinks) if for_sinks else None], args[0])
+
+
+@torch.library.custom_op(
+    "headwise::native_sums",
+    mutates_args=(),
+    schema=(
+        f"({_READ.replace('Tensor? v, ', '')}, Tensor lse, Tensor? weight, "
+        "bool received, Tensor? query_block, Tensor? key_block, SymInt blocks) -> (Tensor, Tensor)"
+    ),
+)
+def _sums(*args: Any) -> tuple[Tensor, ...]:
+    problem = _problem((*args[:2], None, *args[2:14]))
+    lse, weight, received, *blocks = args[14:]
+    asked = None if blocks[0] is None else (blocks[0], blocks[1], blocks[2])
+    return _filled(list(cpu.sums(problem, lse, weight, received, asked)), args[0])
+
+
+@_sums.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    q, k, (received, of_query, _, blocks) = args[0], args[1], args[16:20]
+    b, h = q.shape[:2]
+    columns = q.new_empty(b, h, k.shape[2], dtype=torch.float32) if received else None
+    table = None if of_query is None else q.new_empty(b, h, blocks, blocks, dtype=torch.float32)
+    return _filled([columns, table], q)
+
+
+# ── what they count as ──────────────────────────────────────────────────────────────────────────
+
+
+@register_flop_formula(torch.ops.headwise.native_forward)
+def _(q: torch.Size, k: torch.Size, v: torch.Size | None, *_: Any, **__: Any) -> int:
+    """As PyTorch counts its own kernels: both products in full, whatever the mask spares."""
+    return 2 * math.prod(q[:3]) * k[2] * (q[3] + (0 if v is None else v[3]))
+
+
+@register_flop_formula(torch.ops.headwise.native_backward)
+def _(q: torch.Size, k: torch.Size, v: torch.Size | None, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * (0 if v is None else v[3]))
+
+
+@register_flop_formula(torch.ops.headwise.native_sums)
+def _(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(q[:3]) * k[2] * q[3]

@@ -1,0 +1,1 @@
+"""Attention layers: `MultiHeadAttention`, rotary positions, key/value caches."""

@@ -1,0 +1,367 @@
+"""The multi-head attention layer: projections around `attend()`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..attend import attend
+from ..backends import check_name
+from ..core.call import fault_of_numbers
+from ..core.mask_algebra import Mask
+from ..core.numbers import said, whole
+from ..core.shapes import not_dense
+from .kv_cache import KVCache
+from .rope import RoPE
+
+Observer = Callable[["MultiHeadAttention", Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+"""Called in place of `attend`: (layer, q, k, v, attend's keywords) -> out `[B, H, T, D]`."""
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017 §3.2), self or cross, with grouped heads.
+
+    `out = merge(attend(q, k, v)) W_outᵀ + b_out` with `q, k, v = split(x W_qkvᵀ + b_qkv)`: one
+    matrix product makes all three where they read the same input. Query head h reads key/value
+    head `h // (num_heads // num_kv_heads)` (Ainslie et al. 2023).
+
+    Args:
+        embed_dim: width of the input.
+        num_heads: query heads H.
+        num_kv_heads: key/value heads G, a divisor of H; default H, 1 is multi-query attention.
+        head_dim: D; default `embed_dim // num_heads`.
+        kv_dim: width of `context`, where it is not `embed_dim`; the layer then always needs one.
+        out_dim: width of the output; default `embed_dim`.
+        bias: of the projections to q, k and v: one bool, or three.
+        out_bias: of the output projection; default: whether any of the other three is on.
+        dropout: probability of dropping an attention probability, in training mode only.
+        rope: rotary positions for q and k, continued through a cache.
+        qk_norm: RMS norm of every head's q and k, with a learned weight each (as Qwen 3; eps 1e-6),
+            before the rotation.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        scale: of the scores; default `head_dim ** -0.5`.
+        sinks: one learned logit for each head, `layer.sinks` `[H]`, that takes a share of every
+            row's attention and gives nothing (as GPT-OSS).
+        backend: as in `attend()`.
+
+    Raises:
+        ValueError: sizes that do not divide, or a value out of its range; the message says which.
+
+    Weights: `qkv` is a Linear whose rows are q's heads, then k's, then v's (with another `kv_dim`:
+    `q` and `kv`), `out` the output projection. They start as Xavier uniform, for q, k and v each
+    on its own, biases at 0. Biases of only some sections are one short vector, `some_bias`.
+
+    >>> import torch, headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> x = torch.randn(2, 7, 24)
+    >>> layer(x, mask=hw.Causal()).shape
+    torch.Size([2, 7, 24])
+    >>> cache = hw.KVCache()
+    >>> with torch.no_grad():
+    ...     parts = [layer(x[:, :5], mask=hw.Causal(), cache=cache)]
+    ...     parts += [layer(x[:, t : t + 1], mask=hw.Causal(), cache=cache) for t in (5, 6)]
+    >>> torch.cat(parts, dim=1).allclose(layer(x, mask=hw.Causal()), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        kv_dim: int | None = None,
+        out_dim: int | None = None,
+        bias: bool | tuple[bool, bool, bool] = True,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        rope: RoPE | None = None,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, kv_dim, out_dim)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.kv_dim = embed_dim if kv_dim is None else kv_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.bias = (bias, bias, bias) if isinstance(bias, bool) else tuple(bias)
+        self.out_bias = any(self.bias) if out_bias is None else out_bias
+        self.dropout = dropout
+        self.rope = rope
+        self.softcap = softcap
+        self.scale = scale
+        self.backend = backend
+        self.observer: Observer | None = None
+        self.first_key = 0  # for observers: the position of the call's first key,
+        self.own_positions = True  # and whether queries and keys are of one sequence
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
+        _check_values(self)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
+        self._build(**factory)
+        self.reset_parameters()
+
+    def _build(self, **factory: Any) -> None:
+        """Makes the projections; a subclass that keeps its weights elsewhere overrides this,
+        `reset_parameters`, `projection`, `_project` and `_merge`."""
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        joined = list(self.bias)
+        if self.kv_dim == self.embed_dim:
+            self.sections = (q_rows, kv_rows, kv_rows)
+            self.qkv = nn.Linear(self.embed_dim, sum(self.sections), bias=all(joined), **factory)
+        else:
+            joined = joined[1:]
+            self.sections = (kv_rows, kv_rows)
+            self.q = nn.Linear(self.embed_dim, q_rows, bias=self.bias[0], **factory)
+            self.kv = nn.Linear(self.kv_dim, sum(self.sections), bias=all(joined), **factory)
+        some = sum(rows for rows, on in zip(self.sections, joined, strict=True) if on)
+        partial = any(joined) and not all(joined)
+        self.some_bias = nn.Parameter(torch.empty(some, **factory)) if partial else None
+        out_rows = self.num_heads * self.head_dim
+        self.out = nn.Linear(out_rows, self.out_dim, bias=self.out_bias, **factory)
+
+    def reset_parameters(self) -> None:
+        """Starts again: Xavier uniform for q, k, v and out each on its own, biases and sinks 0,
+        norms 1."""
+        weights = [self.out.weight]
+        if self.kv_dim == self.embed_dim:
+            weights += self.qkv.weight.split(self.sections)
+        else:
+            weights += [self.q.weight, *self.kv.weight.split(self.sections)]
+        with torch.no_grad():
+            for weight in weights:
+                nn.init.xavier_uniform_(weight)
+            for name, parameter in self.named_parameters():
+                if name.endswith(("bias", "sinks")):
+                    parameter.zero_()
+                elif name.endswith("norm.weight"):
+                    parameter.fill_(1.0)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        context: Float[Tensor, "B S C"] | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "B T O"]:
+        """Attends from every row of x to x itself, or to `context`.
+
+        Args:
+            x: `[B, T, embed_dim]`.
+            context: `[B, S, kv_dim]` for cross-attention; keys and values come from it.
+            mask: who may attend to whom; None lets every query see every key, later ones too.
+            cache: the past of this layer. x continues it, and is added to it. A cache with a
+                window needs a mask with the same `Window(n)`.
+
+        Returns:
+            `[B, T, out_dim]`.
+
+        Raises:
+            ValueError: shapes that do not fit the layer or each other; a layer of another
+                `kv_dim` without a context; a context together with a cache (a cache continues
+                one text; project the context anew, or keep its keys yourself) or with RoPE
+                (x and context have no common positions); and what cache and `attend` refuse.
+        """
+        self._check_call(x, context, cache)
+        if self.observer is not None:
+            self.own_positions = context is None
+        q, k, v = self._project(x, context)
+        if self.q_norm is not None and self.k_norm is not None:
+            wide = self.q_norm.weight.dtype  # under autocast q is narrower than the weight
+            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
+        if cache is None:
+            return self._merge(self._attend(*self._place(q, k, v, None), mask))
+        mark = cache.mark()
+        try:
+            return self._merge(self._attend(*self._place(q, k, v, cache), mask))
+        except BaseException:  # a call that fails, or is stopped, leaves no half of it behind
+            cache.rewind(mark)
+            raise
+
+    def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (fault := not_dense(given)):
+                raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {name} {fault}")
+        fault = None
+        if x.ndim != 3 or x.shape[2] != self.embed_dim:
+            fault = f"x must be [B, T, {self.embed_dim}]"
+        elif context is None:
+            if self.kv_dim != self.embed_dim:
+                fault = f"kv_dim={self.kv_dim} asks for a context of that width"
+        elif context.ndim != 3 or context.shape[2] != self.kv_dim or len(context) != len(x):
+            fault = f"context must be [B={len(x)}, S, {self.kv_dim}]"
+        elif cache is not None:
+            fault = "a cache continues x; it cannot be given with a context"
+        elif self.rope is not None:
+            fault = "x and context have no common positions; build the layer with rope=None"
+        if fault is not None:
+            given = "" if context is None else f", context {list(context.shape)}"
+            call = f"MultiHeadAttention({self.extra_repr()})(x {list(x.shape)}{given})"
+            raise ValueError(f"{call}: {fault}")
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, H, T, D]`, k and v `[B, G, S, D]`: views of the products, nothing is copied.
+
+        Rows are split before the heads are: so the backward pass joins the three gradients in the
+        memory order that the product's own backward reads.
+        """
+        if self.kv_dim != self.embed_dim:
+            assert context is not None
+            q, kv = self.q(x), self._linear(self.kv, context)
+        elif context is None:
+            q, k, v = self._linear(self.qkv, x).split(self.sections, dim=-1)
+            return self._heads(q), self._heads(k), self._heads(v)
+        else:
+            rows, weight, bias = self.sections[0], self.qkv.weight, self._joined_bias(self.qkv)
+            q = F.linear(x, weight[:rows], None if bias is None else bias[:rows])
+            kv = F.linear(context, weight[rows:], None if bias is None else bias[rows:])
+        k, v = kv.split(self.sections[-2:], dim=-1)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        """`[B, T, N * D]` to `[B, N, T, D]`, a view."""
+        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        if self.some_bias is None:
+            return linear(x)
+        return F.linear(x, linear.weight, self._joined_bias(linear))
+
+    def _joined_bias(self, linear: nn.Linear) -> Tensor | None:
+        """The bias of all sections, with zeros for those that have none."""
+        if self.some_bias is None:
+            return linear.bias
+        on = self.bias[-len(self.sections) :]
+        lengths = [rows for rows, has in zip(self.sections, on, strict=True) if has]
+        given = iter(self.some_bias.split(lengths))
+        parts = [
+            next(given) if has else self.some_bias.new_zeros(rows)
+            for rows, has in zip(self.sections, on, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _place(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotates q and k at their positions and adds k and v to the cache."""
+        first = 0 if cache is None else cache.length
+        if self.rope is not None:
+            q = self.rope(q, first)
+            if not self.rope.depends_on_length:
+                k = self.rope(k, first)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self.observer is not None:
+            self.first_key = 0 if cache is None else cache.length - k.shape[2]
+        if (
+            self.rope is not None and self.rope.depends_on_length
+        ):  # every key turns anew, so the cache holds them unturned
+            k = self.rope(k, first + q.shape[2] - k.shape[2])
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        keywords: dict[str, Any] = {
+            "mask": mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "dropout": self.dropout if self.training else 0.0,
+            "sinks": self.sinks,
+            "backend": self.backend,
+        }
+        if self.observer is not None:
+            return self.observer(self, q, k, v, keywords)
+        return attend(q, k, v, **keywords)
+
+    @property
+    def projection(self) -> Tensor:
+        """Weight of the output projection, `[out_dim, num_heads · head_dim]`."""
+        return self.out.weight
+
+    def _merge(self, out: Tensor) -> Tensor:
+        """`[B, H, T, D]` to `[B, T, out_dim]`."""
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: everything but who is watching."""
+        return {**self.__dict__, "observer": None}
+
+    def extra_repr(self) -> str:
+        """Sizes, and every option that is not at its default."""
+        parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
+        defaults = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.embed_dim // self.num_heads,
+            "kv_dim": self.embed_dim,
+            "out_dim": self.embed_dim,
+            "bias": (True, True, True),
+            "out_bias": any(self.bias),
+            "dropout": 0.0,
+            "rope": None,
+            "softcap": None,
+            "scale": None,
+            "backend": "auto",
+        }
+        parts += [
+            f"{name}={getattr(self, name)!r}"
+            for name, usual in defaults.items()
+            if getattr(self, name) != usual
+        ]
+        if self.sinks is not None:
+            parts.append("sinks=True")
+        return ", ".join(parts)
+
+
+def _check_sizes(
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    kv_dim: int | None,
+    out_dim: int | None,
+) -> None:
+    sizes = {
+        "embed_dim": embed_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "kv_dim": kv_dim,
+        "out_dim": out_dim,
+    }
+    shown = ", ".join(f"{name}={said(size)}" for name, size in sizes.items() if size is not None)
+    call = f"MultiHeadAttention({shown})"
+    for name, size in sizes.items():
+        if size is not None and whole(size) is None:
+            raise ValueError(f"{call}: {name} must be a whole number")
+        if size is not None and size < 1:
+            raise ValueError(f"{call}: {name} must be at least 1")
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"{call}: embed_dim must be a multiple of num_heads, or head_dim must be given"
+        )
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise ValueError(f"{call}: num_heads must be a multiple of num_kv_heads")
+
+
+def _check_values(layer: MultiHeadAttention) -> None:
+    call = f"MultiHeadAttention({layer.extra_repr()})"
+    if len(layer.bias) != 3:
+        raise ValueError(f"{call}: bias must be one bool, or three for q, k and v")
+    if fault := fault_of_numbers(layer.scale, layer.softcap, layer.dropout, torch.float64):
+        raise ValueError(f"{call}: {fault}")
+    check_name(layer.backend)
+    if layer.rope is not None and layer.rope.dim > layer.head_dim:
+        raise ValueError(f"{call}: rope.dim is larger than head_dim={layer.head_dim}")

@@ -1,0 +1,227 @@
+"""Key/value caches: growing, preallocated, and rolling for windows."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..core.numbers import LONGEST, said, whole
+
+_SPARE = 64
+"""Rows that a growing cache takes beyond what it needs now."""
+
+
+class KVCache:
+    """The keys and values that one attention layer has seen; one cache a layer.
+
+    `KVCache()` grows: its room doubles when it runs out, so a token costs no copy of the past.
+    `KVCache(max_length=n)` takes its room once, on the first `append`, and refuses token n + 1.
+    `KVCache(window=n)` keeps what a mask `Window(n)` can still reach: the last n - 1 keys, which
+    stand before the next chunk's own. Its memory does not grow with the text. Masks that name keys
+    by number (`Documents`, `Prefix`, `Dense`, `Bias`) then count from the first key returned.
+
+    With gradients off (`torch.no_grad`, `torch.inference_mode`) tokens are written in place and
+    `append` returns views. With gradients on, nothing is written in place and results stay
+    differentiable; that copies the past for each call. Views that `append` returned hold their
+    values until `reset` or `rewind`.
+
+    Raises:
+        ValueError: `max_length` or `window` that is no whole number or below 1, or both given.
+
+    >>> import torch
+    >>> cache = KVCache()
+    >>> with torch.no_grad():
+    ...     k, v = cache.append(torch.ones(1, 2, 5, 3), torch.ones(1, 2, 5, 3))
+    ...     k, v = cache.append(torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 3))
+    >>> tuple(k.shape), cache.length
+    ((1, 2, 6, 3), 6)
+    """
+
+    def __init__(self, *, max_length: int | None = None, window: int | None = None) -> None:
+        call = f"KVCache(max_length={said(max_length)}, window={said(window)})"
+        if max_length is not None and window is not None:
+            raise ValueError(f"{call}: give max_length or window, not both: a window bounds itself")
+        self.max_length = None if max_length is None else _checked(max_length, call)
+        self.window = None if window is None else _checked(window, call)
+        if self.max_length == LONGEST:
+            raise ValueError(f"{call}: no memory has room for so many keys; KVCache() grows")
+        self._seen = 0
+        self._room: tuple[Tensor, Tensor] | None = None  # keys and values [B, G, rows, D]
+        self._own = False  # False: the room is part of a graph or a caller's, not to be written
+        self._start = 0  # what is kept lies in rows _start.._stop of the room
+        self._stop = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far, dropped ones included: the position of the next token."""
+        return self._seen
+
+    @property
+    def kept(self) -> int:
+        """Tokens that the cache holds now; less than `length` only with a window."""
+        return self._stop - self._start
+
+    def append(
+        self, k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"]
+    ) -> tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
+        """Adds T tokens and returns all keys and values to attend to, in order, theirs last.
+
+        Args:
+            k, v: `[B, G, T, D]` of the new tokens.
+
+        Returns:
+            keys and values `[B, G, S, D]`: everything so far, or with a window the last
+            `window - 1` of the past and the T new ones.
+
+        Raises:
+            ValueError: another batch size, head count, head dimension, dtype or device than
+                before; more than `max_length` tokens.
+        """
+        self._check(k, v)
+        count = k.shape[2]
+        long = self.window is not None and self.kept + count > 2 * self.window
+        both = self._joined(k, v) if torch.is_grad_enabled() or long else self._written(k, v)
+        self._seen += count
+        if self.window is not None:
+            self._start = max(self._start, self._stop - (self.window - 1))
+        return both
+
+    def reset(self) -> None:
+        """Forgets every token; a preallocated cache keeps its room."""
+        self._seen = self._start = self._stop = 0
+        if self.max_length is None or not self._own:
+            self._room, self._own = None, False
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where the cache stands now, for `rewind`; good until the next `reset` or `select`."""
+        return self._seen, self._room, self._own, self._start, self._stop
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what came after `mark`: a call that failed, or tokens drawn on trial.
+
+        >>> import torch
+        >>> cache = KVCache()
+        >>> mark = cache.mark()
+        >>> k, v = cache.append(torch.rand(1, 1, 2, 5), torch.rand(1, 1, 2, 5))
+        >>> cache.rewind(mark)
+        >>> cache.length
+        0
+        """
+        self._seen, self._room, self._own, self._start, self._stop = mark
+
+    def select(self, index: Int[Tensor, " N"]) -> None:
+        """Keeps the batch rows `index`, in that order; rows may repeat or be left out.
+
+        For beam search, and for dropping rows that are finished.
+
+        >>> import torch
+        >>> cache = KVCache()
+        >>> k, v = cache.append(torch.rand(3, 1, 2, 5), torch.rand(3, 1, 2, 5))
+        >>> cache.select(torch.tensor([2, 0]))
+        >>> cache.append(k[:2], v[:2])[0].shape
+        torch.Size([2, 1, 4, 5])
+        """
+        if self._room is None:
+            return
+        keys, values = self._room
+        index = index.to(keys.device)
+        # A room of our own must stay writable outside inference mode.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self._own):
+            self._room = keys.index_select(0, index), values.index_select(0, index)
+
+    def __repr__(self) -> str:
+        limits = {"max_length": self.max_length, "window": self.window}
+        parts = [f"{name}={value}" for name, value in limits.items() if value is not None]
+        return f"KVCache({', '.join(parts)}): {self._seen} tokens seen, {self.kept} kept"
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        call = f"KVCache.append(k {list(k.shape)}, v {list(v.shape)})"
+        if k.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            raise ValueError(f"{call}: both must be [B, G, T, D] with the same B, G and T")
+        if self.max_length is not None and self._seen + k.shape[2] > self.max_length:
+            raise ValueError(
+                f"{call}: the cache holds {self._seen} tokens and max_length={self.max_length}; "
+                "make it larger, or use KVCache(), which grows"
+            )
+        if self._room is None:
+            return
+        if not self._seen:  # reset: the room may be kept, but another shape is welcome
+            if not _alike(k, self._room[0]) or not _alike(v, self._room[1]):
+                self._room, self._own = None, False
+            return
+        for name, new, old in (("k", k, self._room[0]), ("v", v, self._room[1])):
+            if not _alike(new, old):
+                b, g, _, d = old.shape
+                raise ValueError(
+                    f"{call}: {name} is {new.dtype} on {new.device}, but the cache holds {name} "
+                    f"of [B={b}, G={g}, {self.kept} tokens, D={d}], {old.dtype} on {old.device}; "
+                    "these must stay the same: one cache for each layer and batch, or reset() it"
+                )
+
+    def _written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the new tokens behind the past, in place."""
+        count = k.shape[2]
+        if not self._own or self._room is None or self._stop + count > self._room[0].shape[2]:
+            self._move(count, k, v)
+        assert self._room is not None
+        start, stop = self._start, self._stop + count
+        for room, new in zip(self._room, (k, v), strict=True):
+            room[:, :, self._stop : stop] = new
+        self._stop = stop
+        keys, values = self._room
+        return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def _move(self, count: int, k: Tensor, v: Tensor) -> None:
+        """A new room for `count` more tokens, the past copied into it.
+
+        Rows handed out before are never written again, so earlier views stay what they were.
+        """
+        kept = self.kept
+        if self.max_length is not None:
+            rows = self.max_length
+        elif self.window is not None:
+            # In the end twice the window, so that the move comes once in `window` tokens.
+            rows = min(2 * self.window, max(kept + count + _SPARE, 2 * (kept + count)))
+        else:
+            rows = max(kept + count + _SPARE, 2 * kept)
+        with torch.inference_mode(False), torch.no_grad():  # writable in either mode, later too
+            rooms = [new.new_empty(*new.shape[:2], rows, new.shape[3]) for new in (k, v)]
+        if self._room is not None and kept:
+            for room, old in zip(rooms, self._room, strict=True):
+                room[:, :, :kept] = old[:, :, self._start : self._stop]
+        self._room, self._own = (rooms[0], rooms[1]), True
+        self._start, self._stop = 0, kept
+
+    def _joined(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The past and the new tokens by `torch.cat`; keeps the part that later tokens need."""
+        both = k, v
+        if self._room is not None and self.kept:
+            past = [room[:, :, self._start : self._stop] for room in self._room]
+            both = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+        total = both[0].shape[2]
+        first = 0 if self.window is None else max(0, total - (self.window - 1))
+        self._room, self._own = both, False
+        if first:  # a copy: a view would keep the whole chunk alive
+            self._room = both[0][:, :, first:].clone(), both[1][:, :, first:].clone()
+        self._start, self._stop = 0, total - first
+        return both
+
+
+def _checked(given: object, call: str) -> int:
+    number = whole(given)
+    if number is None:
+        raise ValueError(f"{call}: the number of keys must be a whole number")
+    if number < 1:
+        raise ValueError(f"{call}: the number of keys must be at least 1")
+    return number
+
+
+def _alike(new: Tensor, old: Tensor) -> bool:
+    """Same batch, heads, head dimension, dtype and device; the number of tokens may differ."""
+    return (
+        new.shape[:2] == old.shape[:2]
+        and new.shape[3] == old.shape[3]
+        and new.dtype == old.dtype
+        and new.device == old.device
+    )

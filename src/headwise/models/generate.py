@@ -1,0 +1,378 @@
+"""Writing on with a model: greedy or sampled, streamed, in batches of unequal prompts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .._text import must_be_text
+from ..core.masks import Padding
+from ..layers.kv_cache import KVCache
+from .gpt import GPT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Reason = Literal["length", "end", "stop", "context"]
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how bytes of a character that is not whole yet decode
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was written after one prompt, and why it ended.
+
+    `reason` is `"length"` (`max_new_tokens`), `"end"` (the model's end of text), `"stop"` (a stop
+    string) or `"context"` (no position is left). `ids` are the new tokens without the end of text;
+    `text`, where there is a tokenizer, is cut before the stop string, and `ids` are then those
+    that lie wholly before the cut.
+    """
+
+    ids: list[int]
+    text: str
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One new token of one row.
+
+    `text` is what is settled since the row's last piece: characters that are not whole yet and
+    what may turn out to begin a stop string are held back. `done` comes with a row's last piece.
+    """
+
+    row: int
+    id: int
+    text: str
+    done: Generation | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the likeliest.
+
+    The filters apply in the order of the fields, each on what the one before it left, as in
+    `transformers`. `top_k` keeps the k likeliest; `top_p` the smallest set of the likeliest that
+    has at least that probability (Holtzman et al. 2020); `min_p` what has at least that share of
+    the likeliest one's probability (Nguyen et al. 2024).
+
+    Raises:
+        ValueError: a value out of its range, named.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must be from 0 to 1")
+
+    def filtered(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Logits to sample from, in float32; −inf where a filter leaves a token out.
+
+        >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+        >>> Sampling(temperature=1.0, top_k=2).filtered(logits).tolist()
+        [[-inf, -inf, 2.0, 3.0]]
+        """
+        logits = logits.float()
+        if self.temperature > 0:
+            logits = logits / self.temperature
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None:
+            ascending, order = logits.sort(descending=False)
+            out = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            out[:, -1] = False
+            logits = logits.masked_fill(out.scatter(1, order, out), -torch.inf)
+        if self.min_p is not None:
+            chances = logits.softmax(-1)
+            out = chances < self.min_p * chances.amax(-1, keepdim=True)
+            logits = logits.masked_fill(out, -torch.inf)
+        return logits
+
+    def choose(
+        self, logits: Float[Tensor, "B V"], generators: Sequence[torch.Generator]
+    ) -> list[int]:
+        """The next token of each row, each row drawn with its own (CPU) generator."""
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        chances = self.filtered(logits).softmax(-1).cpu()
+        return [
+            int(torch.multinomial(row, 1, generator=generator))
+            for row, generator in zip(chances, generators, strict=True)
+        ]
+
+
+def generate(
+    model: GPT,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    use_cache: bool = True,
+    on_piece: Callable[[Piece], None] | None = None,
+) -> list[Generation]:
+    """Write on after each prompt.
+
+    Rows are independent: of unequal length, ending each on its own, and drawn each from its own
+    generator (row r from `seed + r`), so a row's text does not depend on its neighbours. A row
+    ends at the model's end of text, at a stop string, after `max_new_tokens`, or when prompt and
+    new tokens fill the model's context (`reason == "context"`); nothing ever slides.
+
+    Args:
+        model: any `GPT`.
+        prompts: texts (with `tokenizer`), or rows of token ids.
+        max_new_tokens: the most tokens to write in a row.
+        temperature, top_k, top_p, min_p: as in `Sampling`; greedy by default.
+        seed: of the draws.
+        stop: strings that end a row; they need a tokenizer, and may lie across tokens.
+        tokenizer: turns ids into text.
+        use_cache: keep keys and values; without, every token runs the whole row again. The
+            tokens are the same.
+        on_piece: told of every new token as it comes (`stream` is the same as an iterator).
+
+    Raises:
+        ValueError: no prompt, an empty one, one that fills the context, ids outside the
+            vocabulary, a setting out of its range, text or `stop` without a tokenizer.
+
+    >>> from headwise.gpt import GPTConfig
+    >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
+    >>> [row.reason for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+    ['context', 'length']
+    """
+    done: dict[int, Generation] = {}
+    for piece in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        tokenizer=tokenizer,
+        use_cache=use_cache,
+    ):
+        if on_piece is not None:
+            on_piece(piece)
+        if piece.done is not None:
+            done[piece.row] = piece.done
+    return [done[row] for row in sorted(done)]
+
+
+def stream(
+    model: GPT,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    use_cache: bool = True,
+) -> Iterator[Piece]:
+    """`generate`, token by token: an iterator of `Piece`.
+
+    Arguments are checked at once, before the first piece is asked for.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    if stop and tokenizer is None:
+        raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
+    if isinstance(stop, str) or "" in stop:
+        raise ValueError(f"stop={stop!r}: must be a list of strings, none of them empty")
+    rows = [
+        _Row(number, ids, min(max_new_tokens, _room(model, number, ids)), max_new_tokens)
+        for number, ids in enumerate(_as_ids(prompts, tokenizer))
+    ]
+    if not rows:
+        raise ValueError("prompts is empty: give at least one")
+    for row in rows:
+        row.generator.manual_seed(seed + row.number)
+        row.tokenizer, row.stop = tokenizer, tuple(stop)
+    return _run(model, rows, sampling, use_cache)
+
+
+@dataclass
+class _Row:
+    """One prompt and what has been written after it."""
+
+    number: int
+    prompt: list[int]
+    most: int
+    wanted: int
+    new: list[int] = field(default_factory=list)
+    shown: int = 0  # characters of the text already given out
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    tokenizer: Tokenizer | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.new
+
+    def take(self, id: int, end: int | None) -> Piece:
+        """Add a token and say what it settles."""
+        if id == end:
+            return self._last(id, self.new, self._decode(self.new), "end")
+        self.new.append(id)
+        text = self._decode(self.new)
+        cut = self._stops_at(text)
+        if cut is not None:
+            kept = len(self.new)
+            while not text[:cut].startswith(self._decode(self.new[:kept])):
+                kept -= 1
+            return self._last(id, self.new[:kept], text[:cut], "stop")
+        if len(self.new) == self.most:
+            reason = "length" if self.most == self.wanted else "context"
+            return self._last(id, self.new, text, reason)
+        settled = text[: self._settled(text)]
+        piece = Piece(self.number, id, settled[self.shown :])
+        self.shown = max(self.shown, len(settled))
+        return piece
+
+    def _last(self, id: int, ids: list[int], text: str, reason: Reason) -> Piece:
+        done = Generation(list(ids), text, reason)
+        return Piece(self.number, id, text[self.shown :], done)
+
+    def _decode(self, ids: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids)
+
+    def _stops_at(self, text: str) -> int | None:
+        """Where the first stop string begins. None begins before `shown`: that was held back."""
+        places = [place for s in self.stop if (place := text.find(s, self.shown)) >= 0]
+        return min(places, default=None)
+
+    def _settled(self, text: str) -> int:
+        """How many characters no later token can change or cut."""
+        whole = len(text.rstrip(_UNFINISHED))
+        for s in self.stop:
+            for length in range(min(len(s) - 1, len(text)), 0, -1):
+                if text.endswith(s[:length]):
+                    whole = min(whole, len(text) - length)
+                    break
+        return whole
+
+
+def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> Iterator[Piece]:
+    end = model.config.eos_token_id
+    cache = model.new_cache() if use_cache else None
+    while rows:
+        logits = _next_logits(model, rows, cache)
+        if logits.isnan().any():
+            raise ValueError("the model's logits are NaN: its weights hold NaN, or overflow")
+        chosen = sampling.choose(logits, [row.generator for row in rows])
+        alive = []
+        for index, (row, id) in enumerate(zip(rows, chosen, strict=True)):
+            piece = row.take(id, end)
+            if piece.done is None:
+                alive.append(index)
+            yield piece
+        if cache is not None and 0 < len(alive) < len(rows):
+            for part in cache:
+                part.select(torch.tensor(alive))
+        rows = [rows[index] for index in alive]
+
+
+@torch.no_grad()
+def _next_logits(
+    model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
+) -> Float[Tensor, "B V"]:
+    """Logits after each row's last token; with a filled cache only that token is run."""
+    device = model.transformer.wte.weight.device
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    past = cache[0].length if cache is not None else 0
+    if past:
+        ids = torch.tensor([row.new[-1:] for row in rows])
+    else:
+        ids = _left_padded([row.ids for row in rows])
+    keys = past + ids.shape[1]
+    # Row b's first real key stands at column `keys - lengths[b]`: that is its position 0.
+    columns = torch.arange(past, keys)
+    positions = (columns - (keys - lengths)[:, None]).clamp(min=0)
+    padded = bool((lengths < keys).any())
+    mask = Padding(lengths.to(device), side="left") if padded else None
+    with _evaluating(model):
+        return model.next_logits(
+            ids.to(device), cache=cache, mask=mask, positions=positions.to(device)
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    """Dropout off, and on again if it was: a caller may train between two tokens."""
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _left_padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "B T"]:
+    """Rows of ids, the short ones filled with 0 on the left."""
+    longest = max(map(len, rows))
+    return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+
+
+def _as_ids(
+    prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: Tokenizer | None
+) -> Iterator[list[int]]:
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={prompts!r}: must be a list, one entry a row")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            yield [int(id) for id in prompt]
+        elif tokenizer is None:
+            raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")
+        else:
+            must_be_text(prompt, f"prompt {prompt!r}")
+            yield tokenizer.encode(prompt, add_special_tokens=False).ids
+
+
+def _room(model: GPT, number: int, ids: Sequence[int]) -> int:
+    """How many tokens fit after the prompt."""
+    vocab, context = model.config.vocab_size, model.config.n_positions
+    if not ids:
+        raise ValueError(f"prompt {number} is empty: give at least one token to go on from")
+    for id in ids:
+        if not 0 <= id < vocab:
+            raise ValueError(f"prompt {number} holds id {id}, outside the vocabulary of {vocab}")
+    if len(ids) >= context:
+        raise ValueError(
+            f"prompt {number} is {len(ids)} tokens long, and the model's context of {context} "
+            f"leaves no room after it; shorten the prompt"
+        )
+    return context - len(ids)

@@ -1,0 +1,331 @@
+"""GPT-2 on `MultiHeadAttention`, under the names that Hugging Face gives its parts.
+
+A small model to train, to load and to look at; `GPT.from_pretrained` reads a Hugging Face folder
+and `save_pretrained` writes one that `transformers` reads back. Source: Radford et al. 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..core.mask_algebra import Mask
+from ..core.masks import Causal
+from ..layers.attention import MultiHeadAttention
+from ..layers.kv_cache import KVCache
+from ..weights.hf_folder import (
+    CONFIG,
+    HEAD,
+    read_config,
+    read_headers,
+    read_tokenizer,
+    read_weights,
+)
+from ..weights.hf_folder import write_folder as _write_folder
+from ..weights.safetensors_file import FolderError, check_size
+from .gpt_config import ACTIVATIONS, GPTConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["GPT", "FolderError", "GPT2Attention", "GPTConfig", "load"]
+
+
+class Conv1D(nn.Module):
+    """`nn.Linear` with its weight as GPT-2 stores it, `[in, out]`."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights normal with deviation 0.02, biases 0."""
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Float[Tensor, "... I"]) -> Float[Tensor, "... O"]:
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+class GPT2Attention(MultiHeadAttention):
+    """`MultiHeadAttention` with GPT-2's parts: one `c_attn` for q, k and v, and `c_proj`."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            scale /= layer + 1
+        super().__init__(config.n_embd, config.n_head, dropout=config.attn_pdrop, scale=scale)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def _build(self, **factory: Any) -> None:
+        self.c_attn = Conv1D(self.embed_dim, 3 * self.embed_dim).to(**factory)
+        self.c_proj = Conv1D(self.embed_dim, self.embed_dim).to(**factory)
+
+    def reset_parameters(self) -> None:
+        self.c_attn.reset_parameters()
+        self.c_proj.reset_parameters()
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if context is not None:
+            raise ValueError("GPT2Attention attends to its own input; it takes no context")
+        q, k, v = self.c_attn(x).split(self.embed_dim, dim=-1)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    @property
+    def projection(self) -> Tensor:
+        return self.c_proj.weight.t()
+
+    def _merge(self, out: Tensor) -> Tensor:
+        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """GPT-2's feed-forward part."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.n_embd, config.inner)
+        self.c_proj = Conv1D(config.inner, config.n_embd)
+        self.act = ACTIVATIONS[config.activation_function]
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised copy and added to the stream."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = GPT2Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Float[Tensor, "B T E"], mask: Mask, cache: KVCache | None = None
+    ) -> Float[Tensor, "B T E"]:
+        x = x + self.attn(self.ln_1(x), mask=mask, cache=cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Everything up to the last normalisation; Hugging Face's `GPT2Model`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Int[Tensor, "*B T"],
+        mask: Mask,
+        cache: Sequence[KVCache] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        x = self.drop(self.wte(ids) + self.wpe(positions))
+        for layer, block in enumerate(self.h):
+            x = block(x, mask, cache[layer] if cache is not None else None)
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """GPT-2 with its language-modelling head.
+
+    Weights start as in GPT-2: normal with `initializer_range`, the projections into the residual
+    stream smaller by `sqrt(2 · n_layer)`, biases 0.
+
+    >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3)).eval()
+    >>> model(torch.tensor([[1, 2, 3], [4, 5, 6]])).shape
+    torch.Size([2, 3, 11])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw fresh weights from the global generator."""
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith("c_proj.weight")
+                shrink = math.sqrt(2 * self.config.n_layer) if residual else 1.0
+                nn.init.normal_(parameter, std=std / shrink)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        *,
+        cache: Sequence[KVCache] | None = None,
+        mask: Mask | None = None,
+        positions: Int[Tensor, "*B T"] | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Logits of the next token after each position.
+
+        Args:
+            ids: token ids.
+            cache: one `KVCache` per layer (`new_cache()`), appended to in place.
+            mask: what is required besides `Causal()`, for example `Padding(lengths, side="left")`.
+            positions: rows of the position table; by default they count on from the cache.
+
+        Raises:
+            ValueError: more positions than the model has; ids outside the vocabulary (checked on
+                the CPU, where it costs nothing); a cache of another number of layers.
+        """
+        return self.lm_head(self._hidden(ids, cache, mask, positions))
+
+    def next_logits(
+        self,
+        ids: Int[Tensor, "B T"],
+        *,
+        cache: Sequence[KVCache] | None = None,
+        mask: Mask | None = None,
+        positions: Int[Tensor, "*B T"] | None = None,
+    ) -> Float[Tensor, "B V"]:
+        """`forward(...)[:, -1]` without the head's product for all the other positions."""
+        return self.lm_head(self._hidden(ids, cache, mask, positions)[:, -1])
+
+    def _hidden(
+        self,
+        ids: Tensor,
+        cache: Sequence[KVCache] | None,
+        mask: Mask | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        if not ids.shape[1]:
+            raise ValueError(f"GPT(ids {list(ids.shape)}): give at least one token a row")
+        self._check_ids(ids)
+        if cache is not None and len(cache) != self.config.n_layer:
+            raise ValueError(
+                f"cache has {len(cache)} parts and the model {self.config.n_layer} layers; "
+                f"make it with model.new_cache()"
+            )
+        if positions is None:
+            start = cache[0].length if cache is not None else 0
+            self._check_context(start + ids.shape[1])
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        elif _readable(positions):
+            self._check_context(int(positions.max()) + 1)
+        full = Causal() if mask is None else Causal() & mask
+        marks = [part.mark() for part in cache or ()]
+        try:
+            return self.transformer(ids, positions, full, cache)
+        except BaseException:  # no layer may keep tokens that another has not seen
+            for part, mark in zip(cache or (), marks, strict=True):
+                part.rewind(mark)
+            raise
+
+    def new_cache(self) -> list[KVCache]:
+        """An empty cache for `forward`, one part per layer."""
+        return [KVCache() for _ in range(self.config.n_layer)]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> GPT:
+        """Read a Hugging Face GPT-2 folder; the model comes in evaluation mode.
+
+        Raises:
+            FolderError: whatever is wrong with the folder, in one line.
+        """
+        where = Path(folder) / CONFIG
+        config = GPTConfig.from_json(read_config(folder), str(where))
+        stored = read_headers(folder)
+        check_size(config.weights, sum(one.size for one in stored.values()), str(where))
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except (RuntimeError, TypeError, OverflowError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise FolderError(f"{where}: no model has these sizes, {reason}") from None
+        shapes = {name: tuple(value.shape) for name, value in model._weights().items()}
+        weights = read_weights(folder, stored, shapes, dtype)
+        model.load_state_dict(weights, strict=False, assign=True)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.transformer.wte.weight
+        return model.requires_grad_(True).to(device).eval()
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
+        """Write a folder that `from_pretrained` and `transformers` read; each file whole or not.
+
+        Raises:
+            FolderError: the folder cannot be written.
+        """
+        config = self.config.to_json()
+        config["dtype"] = str(self.transformer.wte.weight.dtype).removeprefix("torch.")
+        _write_folder(folder, config, self._weights(), tokenizer)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The state to save: a tied head is not stored twice."""
+        tied = self.config.tie_word_embeddings
+        return {k: v for k, v in self.state_dict().items() if not (tied and k == HEAD)}
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if not _readable(ids):
+            return
+        low, high = (int(end) for end in ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"ids from {low} to {high} in a model of {self.config.vocab_size} tokens: "
+                f"the text was encoded with another tokenizer"
+            )
+
+    def _check_context(self, end: int) -> None:
+        if end > self.config.n_positions:
+            raise ValueError(
+                f"{end} tokens are longer than the model's context of {self.config.n_positions}; "
+                f"shorten the text"
+            )
+
+
+def _readable(ids: Tensor) -> bool:
+    """Whether looking at values costs nothing: elsewhere it would wait for the device."""
+    return ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0
+
+
+def load(folder: str | Path) -> tuple[GPT, Tokenizer]:
+    """A model and its tokenizer from a Hugging Face GPT-2 folder.
+
+    Raises:
+        FolderError: whatever is wrong with the folder, in one line.
+    """
+    model, tokenizer = GPT.from_pretrained(folder), read_tokenizer(folder)
+    if tokenizer.get_vocab_size() > model.config.vocab_size:
+        raise FolderError(
+            f"{folder}: tokenizer.json has {tokenizer.get_vocab_size()} tokens and the model "
+            f"{model.config.vocab_size}; they do not belong together"
+        )
+    return model, tokenizer
+
+
+def builtin() -> Path:
+    """The folder of the model that comes with the package."""
+    return Path(__file__).parent / "builtin"

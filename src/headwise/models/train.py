@@ -1,0 +1,190 @@
+"""Training a small GPT: `train()` is what `headwise train` runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .._io import holds_files, place_for
+from ..weights.hf_folder import FolderError, only_run
+from . import data as corpus
+from .train_loop import Run, TrainConfig
+
+__all__ = ["Progress", "Summary", "TrainConfig", "train"]
+
+SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `train` reports after a step; `held_out` only where it was measured."""
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    tokens_per_step: int
+    tokens_per_second: float
+    held_out: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """At the speed so far."""
+        return (self.steps - self.step) * self.tokens_per_step / self.tokens_per_second
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended. Losses are in nats a token, baselines on the same held-out tokens."""
+
+    folder: str
+    source: str
+    held_out_rule: str
+    finished: bool
+    step: int
+    steps: int
+    parameters: int
+    held_out_loss: float
+    unigram_loss: float
+    bigram_loss: float
+    held_out_bits_per_byte: float
+    repeats_first_loss: float
+    repeats_second_loss: float
+    tokens_per_second: float
+    seconds: float
+
+
+def train(
+    folder: str | Path,
+    config: TrainConfig | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    stop_after: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Summary:
+    """Train a small GPT into `folder`, a Hugging Face GPT-2 folder with a checkpoint beside it.
+
+    The model is saved at the start, every minute, and at the end. It is measured on held-out text
+    twenty times.
+
+    Args:
+        folder: where to; it must be new or empty, unless `resume` or `overwrite` is given.
+        config: the settings. With `resume` they come from the checkpoint, and None is expected.
+        resume: go on with the run that the folder holds.
+        overwrite: replace the run that the folder holds.
+        stop_after: stop, saved, after so many steps of this call.
+        should_stop: asked after every step; True stops the run, saved.
+        report: told of every step.
+
+    Raises:
+        FolderError: the folder is not empty, is written into by another run, holds no run to
+            resume, or cannot be written.
+        TextError: a text cannot be read or is too short.
+        ValueError: a setting is out of its range, settings were given with `resume`, or the run
+            diverged.
+    """
+    folder = Path(folder)
+    if stop_after is not None and stop_after < 1:
+        raise ValueError(f"stop_after={stop_after}: must be at least 1")
+    with only_run(folder):
+        run = _begin(folder, config, resume=resume, overwrite=overwrite)
+        return _train(run, folder, stop_after, should_stop, report)
+
+
+def _train(
+    run: Run,
+    folder: Path,
+    stop_after: int | None,
+    should_stop: Callable[[], bool],
+    report: Callable[[Progress], None],
+) -> Summary:
+    """Take the steps that are left, saving and measuring on the way."""
+    first, started, saved = run.step, time.monotonic(), time.monotonic()
+    every = max(1, run.config.steps // 20)
+    last = run.config.steps if stop_after is None else min(run.config.steps, first + stop_after)
+    tokens = run.config.batch * run.config.context
+    training = 0.0  # seconds in steps alone
+    while run.step < last:
+        before = time.monotonic()
+        rate, loss = run.config.learning_rate(run.step), run.advance()
+        training += time.monotonic() - before
+        if not math.isfinite(loss):
+            raise _diverged(run)
+        speed = (run.step - first) * tokens / training
+        held_out = run.held_out_loss() if run.step % every == 0 else None
+        report(Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out))
+        if should_stop():
+            break
+        if time.monotonic() - saved > SAVE_SECONDS:
+            _save(run, folder)
+            saved = time.monotonic()
+    if run.step > first:
+        _save(run, folder)
+    speed = (run.step - first) * tokens / training if training else 0.0
+    return _summary(run, folder, speed, time.monotonic() - started)
+
+
+def _save(run: Run, folder: Path) -> None:
+    """Save the run, unless a model of NaN would replace the last good one."""
+    if not all(bool(p.isfinite().all()) for p in run.model.parameters()):
+        raise _diverged(run)
+    run.save(folder)
+
+
+def _diverged(run: Run) -> ValueError:
+    return ValueError(
+        f"the run diverged at step {run.step} and is not saved; what the folder holds is from "
+        f"before that; start again with a learning rate under {run.config.lr:g}"
+    )
+
+
+def _summary(run: Run, folder: Path, tokens_per_second: float, seconds: float) -> Summary:
+    """Measure the model as it stands."""
+    held_out = run.held_out_loss()
+    first, second = run.repeat_losses()
+    scored = sum(len(text.encode()) for text in run.corpus.held_out) / len(run.held_ids)
+    return Summary(
+        folder=str(folder),
+        source=run.corpus.source,
+        held_out_rule=run.corpus.rule,
+        finished=run.step >= run.config.steps,
+        step=run.step,
+        steps=run.config.steps,
+        parameters=sum(p.numel() for p in run.model.parameters()),
+        held_out_loss=held_out,
+        unigram_loss=corpus.unigram_loss(run.train_ids, run.targets, run.vocab),
+        bigram_loss=corpus.bigram_loss(run.train_ids, run.inputs, run.targets, run.vocab),
+        held_out_bits_per_byte=held_out / math.log(2) / scored,
+        repeats_first_loss=first,
+        repeats_second_loss=second,
+        tokens_per_second=tokens_per_second,
+        seconds=seconds,
+    )
+
+
+def _begin(folder: Path, config: TrainConfig | None, *, resume: bool, overwrite: bool) -> Run:
+    if resume:
+        if config is not None or overwrite:
+            raise ValueError("resume goes on with the run's own settings; give no others")
+        run = Run.resume(folder)
+        for name in Run.FILES:
+            place_for(folder / name)  # before the slow part
+        return run
+    if holds_files(folder) and not overwrite:
+        raise FolderError(
+            f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "
+            f"or name another folder"
+        )
+    config = config or TrainConfig()
+    run = Run(replace(config, texts=tuple(_absolute(path) for path in config.texts)))
+    run.save(folder)
+    return run
+
+
+def _absolute(path: str) -> str:
+    return path if path == "-" else str(Path(path).absolute())

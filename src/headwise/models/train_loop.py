@@ -1,0 +1,367 @@
+"""A training run in memory: its settings, its data, its model, and one step after another.
+
+Every random choice is a function of the seed and the step's number, so a run that is stopped and
+resumed walks the same path, bit for bit on the CPU, as one that is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
+from ..weights.safetensors_file import FolderError, check_size
+from . import checkpoint
+from . import data as corpus
+from .gpt import GPT, GPTConfig
+from .gpt_config import typed
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EVALUATED_WINDOWS = 256
+SHORTEST_PERIOD = 8
+LARGEST_SIZE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a run; the defaults give induction heads in some minutes on two cores.
+
+    `repeats` is the share of rows that repeat random tokens. `sinusoid_std` and `sinusoid_base`
+    shape the position table that `sinusoids` starts from.
+
+    Raises:
+        ValueError: a setting out of its range, named.
+    """
+
+    texts: tuple[str, ...] = ()
+    held_out: float = 0.1
+    vocab: int = 512
+    context: int = 128
+    layers: int = 3
+    heads: int = 4
+    width: int = 128
+    steps: int = 2400
+    batch: int = 24
+    lr: float = 3e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    dropout: float = 0.0
+    repeats: float = 0.5
+    sinusoids: bool = True
+    sinusoid_std: float = 0.3
+    sinusoid_base: float = 20.0
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "steps", "batch"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("context", "batch", "vocab", "layers", "width"):
+            self._require(name, getattr(self, name) <= LARGEST_SIZE, f"at most {LARGEST_SIZE}")
+        self._require("vocab", self.vocab >= corpus.SMALLEST_VOCAB, "at least 257")
+        self._require("context", self.context >= 4, "at least 4")
+        self._require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
+        self._require("warmup", self.warmup >= 0, "at least 0")
+        self._require("lr", self.lr > 0, "above 0")
+        self._require("clip", self.clip > 0, "above 0")
+        self._require("sinusoid_std", self.sinusoid_std > 0, "above 0")
+        self._require("sinusoid_base", self.sinusoid_base > 1, "above 1")
+        self._require("weight_decay", self.weight_decay >= 0, "at least 0")
+        self._require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        self._require("repeats", 0 <= self.repeats <= 1, "from 0 to 1")
+        self._require("held_out", 0 < self.held_out < 1, "between 0 and 1")
+        self._require(
+            "dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"
+        )
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to 0 at the last step.
+
+        >>> config = TrainConfig(steps=110, warmup=10, lr=1.0)
+        >>> [round(config.learning_rate(step), 2) for step in (0, 9, 60, 109)]
+        [0.1, 1.0, 0.5, 0.0]
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def sinusoids(
+    positions: int, width: int, std: float, base: float = 10000.0
+) -> Float[Tensor, "P E"]:
+    """The position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
+
+    Wavelengths go from 2π to nearly `base · 2π`. A smaller base than the paper's 10,000 has more
+    features that tell neighbours apart, and is enough for a short context.
+
+    >>> sinusoids(5, 6, std=0.5**0.5)[0].tolist()
+    [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    """
+    half = torch.arange((width + 1) // 2, dtype=torch.float64)
+    angles = torch.arange(positions)[:, None] / base ** (2 * half / width)
+    table = torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+    return (table * std * math.sqrt(2)).float()
+
+
+class Run:
+    """A run in memory: model, optimiser, data and the number of steps done."""
+
+    FILES = (CONFIG, WEIGHTS, TOKENIZER, checkpoint.CHECKPOINT)
+    """What `save` writes."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer | None = None) -> None:
+        texts = corpus.files(config.texts, config.held_out) if config.texts else None
+        self.corpus = texts or corpus.manual(config.held_out)
+        self.config = config
+        self.tokenizer = tokenizer or corpus.train_tokenizer(self.corpus.train, config.vocab)
+        self.vocab = self.tokenizer.get_vocab_size()
+        self.train_ids = corpus.join(self.tokenizer, self.corpus.train)
+        self.held_ids = corpus.join(self.tokenizer, self.corpus.held_out)
+        self._check_lengths()
+        self.inputs, self.targets = windows(self.held_ids, config.context)
+        self.device = _device(config.device)
+        self.model = self._model().to(self.device)
+        self.optimizer = _optimizer(self.model, config)
+        self.fingerprint = checkpoint.fingerprint(self.train_ids, self.held_ids)
+        self.step = 0
+
+    @classmethod
+    def resume(cls, folder: Path) -> Run:
+        """The run that the folder's checkpoint holds.
+
+        Raises:
+            FolderError: no checkpoint, a damaged one, or a text that has changed since.
+        """
+        saved = checkpoint.read(folder)
+        config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
+        held = sum(tensor.numel() for tensor in saved.tensors.values())
+        check_size(_sizes(config, tokenizer).weights, held, str(saved.path))
+        run = cls(config, tokenizer)
+        if run.fingerprint != saved.fingerprint:
+            raise FolderError(
+                f"{folder}: the text is not the one this run began with ({run.corpus.source}); "
+                f"bring it back, or start a new run in another folder"
+            )
+        saved.restore(run.model, run.optimizer)
+        run.step = saved.step
+        return run
+
+    def advance(self) -> float:
+        """Take one step; returns the loss of its batch, in nats a token."""
+        config, step = self.config, self.step
+        rate = config.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batch = self.batch(step).to(self.device)
+        self.model.train()
+        with _seeded(self.device, config.seed, "dropout", step):
+            with self._autocast():
+                logits = self.model(batch[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
+
+    def batch(self, step: int) -> Int[Tensor, "B T"]:
+        """The rows of a step, `context + 1` ids each: windows of the text, then repeats."""
+        config = self.config
+        generator = torch.Generator().manual_seed(_seed(config.seed, "rows", step))
+        repeats = round(config.batch * config.repeats)
+        length = config.context + 1
+        starts = torch.randint(
+            0, len(self.train_ids) - length + 1, (config.batch - repeats, 1), generator=generator
+        )
+        rows = self.train_ids[starts + torch.arange(length)]
+        longest = config.context // 2
+        return torch.cat(
+            [
+                rows,
+                corpus.repeated_tokens(
+                    repeats,
+                    length,
+                    self.vocab,
+                    generator,
+                    shortest=min(SHORTEST_PERIOD, longest),
+                    longest=longest,
+                ),
+            ]
+        )
+
+    def held_out_loss(self) -> float:
+        """Mean loss on the held-out text, in nats a token."""
+        return float(self._losses(self.inputs, self.targets).double().mean())
+
+    def repeat_losses(self) -> tuple[float, float]:
+        """Mean loss on a first and on a second copy of random tokens, in nats a token."""
+        period = self.config.context // 2
+        generator = torch.Generator().manual_seed(_seed(self.config.seed, "repeats", -1))
+        rows = corpus.repeated_tokens(
+            16, 2 * period, self.vocab, generator, shortest=period, longest=period
+        )
+        losses = self._losses(rows[:, :-1], rows[:, 1:]).double()
+        # The second copy's first token cannot be foretold: nothing says that a copy begins.
+        return float(losses[:, : period - 1].mean()), float(losses[:, period:].mean())
+
+    def save(self, folder: Path) -> None:
+        """Write checkpoint, model and tokenizer; each file whole or not at all."""
+        self.model.save_pretrained(folder, self.tokenizer)
+        settings = asdict(self.config)
+        checkpoint.write(folder, self.model, self.optimizer, self.step, settings, self.fingerprint)
+
+    def _model(self) -> GPT:
+        config = self.config
+        with _seeded(torch.device("cpu"), config.seed, "weights", -1):
+            model = GPT(_sizes(config, self.tokenizer))
+        if config.sinusoids:
+            table = model.transformer.wpe.weight
+            start = sinusoids(
+                config.context, config.width, config.sinusoid_std, config.sinusoid_base
+            )
+            with torch.no_grad():
+                table.copy_(start)
+        return model
+
+    def _check_lengths(self) -> None:
+        need = self.config.context + 1
+        if len(self.train_ids) < need:
+            raise corpus.TextError(
+                f"{self.corpus.source}: {len(self.train_ids)} tokens to train on, and context="
+                f"{self.config.context} needs {need}; give more text or a shorter context"
+            )
+        if len(self.held_ids) < 2:
+            raise corpus.TextError(f"{self.corpus.source}: too short to hold a part of it out")
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.config.dtype
+        on = dtype == "bfloat16" or (dtype == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
+
+    @torch.no_grad()
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss of every target, `[B, T]`."""
+        self.model.eval()
+        parts = []
+        for x, y in zip(inputs.split(16), targets.split(16), strict=True):
+            logits = self.model(x.to(self.device)).float()
+            loss = F.cross_entropy(logits.transpose(1, 2), y.to(self.device), reduction="none")
+            parts.append(loss.cpu())
+        return torch.cat(parts)
+
+
+def windows(
+    ids: Int[Tensor, " N"], context: int, most: int = EVALUATED_WINDOWS
+) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Consecutive windows of a text, inputs and targets; each token is a target at most once.
+
+    At most `most` windows, from the start; a last one that is not full is left out unless it is
+    the only one.
+
+    >>> inputs, targets = windows(torch.arange(8), context=3)
+    >>> inputs.tolist(), targets.tolist()
+    ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
+    """
+    context = min(context, len(ids) - 1)
+    count = min(most, (len(ids) - 1) // context)
+    size = count * context
+    return ids[:size].view(count, context), ids[1 : size + 1].view(count, context)
+
+
+def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
+    """The settings that a checkpoint names.
+
+    Raises:
+        FolderError: one that there is not, or that has no such value.
+    """
+    saved, known = dict(saved), {field.name: field.default for field in fields(TrainConfig)}
+    texts = saved.pop("texts", [])
+    if unknown := saved.keys() - known:
+        raise FolderError(f"{path}: made by another version (setting {sorted(unknown)[0]!r})")
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise FolderError(f"{path}: texts={texts!r}: no list of files")
+    try:
+        given = {name: typed(name, value, known[name]) for name, value in saved.items()}
+        return TrainConfig(texts=tuple(texts), **given)
+    except ValueError as error:
+        raise FolderError(f"{path}: {error}") from None
+
+
+def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
+    """What model the settings call for."""
+    end = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    return GPTConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_positions=config.context,
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=0.0,
+        initializer_range=config.width**-0.5,  # GPT-2's 0.02 is right for 768, slow for 128
+        bos_token_id=end,
+        eos_token_id=end,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r}: must be auto, cpu or cuda") from None
+    if device.type == "meta":
+        raise ValueError(f"device={name!r}: holds no numbers; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: this PyTorch sees no CUDA device; use cpu")
+    return device
+
+
+def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that shrinks only matrices: biases, norms and the position table are left alone."""
+    named = dict(model.named_parameters())
+    spared = {"transformer.wpe.weight"}
+    decayed = [p for name, p in named.items() if p.dim() == 2 and name not in spared]
+    rest = [p for name, p in named.items() if p.dim() != 2 or name in spared]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _seed(seed: int, purpose: str, step: int) -> int:
+    """A 32-bit seed of its own for each purpose and step."""
+    digest = hashlib.sha256(f"{seed} {purpose} {step}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, seed: int, purpose: str, step: int) -> Iterator[None]:
+    """Seed the global generators, and give them back as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(_seed(seed, purpose, step))
+        yield

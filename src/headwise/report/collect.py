@@ -1,0 +1,263 @@
+"""What every attention call of a forward gives to a look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..capture.call import AttentionCall, Looking
+from ..capture.captured import Watched
+from ..capture.session import Net, catch
+from ..stats.evidence import Statistic
+from ..stats.patterns import First, Induction, Previous, SameToken
+from ..stats.per_query import Entropy, Map, Mass, MaxLogit, OffsetHistogram, Received, TopKeys
+from ..stats.results import Reading
+from .head_labels import naming_statistics
+from .sample import LookError, Part, Sample, told_if_it_fails
+from .schema import Layer
+
+__all__ = [
+    "Drawing",
+    "Found",
+    "Place",
+    "behind_only",
+    "bins_of",
+    "gather",
+    "gather_on_repeats",
+    "survey",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A call of a module in a forward: the first by the module's name, further ones numbered."""
+
+    name: str
+    module: str
+    heads: int
+    queries: int
+    keys: int
+
+
+@contextmanager
+def calls_of(model: nn.Module, hear: Callable[[AttentionCall, Place], None]) -> Iterator[Net]:
+    """Let `hear` know of every attention call, each under a name of its own.
+
+    A module that is called again (as layers that share their weights are) is another layer.
+    """
+    times: Counter[str] = Counter()
+
+    def listen(call: AttentionCall) -> None:
+        times[call.name] += 1
+        again = times[call.name]
+        name = call.name if again == 1 else f"{call.name} (call {again})"
+        hear(call, Place(name, call.name, call.heads, call.queries, call.keys))
+
+    with catch(model, listen) as net:
+        yield net
+
+
+def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
+    """The attention calls of a forward, in order.
+
+    Raises:
+        LookError: there are none, or the model cannot run on this.
+    """
+    places: list[Place] = []
+
+    def hear(call: AttentionCall, place: Place) -> None:
+        call.once_whole(lambda _: places.append(place))
+
+    with calls_of(model, hear) as net:
+        with told_if_it_fails(model):
+            forward()
+        if not places:
+            why = net.names.why_nothing()
+            raise LookError(f"{type(model).__name__}: no attention was seen: {why}")
+    return places
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What is kept of the text that is shown: cells on a side of a map, keys of a query, and bins
+    of doubling width for distances."""
+
+    map_side: int
+    top_keys: int
+    bins: int
+
+
+@dataclass
+class Found:
+    """What is gathered: sums over all texts, the first text's layers, and how far it has come.
+
+    `modules` are the qualified names behind those of the layers.
+    """
+
+    passed: Callable[[], None]
+    seen: Watched = field(default_factory=lambda: Watched(running=True))
+    repeats: Watched = field(default_factory=lambda: Watched(running=True))
+    layers: list[Layer] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+
+
+def gather(
+    model: nn.Module,
+    sample: Sample,
+    found: Found,
+    forward: Callable[[], object],
+    *,
+    drawing: Drawing | None,
+) -> None:
+    """Add what the heads do on a text; with a drawing, keep it as the layers that are shown."""
+
+    def hear(call: AttentionCall, place: Place) -> None:
+        kind, queries, keys = sample.place(place.module, place.queries, place.keys)
+        asked = _figures(kind, sample.parts[keys])
+        shown = [] if drawing is None else _drawn(kind, place, drawing)
+        readings = call.observe([*asked, *shown], Looking())
+        names = [name for statistic in asked for name in statistic.names]
+        _check(readings["entropy"], place, len(found.seen.modules))
+        figures = {name: readings[name] for name in names}
+        layer = None if drawing is None else _layer(place, kind, queries, keys, readings, drawing)
+        looked_at = call.batch * place.queries
+
+        def keep(there: int) -> None:
+            counts = looked_at, there
+            found.seen.add(place.name, figures, place.heads, queries=counts)
+            found.modules[place.name] = place.module
+            if layer is not None:
+                found.layers.append(layer)
+            found.passed()
+
+        call.once_whole(keep)
+
+    with calls_of(model, hear) as net:
+        forward()
+    found.seen.left_out |= net.names.left_out
+
+
+def gather_on_repeats(
+    model: nn.Module, sample: Sample, found: Found, forward: Callable[[], object]
+) -> None:
+    """Add what the heads of self-attention do on random tokens that come twice."""
+
+    def hear(call: AttentionCall, place: Place) -> None:
+        kind, _, keys = sample.place(place.module, place.queries, place.keys)
+        ids = sample.parts[keys].ids
+        if kind == "self" and ids is not None:
+            asked = (Mass(Previous()), Mass(SameToken(ids)), Mass(Induction(ids)))
+            readings = call.observe(asked, Looking())
+            call.once_whole(lambda _: found.repeats.add(place.name, readings, place.heads))
+        call.once_whole(lambda _: found.passed())
+
+    with calls_of(model, hear):
+        forward()
+
+
+def _figures(kind: str, keys: Part) -> list[Statistic]:
+    """The statistics that are shown as numbers."""
+    if kind == "self":
+        return [MaxLogit(), *naming_statistics(keys.ids, keys.delimiters)]
+    asked: list[Statistic] = [MaxLogit(), Entropy(), Mass(First())]
+    if keys.delimiters is not None:
+        named = naming_statistics(None, keys.delimiters)
+        asked += [statistic for statistic in named if "delimiters" in statistic.names]
+    return asked
+
+
+def _drawn(kind: str, place: Place, drawing: Drawing) -> list[Statistic]:
+    """The statistics that are drawn."""
+    asked: list[Statistic] = [Map(_side(place, drawing)), Received()]
+    if drawing.top_keys:
+        asked.append(TopKeys(drawing.top_keys))
+    if kind == "self":
+        asked.append(OffsetHistogram(drawing.bins, ahead=True))
+    return asked
+
+
+def bins_of(keys: int) -> int:
+    """How many bins of doubling width reach over so many keys.
+
+    >>> bins_of(2), bins_of(9), bins_of(1024)
+    (2, 5, 11)
+    """
+    return 1 + max(1, (keys - 1).bit_length())
+
+
+def _side(place: Place, drawing: Drawing) -> int:
+    return min(drawing.map_side, max(place.queries, place.keys))
+
+
+def _layer(
+    place: Place, kind: str, queries: int, keys: int, readings: dict[str, Reading], drawing: Drawing
+) -> Layer:
+    side = _side(place, drawing)
+    maps = _first_row(readings["map"])[:, : min(side, place.queries), : min(side, place.keys)]
+    empty = np.zeros((place.heads, place.queries, 0), dtype=np.float32)
+    entropy = readings["entropy"]
+    assert entropy.rows is not None
+    alive = entropy.rows.expand(entropy.values.shape)[0].cpu().numpy()
+    causal = kind == "self" and not np.triu(maps, 1).any()
+    return Layer(
+        name=place.name,
+        kind="self" if kind == "self" else "cross",
+        causal=causal,
+        queries=queries,
+        keys=keys,
+        maps=maps,
+        top_keys=_first_row(readings["top_keys"], np.int32) if drawing.top_keys else empty,
+        top_weights=_first_row(readings["top_weights"]) if drawing.top_keys else empty,
+        entropy=np.where(alive, _first_row(entropy), np.nan),
+        received=_first_row(readings["received"]),
+        offsets=_offsets(readings) if kind == "self" else None,
+    )
+
+
+def _offsets(readings: dict[str, Reading]) -> np.ndarray:
+    """`[H, 2 · bins − 1]`: what lies ahead, from afar to near, then the query, then behind."""
+    ahead, behind = (_first_row(readings[name]) for name in ("offsets_ahead", "offsets"))
+    return np.concatenate([ahead[:, :0:-1], behind], axis=1)
+
+
+def behind_only(layers: list[Layer]) -> tuple[list[Layer], list[int]]:
+    """The layers and the first distances of their bins; without those ahead, if all are empty."""
+    offsets = next((layer.offsets for layer in layers if layer.offsets is not None), None)
+    if offsets is None:
+        return layers, []
+    bins = (offsets.shape[1] + 1) // 2
+    distances = first_distances(bins)
+    ahead = (layer.offsets[:, : bins - 1] for layer in layers if layer.offsets is not None)
+    if any(part.any() for part in ahead):
+        return layers, distances
+    return [
+        layer if layer.offsets is None else replace(layer, offsets=layer.offsets[:, bins - 1 :])
+        for layer in layers
+    ], distances[bins - 1 :]
+
+
+def first_distances(bins: int) -> list[int]:
+    """The first distance back of each of those bins; below 0 what lies ahead.
+
+    >>> first_distances(4)
+    [-7, -3, -1, 0, 1, 2, 4]
+    """
+    return [*(1 - (1 << b) for b in range(bins - 1, 0, -1)), 0, *(1 << b for b in range(bins - 1))]
+
+
+def _first_row(reading: Reading, dtype: type = np.float32) -> np.ndarray:
+    return reading.values[0].detach().cpu().numpy().astype(dtype)
+
+
+def _check(entropy: Reading, place: Place, layer: int) -> None:
+    if not torch.isfinite(entropy.values).all():
+        raise LookError(
+            f"the attention of layer {layer} ({place.module}) is not finite; the model's weights "
+            f"hold NaN or overflow"
+        )

@@ -1,0 +1,155 @@
+"""Model folders of any architecture, read with `transformers`; GPT-2's by headwise itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models import gpt
+from ..weights.hf_folder import CONFIG, read_config, weight_files
+from ..weights.safetensors_file import FolderError, checked, headers
+from .config_sizes import check_counts, check_sides, no_larger
+
+__all__ = ["load_folder"]
+
+OURS = (["GPT2LMHeadModel"], ["GPT2Model"])
+
+
+def load_folder(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer, or its image processor, from a Hugging Face folder.
+
+    The class is that of `architectures` in `config.json`. Weights are read from safetensors alone,
+    and no code that lies in the folder is run.
+
+    Args:
+        dtype: of the weights; without, float32.
+
+    Raises:
+        FolderError: whatever is wrong with the folder, in one line.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    named = config.get("architectures") or [None]
+    dtype = torch.float32 if dtype is None else dtype
+    if config.get("model_type") == "gpt2" and named in ([None], *OURS):
+        model, tokenizer = gpt.load(folder)
+        return model.to(device, dtype), tokenizer
+    name = named[0] if isinstance(named, list) else named
+    if not (name is None or (isinstance(name, str) and name.isidentifier())):
+        raise FolderError(f"{folder / CONFIG}: architectures={named!r}: no list of class names")
+    stored = list(headers(weight_files(folder, name or "AutoModel")))
+    numbers, where = sum(one.size for one in stored), str(folder / CONFIG)
+    check_counts(config, len(stored), numbers, where)
+    transformers = _transformers(folder)
+    sized = no_larger(numbers, where, packed="quantization_config" in config)
+    with _one_line(folder), _quiet(transformers), sized:
+        model_class = _class_of(transformers, folder, config, name)
+        model, told = model_class.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        _check_weights(folder, told)
+        for weight, values in model.named_parameters():
+            checked(values, f"{folder}: {weight}")
+        reader = _reader(transformers, folder, images=model.main_input_name == "pixel_values")
+    return model.to(device).eval(), reader
+
+
+def _reader(transformers: Any, folder: Path, *, images: bool) -> Any:
+    """The folder's image processor, or its tokenizer."""
+    kind, what = transformers.AutoTokenizer, "tokenizer"
+    files = ("tokenizer.json", "*vocab*", "*.model")
+    if images:
+        kind, what = transformers.AutoImageProcessor, "image processor"
+        files = ("preprocessor_config.json", "processor_config.json")
+    missing = FolderError(f"{folder}: holds no {what}; copy the model's {files[0]} there")
+    try:
+        reader = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        if any(any(folder.glob(pattern)) for pattern in files):
+            raise
+        raise missing from None
+    if images:
+        check_sides(reader, str(folder))
+    if not images and len(reader) <= len(reader.all_special_ids):
+        raise missing
+    return reader
+
+
+def _transformers(folder: Path) -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise FolderError(
+            f"{folder}: models other than GPT-2 are read with the transformers package: "
+            f"pip install 'headwise[hf]'"
+        ) from None
+    return transformers
+
+
+def _class_of(transformers: Any, folder: Path, config: dict[str, Any], name: str | None) -> Any:
+    if name is None:
+        return transformers.AutoModel
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    own = "; code in a model's folder is not run" if "auto_map" in config else ""
+    raise FolderError(
+        f"{folder / CONFIG}: architectures names {name}, which is no model of transformers "
+        f"{transformers.__version__}{own}"
+    )
+
+
+def _check_weights(folder: Path, told: dict[str, Any]) -> None:
+    """Weights that are missing would be drawn at random, and nobody would see it.
+
+    A pooler comes after the attention, and base models are often stored without it.
+    """
+    missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
+    apart = sorted(str(one[0]) for one in told.get("mismatched_keys", ()))
+    for names, fault in ((missing, "missing from the weights"), (apart, "of another shape")):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise FolderError(
+                f"{folder}: {', '.join(names[:3])}{rest}: {fault}, and {CONFIG} calls for it"
+            )
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """Whatever `transformers` finds wrong, as an error of one line."""
+    try:
+        yield
+    except FolderError:
+        raise
+    except Exception as error:  # a damaged folder makes them raise whatever comes
+        said = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise FolderError(f"{folder}: transformers cannot read it ({said})") from None
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the bars and warnings of `transformers`."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,285 @@
+"""Naming heads: what each is known for, by rules that are data.
+
+A rule holds a head's figure against a threshold. A head may have several labels, or none. Figures
+are means over valid queries that have what is measured; their share of the queries is the coverage.
+
+Sources: Clark et al. 2019 (previous and next token, delimiters, broad heads), Voita et al. 2019
+(positional heads), Olsson et al. 2022 (induction), Wang et al. 2022 (duplicate tokens), Xiao et al.
+2023 (sinks), Dosovitskiy et al. 2020 (mean attention distance). The ideas are theirs; the
+thresholds, on means of exact weights, are headwise's.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from ..capture.captured import Watched
+from ..core.masks import Dense
+from ..stats.evidence import Statistic
+from ..stats.patterns import At, First, Induction, Previous, SameToken, Self
+from ..stats.per_query import Distance, Entropy, Mass
+
+__all__ = [
+    "NO_LABEL",
+    "RULES",
+    "HeadName",
+    "Label",
+    "Rule",
+    "is_delimiter",
+    "label_head",
+    "name_heads",
+    "naming_statistics",
+]
+
+NO_LABEL = "none of these"
+
+MIN_COVERAGE = 0.1
+"""A figure that fewer of the queries have names nothing."""
+
+OFFSETS = (1, -2, 2, -3, 3)
+"""The fixed offsets of positional heads; −1 and 0 have labels of their own."""
+
+Sign = Literal["≥", "≤"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`label` holds when the figure `key` is at least (or at most) `threshold`.
+
+    `given` is a second condition on another figure: its key, sign and threshold. Several rules may
+    give one label: the first that holds gives its score. A key that ends in `_random` is a figure
+    on random tokens that come twice.
+    """
+
+    label: str
+    brief: str
+    key: str
+    sign: Sign
+    threshold: float
+    why: str
+    source: str
+    given: tuple[str, Sign, float] | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The figures that the rule needs."""
+        return (self.key,) if self.given is None else (self.key, self.given[0])
+
+    def holds(self, figures: Mapping[str, Any]) -> bool:
+        """Whether the rule names a head with these figures. A missing figure names nothing."""
+        conditions = [(self.key, self.sign, self.threshold), *([self.given] if self.given else [])]
+        return all(_meets(figures, *condition) for condition in conditions)
+
+
+def _meets(figures: Mapping[str, Any], key: str, sign: Sign, threshold: float) -> bool:
+    score, coverage = figures.get(key), figures.get(f"{key}_coverage", 1.0)
+    if score is None or not math.isfinite(score) or coverage < MIN_COVERAGE:
+        return False
+    return score >= threshold if sign == "≥" else score <= threshold
+
+
+_FOLLOWERS = "finds the last time this token stood here and looks at what came next"
+_SAME = "looks at the token's other places"
+_CLARK, _VOITA, _OLSSON = "Clark et al. 2019", "Voita et al. 2019", "Olsson et al. 2022"
+_WANG, _XIAO = "Wang et al. 2022", "Xiao et al. 2023"
+
+
+def _positional(offset: int) -> Rule:
+    where = f"{abs(offset)} token{'s' * (abs(offset) > 1)} {'ahead' if offset > 0 else 'back'}"
+    return Rule(
+        *("positional", "pos.", At(offset).name, "≥", 0.4),
+        why=f"looks {where}, wherever it stands",
+        source=_VOITA,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("induction", "ind.", "induction_random", "≥", 0.4, _FOLLOWERS, _OLSSON),
+    Rule("duplicate token", "dup.", "same_token_random", "≥", 0.4, _SAME, _WANG),
+    Rule("previous token", "prev.", "previous", "≥", 0.4, "looks one token back", _CLARK),
+    *(_positional(offset) for offset in OFFSETS),
+    Rule("first token", "first", "first", "≥", 0.5, "rests on the first token: a sink", _XIAO),
+    Rule("delimiter", "delim.", "delimiters", "≥", 0.5, "rests on separators or stops", _CLARK),
+    Rule("itself", "self", "self", "≥", 0.4, "stays on its own token", _CLARK),
+    Rule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
+    Rule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
+    Rule(
+        *("broad", "broad", "entropy_share", "≥", 0.8),
+        why="spreads nearly evenly over all it can see",
+        source=_CLARK,
+    ),
+    Rule(
+        *("local", "local", "distance_absolute", "≤", 8.0),
+        why="stays within a few tokens, and within half the distance of even attention",
+        source="Dosovitskiy et al. 2020",
+        given=("distance_share", "≤", 0.5),
+    ),
+)
+"""In the order of a head's labels: the first is what it is called where there is room for one."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label that a head has: the figure `key` that gave it, its score and its rule's threshold.
+
+    `coverage` is the share of queries that had what `key` measures.
+    """
+
+    label: str
+    key: str
+    score: float
+    sign: Sign
+    threshold: float
+    coverage: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadName:
+    """A head and its labels, none of which may hold; `missing` are labels that nothing was seen of.
+
+    >>> HeadName("attn", 3).label
+    'none of these'
+    """
+
+    layer: str
+    head: int
+    labels: tuple[Label, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The first label, or `none of these`."""
+        return self.labels[0].label if self.labels else NO_LABEL
+
+
+def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
+    """Every label of a head with these figures, by `RULES` and in their order.
+
+    Args:
+        figures: a row of a table: figures, and `<name>_coverage` for those that a query can lack.
+            Those on random tokens that come twice end in `_random`.
+
+    >>> [(label.label, label.score) for label in label_head({"previous": 0.6, "self": 0.4})]
+    [('previous token', 0.6), ('itself', 0.4)]
+    >>> label_head({"previous": 0.39})
+    ()
+    """
+    labels: dict[str, Label] = {}
+    for rule in RULES:
+        if rule.label not in labels and rule.holds(figures):
+            labels[rule.label] = Label(
+                *(rule.label, rule.key, figures[rule.key], rule.sign, rule.threshold),
+                coverage=figures.get(f"{rule.key}_coverage", 1.0),
+            )
+    return tuple(labels.values())
+
+
+def unjudged(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels of `RULES` none of whose figures is there."""
+    judged = {rule.label for rule in RULES if all(key in figures for key in rule.keys)}
+    return tuple(dict.fromkeys(rule.label for rule in RULES if rule.label not in judged))
+
+
+def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
+    """Name every head by what it was seen to do: one entry per (layer, head), as in `seen.table()`.
+
+    Rules whose figures were not observed are left out, and their labels are in `missing`. Induction
+    and duplicate tokens are judged on random repeats, where no meaning can help, and else on the
+    text itself; `Label.key` says on which.
+
+    Args:
+        seen: of a text, watched with `naming_statistics()` or a part of them.
+        repeats: of random tokens that come twice, watched with at least `Mass(SameToken(ids))` and
+            `Mass(Induction(ids))`; modules that were not called there go without.
+
+    Raises:
+        ValueError: nothing was seen; a table in place of what was seen.
+
+    >>> import torch, headwise as hw
+    >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+    >>> with hw.watch(layer, *naming_statistics()) as seen:
+    ...     out = layer(torch.zeros(1, 9, 24), mask=hw.Causal())
+    >>> [name.label for name in name_heads(seen)]  # equal tokens: attention is even
+    ['broad', 'broad', 'broad']
+    >>> name_heads(seen)[0].missing
+    ('induction', 'duplicate token', 'delimiter')
+    """
+    for given in (seen, *(() if repeats is None else (repeats,))):
+        if not isinstance(given, Watched):
+            kind = type(given).__name__
+            raise ValueError(
+                f"name_heads({kind}): give what watch() saw, seen itself; of a row of its table, "
+                f"label_head(row) gives the labels."
+            )
+    on_random: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in repeats.table() if repeats is not None else ():
+        on_random[row["layer"], row["head"]] = _at_random(row)
+    names = []
+    for row in seen.table():
+        place = row["layer"], row["head"]
+        figures = row | on_random.get(place, {})
+        names.append(HeadName(*place, label_head(figures), unjudged(figures)))
+    return names
+
+
+def _at_random(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's figures under their names on random tokens, `first_random`, …"""
+    figures = {}
+    for key, value in row.items():
+        name, coverage = key.removesuffix("_coverage"), key.endswith("_coverage")
+        figures[f"{name}_random_coverage" if coverage else f"{name}_random"] = value
+    return figures
+
+
+def naming_statistics(
+    tokens: Int[Tensor, "*B S"] | None = None, delimiters: Bool[Tensor, "*B S"] | None = None
+) -> tuple[Statistic, ...]:
+    """What `watch()` must take for all rules of self-attention to be judged.
+
+    Args:
+        tokens: ids `[B, S]` or `[S]`, one per key; without, induction and duplicate tokens are left
+            out (as for images).
+        delimiters: where the token is a separator or punctuation (`is_delimiter`), of the same
+            shape; without, that label is left out.
+
+    Of cross-attention, only entropy, the first token and delimiters mean something.
+
+    >>> import torch
+    >>> ids = torch.tensor([5, 6, 7, 5, 6, 7])
+    >>> [name for s in naming_statistics(ids, ids == 7) for name in s.names][-3:]
+    ['same_token', 'induction', 'delimiters']
+    """
+    statistics: list[Statistic] = [
+        Entropy(),
+        Distance(absolute=True),
+        *(Mass(pattern) for pattern in (First(), Previous(), Self())),
+        *(Mass(At(offset)) for offset in OFFSETS),
+    ]
+    if tokens is not None:
+        statistics += [Mass(SameToken(tokens)), Mass(Induction(tokens))]
+    if delimiters is not None:
+        where = delimiters[None, None, None] if delimiters.dim() == 1 else delimiters[:, None, None]
+        statistics.append(Mass(Dense(where), name="delimiters"))
+    return tuple(statistics)
+
+
+def is_delimiter(text: str) -> bool:
+    """Whether a token, as text, is a separator: punctuation or line breaks and nothing else.
+
+    Punctuation is what Unicode calls so (general category P). Separators that a tokenizer adds,
+    such as `[SEP]`, are known to it, not to this function.
+
+    >>> [is_delimiter(text) for text in (",", " .", "...", "\\n", "end.", " ", "+")]
+    [True, True, True, True, False, False, False]
+    """
+    bare = text.strip(" \t")
+    return bool(bare) and all(
+        letter in "\n\r" or unicodedata.category(letter).startswith("P") for letter in bare
+    )

@@ -1,0 +1,301 @@
+"""`look()`: a model and a text in, what every head does out."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from itertools import chain, count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._text import escaped
+from ..capture.importance import ablation_scan
+from ..capture.importance import importance as importance_of
+from .collect import Drawing, Found, Place, behind_only, bins_of, gather, gather_on_repeats, survey
+from .head_labels import RULES
+from .rows import columns_of, rows_of
+from .sample import RANDOM_ROWS, LookError, Sample, Subject
+from .samples import Samples
+from .schema import Look, budget
+from .similar import FORMULA, similarity
+from .subjects import subject_of
+
+__all__ = ["look"]
+
+Report = Callable[[str, float], None]
+EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters
+
+
+def look(
+    model: nn.Module,
+    tokenizer: Any,
+    text: Any,
+    *,
+    target: str | None = None,
+    context: int | None = None,
+    seed: int = 0,
+    importance: bool = False,
+    ablation: bool = False,
+    model_name: str = "model",
+    text_name: str = "text",
+    report: Report | None = None,
+) -> Look:
+    """See what each head of `model` does on a text, on many texts, or on an image.
+
+    Every figure is a statistic of `watch()`: its mean over all valid queries of all texts, with its
+    standard error over texts where there are several. Maps, top keys and the like are of the first
+    text. Figures named `…_random` are taken on random tokens that come twice (Olsson et al. 2022).
+
+    Args:
+        model: a causal language model, an encoder or an encoder–decoder model of `transformers`; a
+            vision transformer of `transformers`; headwise's `GPT`; or any module that is called
+            with token ids `[1, T]` alone.
+        tokenizer: the model's own, of `tokenizers` or `transformers`; of an image, the processor.
+        text: a string; or many, in any iterable, of which one at a time is held; or an image (of
+            Pillow, or the `Path` of a file), or many.
+        target: what the decoder of an encoder–decoder model is given. Without, the model writes it:
+            the likeliest token each time, at most 48 of them.
+        context: how many tokens of a text to look at, at most the model's own context; without, as
+            many as that, but not over 2,048.
+        seed: of the random tokens, and of those that a masked language model is asked for.
+        importance: also `importance()` of every head, on the texts' own loss.
+        ablation: also `ablation_scan()`, which is a forward for each head and text.
+        model_name, text_name: what they are called in the result.
+        report: called with what is being done (`"looking"`, `"importance"`, `"ablation"`) and its
+            share that is done, where the number of texts is known.
+
+    Raises:
+        LookError: what the model cannot read, a loss that it does not have, attention that is not
+            finite.
+        TextError: no text of at least two tokens.
+
+    >>> from headwise.corpus import train_tokenizer
+    >>> from headwise.gpt import GPT, GPTConfig
+    >>> tokenizer = train_tokenizer(["no no no, yes yes"], vocab_size=260)
+    >>> config = GPTConfig(vocab_size=260, n_positions=12, n_embd=10, n_layer=2, n_head=5)
+    >>> seen = look(GPT(config), tokenizer, "no, yes")
+    >>> len(seen.rows), seen.layers[1].maps.shape
+    (10, (5, 4, 4))
+    """
+    if not isinstance(model, nn.Module):
+        raise LookError(
+            f"look({model!r:.80}, …): the model is to be a module, such as one that "
+            f"from_pretrained() gives; `headwise look --model FOLDER` reads a folder"
+        )
+    subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
+    samples = Samples(subject, text, text_name)
+    told = report or (lambda doing, share: None)
+    if importance or ablation:
+        _check_loss(subject, samples, model_name)
+    with _evaluated(model), torch.no_grad():
+        found, first, facts = _gathered(subject, samples, seed, told)
+        effects = []
+        if importance:
+            told("importance", 0.0)
+            effects.append(importance_of(model, subject.mean_loss, samples).table())
+        if ablation:
+            scan = ablation_scan(
+                *(model, subject.mean_loss, samples),
+                report=lambda share: told("ablation", share),
+            )
+            effects.append(scan.table())
+    rows = rows_of(found, effects, errors=facts["texts"] > 1)
+    layers, offsets = behind_only(found.layers)
+    return Look(
+        rows=rows,
+        layers=layers,
+        streams=[part.stream for part in first.parts],
+        provenance={
+            "model": escaped(model_name),
+            "text": escaped(text_name),
+            **facts,
+            "seed": seed,
+            "similarity": FORMULA,
+            "versions": _versions(),
+        },
+        columns=columns_of(rows),
+        rules=[asdict(rule) for rule in RULES],
+        offsets=offsets,
+        similarity=similarity(layers),
+    )
+
+
+def _gathered(
+    subject: Subject, samples: Samples, seed: int, told: Report
+) -> tuple[Found, Sample, dict[str, Any]]:
+    """Run the model on every text, and on random repeats; the first text; what there is to say."""
+    texts, repeats = iter(samples), subject.repeats(seed)
+    first = next(texts)
+    places = survey(subject.model, lambda: subject.logits(first))
+    drawing = drawing_of(places)
+    found = Found(_steps(told, len(places), samples.number, repeats is not None))
+    total, number = 0.0, 0
+    for sample in chain([first], texts):
+        drawn = drawing if sample is first else None
+        losses = _run(subject, sample, partial(gather, subject.model, sample, found, drawing=drawn))
+        if losses is None and subject.loss_of:  # of another forward, with tokens hidden
+            losses = subject.losses(sample)
+        if losses is not None:
+            total, number = total + float(losses.sum()), number + losses.numel()
+    facts = {
+        **_facts_of(subject, first, samples, _unseen(found.seen.left_out)),
+        "layers": len(places),
+        "heads": sum(place.heads for place in places),
+        "map_side": drawing.map_side,
+        "top_keys": drawing.top_keys,
+        "loss_text": total / number if number else None,
+    }
+    return found, first, facts | _on_repeats(subject, repeats, found)
+
+
+def _on_repeats(subject: Subject, repeats: Sample | None, found: Found) -> dict[str, Any]:
+    """Run the model on random tokens that come twice; its losses on either copy."""
+    if repeats is None:
+        return {}
+    losses = _run(subject, repeats, partial(gather_on_repeats, subject.model, repeats, found))
+    facts = {"random_rows": RANDOM_ROWS, "random_period": repeats.period}
+    copies: list[float | None] = [None, None]
+    if losses is not None and repeats.period > 1:
+        # Nothing foretells that a copy begins, so its first token does not count.
+        start, stop = repeats.period, 2 * repeats.period - 1
+        copies = [float(part.mean()) for part in (losses[:, : start - 1], losses[:, start:stop])]
+    return {**facts, "loss_first_copy": copies[0], "loss_second_copy": copies[1]}
+
+
+def _run(
+    subject: Subject, sample: Sample, gathered: Callable[[Callable[[], None]], None]
+) -> Tensor | None:
+    """Let a forward be gathered; the losses that it gives on the way."""
+    given: list[Tensor | None] = []
+
+    def forward() -> None:
+        logits = subject.logits(sample)
+        given.append(None if logits is None else subject.losses_of(sample, logits))
+
+    gathered(forward)
+    return given[0]
+
+
+def drawing_of(places: Sequence[Place]) -> Drawing:
+    """How finely these calls are drawn."""
+    tokens = max(max(place.queries, place.keys) for place in places)
+    most = budget(sum(place.heads for place in places), tokens)
+    return Drawing(most.map_side, most.top_keys, bins_of(tokens))
+
+
+def _steps(told: Report, calls: int, texts: int | None, repeats: bool) -> Callable[[], None]:
+    """What is to be called after each attention call."""
+    done = count(1)
+
+    def passed() -> None:
+        if texts is not None:
+            told("looking", min(1.0, next(done) / (calls * (texts + repeats))))
+
+    return passed
+
+
+def _check_loss(subject: Subject, samples: Samples, name: str) -> None:
+    if not subject.loss_of:
+        raise LookError(
+            f"importance and ablation need a loss, and {name} ({type(subject.model).__name__}) has "
+            f"none on what it reads; look at it without them"
+        )
+    if not samples.again:
+        raise LookError(
+            f"importance and ablation go through {samples.name} again, and an iterator can be gone "
+            f"through once; give a list"
+        )
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards every module in its own again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _facts_of(
+    subject: Subject, first: Sample, samples: Samples, unseen: Sequence[str]
+) -> dict[str, Any]:
+    """What there is to say of the model and of what it read."""
+    model = subject.model
+    weights = next(model.parameters())
+    return {
+        "kind": subject.kind,
+        "architecture": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "context": subject.longest,
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", "headwise"),
+        "texts": samples.read,
+        **({"too_short": samples.short} if samples.short else {}),
+        "tokens": first.total,
+        "tokens_shown": len(first.parts[0]),
+        "notice": " ".join(filter(None, (_cut(first, subject), _few(first), *unseen))) or None,
+        "loss": subject.loss_of,
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "device": weights.device.type,
+    }
+
+
+def _cut(first: Sample, subject: Subject) -> str | None:
+    """What part of a long text is shown, in words; None if all of it is."""
+    shown = len(first.parts[0])
+    if first.total <= shown:
+        return None
+    why = "the context asked for ends there"
+    if shown == subject.longest:
+        why = "the model's context ends there"
+    elif subject.context is None:
+        why = "for more, give a context (--context)"
+    return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
+
+
+def _unseen(left_out: dict[str, str]) -> list[str]:
+    """Which modules' attention is not shown, and why: a sentence for those of one kind."""
+    kinds: dict[str, list[str]] = {}
+    for name in left_out:
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return [
+        f"Not shown: {escaped(kind if len(names) > 1 else names[0])}, as {left_out[names[0]]}."
+        for kind, names in kinds.items()
+    ]
+
+
+def _few(first: Sample) -> str | None:
+    """That a text is of few different tokens, in words; None if it is not.
+
+    The share of pairs of places with equal tokens is what even attention puts on them.
+    """
+    ids = first.parts[0].ids
+    if ids is None:
+        return None
+    times = ids.unique(return_counts=True)[1]
+    equal = float((times * (times - 1)).sum()) / max(1, len(ids) * (len(ids) - 1))
+    if equal <= EQUAL_PAIRS:
+        return None
+    return (
+        f"The text has only {len(times)} different tokens: even attention would put {equal:.0%} of "
+        f"its weight on equal ones, so same-token and induction figures mean little."
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for package in ("headwise", "torch", "tokenizers", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # not installed, or run from a source tree
+            found[package] = "unknown"
+    return found

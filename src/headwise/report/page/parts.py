@@ -1,0 +1,95 @@
+"""What all pages share: one file put together from parts, with Plotly and the data packed in it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headwise._io import place_for, write_whole
+from headwise.report.codec import squeeze
+from headwise.report.schema import finite
+
+__all__ = ["PageError", "check_out", "fill", "json_text", "packed", "part", "plotly", "version"]
+
+
+class PageError(ValueError):
+    """The page cannot be written: the message says what, where and what to do."""
+
+
+def check_out(path: str | os.PathLike[str]) -> Path:
+    """The path for a page, if a page could be written there; else `PageError`.
+
+    Call it before the slow part, so that a wrong `--out` costs nothing.
+    """
+    path = Path(path)
+    try:
+        place_for(path)
+    except OSError as error:
+        raise PageError(f"cannot write {error}") from None
+    plotly()
+    return path
+
+
+def write_html(path: Path, text: str) -> Path:
+    """Write a page's text, whole or not at all.
+
+    Raises `PageError` when the folder cannot be written.
+    """
+    try:
+        write_whole(path.parent, {path.name: lambda part: part.write_bytes(text.encode("utf-8"))})
+    except OSError as error:
+        raise PageError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """A template's text with `@@name@@` replaced by the part of that name.
+
+    In one pass: what is put in is never searched for further marks.
+    """
+    return re.sub(r"@@(\w+)@@", lambda mark: parts[mark[1]], template)
+
+
+def packed(name: str, content: bytes) -> str:
+    """A script element that holds bytes, packed, and runs nothing."""
+    return f'<script type="text/plain" id="{name}">{squeeze(content)}</script>'
+
+
+def json_text(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def part(name: str) -> str:
+    """A file of this folder."""
+    return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
+
+
+def plotly() -> str:
+    """Plotly's own bundle for pages without a network.
+
+    Raises `PageError` when the `plotly` package is missing.
+    """
+    try:
+        offline = importlib.import_module("plotly.offline")
+    except ModuleNotFoundError as error:
+        raise PageError(
+            "the page needs the plotly package: pip install 'headwise[page]' (or use --json)"
+        ) from error
+    return offline.get_plotlyjs()
+
+
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

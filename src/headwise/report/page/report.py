@@ -1,0 +1,146 @@
+"""The report: one `Look` or two in, one HTML file out that needs no network and no other file.
+
+The page is `report.html` with the style sheets, the scripts and the results put in. The results are
+the looks' own JSON documents, packed; the browser unpacks them, and what comes from outside
+(tokens, names) reaches the document through `textContent` only: a token `<script>` stays text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from headwise.report.schema import Look, document, titles
+
+from .parts import check_out, fill, packed, part, plotly, version, write_html
+
+__all__ = ["made", "render_page", "write_page"]
+
+SCRIPTS = (
+    *("core.js", "plots.js", "choice.js", "heads.js", "table.js", "map.js", "head.js", "text.js"),
+    *("mosaic.js", "likeness.js", "scatter.js", "compare.js", "about.js", "main.js"),
+)
+
+# What the page's header has, or the looks' own arrays.
+SHOWN = (
+    *("notice", "loss_text", "loss_first_copy", "loss_second_copy", "tokens_shown"),
+    *("layers", "heads", "map_side", "top_keys"),
+)
+
+
+def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None = None) -> Path:
+    """Write `look` as one HTML file at `path`; an existing file is replaced in one step.
+
+    With `other`, both are on the page, and their difference.
+
+    Raises `PageError` when the folder does not exist or cannot be written, or when the `plotly`
+    package is missing. Nothing half-written is left behind.
+    """
+    path = check_out(path)
+    return write_html(path, render_page(look, other=other))
+
+
+def render_page(look: Look, *, other: Look | None = None) -> str:
+    """The whole page as a string. The same looks give the same string."""
+    looks = [look] if other is None else [look, other]
+    names = titles(looks)
+    results = [
+        document(one) | {"made": made(one), "title": name}
+        for one, name in zip(looks, names, strict=True)
+    ]
+    text = json.dumps(results, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    parts = {
+        "title": html.escape(" and ".join(names)),
+        "style": part("style.css") + part("report.css"),
+        "results": packed("results", text.encode("utf-8", "backslashreplace")),
+        "plotly": packed("plotly", plotly().encode("utf-8")),
+        "script": "\n".join(part(f"views/{script}") for script in SCRIPTS),
+    }
+    return fill(part("report.html"), parts)
+
+
+# --- how it was made -------------------------------------------------------------------------
+
+
+def made(look: Look) -> list[tuple[str, str]]:
+    """How the look was made, as names and values to read."""
+    facts = dict(look.provenance)
+    told = [
+        ("Model", _model(look, facts)),
+        ("Text", _text(look, facts)),
+        ("Random repeats", _repeats(facts)),
+        ("Attention", _attention(facts)),
+        ("Numbers", _numbers(facts)),
+        ("Maps", facts.pop("map", None) or _maps(look)),
+        ("Likeness", facts.pop("similarity", None)),
+        ("Seed", facts.pop("seed", None)),
+    ]
+    versions = {**facts.pop("versions", {}), "plotly": version("plotly")}
+    for shown in SHOWN:
+        facts.pop(shown, None)
+    others = [(key.replace("_", " ").capitalize(), value) for key, value in facts.items()]
+    told += [*others, ("Versions", versions)]
+    return [(name, _words(value)) for name, value in told if value not in (None, "", [], {})]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    return f"{value:,}" if isinstance(value, int) and abs(value) > 9999 else str(value)
+
+
+def _model(look: Look, facts: dict[str, Any]) -> str:
+    parts = [facts.pop("architecture", ""), f"{len(look.layers)} attention layers"]
+    heads = {layer.heads for layer in look.layers}
+    parts.append(f"{_range(heads)} heads each")
+    for key, words in (("parameters", "{:,} parameters"), ("context", "context {:,} tokens")):
+        if (value := facts.pop(key, None)) is not None:
+            parts.append(words.format(value))
+    return f"{facts.pop('model', 'unnamed')}: {', '.join(filter(None, parts))}"
+
+
+def _text(look: Look, facts: dict[str, Any]) -> str:
+    total, texts = facts.pop("tokens", None), facts.pop("texts", None)
+    lengths = ", ".join(f"{s.name} {len(s.tokens):,} tokens" for s in look.streams)
+    parts = [facts.pop("text", "unnamed"), f"shown: {lengths}"]
+    if isinstance(total, int):
+        parts.append(f"of {total:,} in all")
+    if isinstance(texts, int) and texts > 1:
+        parts.append(f"figures are means over {texts:,} texts, maps are of the first")
+    return "; ".join(parts)
+
+
+def _repeats(facts: dict[str, Any]) -> str | None:
+    rows, period = facts.pop("random_rows", None), facts.pop("random_period", None)
+    if rows is None or period is None:
+        return None
+    return f"{rows} rows of {period} random tokens that come twice"
+
+
+def _attention(facts: dict[str, Any]) -> str:
+    how = facts.pop("attention", None)
+    described = "figures describe the probabilities before dropout (which is off)"
+    return f"{how}; {described}" if how else described
+
+
+def _numbers(facts: dict[str, Any]) -> str | None:
+    dtype, device = facts.pop("dtype", None), facts.pop("device", None)
+    return f"{dtype} on {device}, statistics in float32 or finer" if dtype else None
+
+
+def _maps(look: Look) -> str:
+    sides = {size for layer in look.layers for size in layer.maps.shape[1:]}
+    return (
+        f"{_range(sides)} cells a side, at most one a token; weights are stored with 8 bits, "
+        "as square roots, so that small ones keep their digits"
+    )
+
+
+def _range(values: set[int]) -> str:
+    low, high = min(values, default=0), max(values, default=0)
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,76 @@
+"""A head's row: its figures, its labels, and what their columns mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .collect import Found
+from .columns import COLUMNS
+from .head_labels import label_head
+
+__all__ = ["columns_of", "rows_of"]
+
+AHEAD = ("next", "ahead_2", "ahead_3")
+"""Figures of keys ahead, which causal attention does not have."""
+
+
+def rows_of(
+    found: Found, effects: Sequence[Sequence[Mapping[str, Any]]], *, errors: bool
+) -> list[dict[str, Any]]:
+    """One row a head, in order of layer and head; with standard errors over texts.
+
+    Args:
+        effects: tables of what heads do to a loss, as `importance()` and `ablation_scan()` give.
+    """
+    numbers = {name: number for number, name in enumerate(found.seen.modules)}
+    causal = {layer.name for layer in found.layers if layer.causal}
+    random = {(row["layer"], row["head"]): row for row in _random(found)}
+    by_head: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for table in effects for row in table):
+        by_head.setdefault((row["layer"], row["head"]), {}).update(row)
+    rows = []
+    for row in found.seen.table(texts=errors):
+        module = found.modules[row["layer"]]
+        unknown = AHEAD if row["layer"] in causal else ()
+        figures = dict(_figures(row, "", unknown))
+        figures |= dict(_figures(random.get((row["layer"], row["head"]), {}), "_random", ()))
+        figures |= dict(_figures(by_head.get((module, row["head"]), {}), "", ()))
+        rows.append(
+            {
+                "layer": numbers[row["layer"]],
+                "head": row["head"],
+                "module": row["layer"],
+                "labels": [asdict(label) for label in label_head(figures)],
+                **figures,
+            }
+        )
+    return rows
+
+
+def _random(found: Found) -> list[dict[str, Any]]:
+    return found.repeats.table() if found.repeats.modules else []
+
+
+def _figures(
+    row: Mapping[str, Any], ending: str, unknown: Sequence[str]
+) -> Iterator[tuple[str, float | None]]:
+    """The row's figures that are shown, `ending` put after the name; None without any target."""
+    for column in COLUMNS:
+        key = column.key.removesuffix(ending) if ending else column.key
+        if column.key != key + ending or key not in row or key in unknown:
+            continue
+        coverage = row.get(f"{key}_coverage")
+        yield column.key, None if coverage == 0 else row[key]
+        if coverage is not None:
+            yield f"{column.key}_coverage", coverage
+        if not ending and f"{key}_se" in row:
+            yield f"{column.key}_se", row[f"{key}_se"]
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The columns that any head has a figure in."""
+    return [
+        asdict(column) for column in COLUMNS if any(row.get(column.key) is not None for row in rows)
+    ]

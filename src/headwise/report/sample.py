@@ -1,0 +1,256 @@
+"""What a model reads at a time, and how a model is read: what a look needs to know of either."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from ..models.data import TextError, repeated_tokens
+from .head_labels import is_delimiter
+from .schema import Stream
+from .text import Encoded, LookError, Vocabulary
+
+__all__ = ["LookError", "Part", "Sample", "Subject", "TokenSubject", "cross_entropy", "ends_of"]
+
+DEFAULT_CONTEXT = 2048  # tokens of a text that are looked at, unless more are asked for
+RANDOM_ROWS = 8
+RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
+STRETCH = 256  # tokens whose logits are in float64 at a time
+
+_CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A stream as tensors: its tokens `[S]` or `[B, S]`, and which are delimiters `[S]`."""
+
+    stream: Stream
+    ids: Int[Tensor, "*B S"] | None = None
+    delimiters: Bool[Tensor, " S"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.stream.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One forward of a model: `inputs`, its keywords; the streams that it reads; what it should
+    give, `labels`, for its loss. `total` is how many tokens there are of the whole text.
+
+    `encoder` are the prefixes of the names of modules that read the first of two streams. `period`
+    is that of random tokens which come twice.
+    """
+
+    inputs: dict[str, Tensor]
+    parts: list[Part]
+    total: int
+    labels: Tensor | None = None
+    encoder: tuple[str, ...] = ()
+    period: int = 0
+
+    def place(self, module: str, queries: int, keys: int) -> tuple[str, int, int]:
+        """Which streams a call's queries and keys come from: `self` or `cross`, and two numbers.
+
+        Of an encoder and a decoder, modules inside the encoder read the first stream. In the
+        decoder lengths tell; of streams of equal length, the module's name. A length that is no
+        stream's becomes a stream of its own, of numbered positions.
+        """
+        if len(self.parts) > 1 and not module.startswith(self.encoder):
+            lengths = [len(part) for part in self.parts[:2]]
+            cross = keys == lengths[0] and (keys != lengths[1] or bool(_CROSS.search(_end(module))))
+            if queries == lengths[1] and cross:
+                return "cross", 1, 0
+            if queries == lengths[1] == keys:
+                return "self", 1, 1
+        places = self._of_length(queries), self._of_length(keys)
+        return ("self" if places[0] == places[1] else "cross", *places)
+
+    def _of_length(self, length: int) -> int:
+        for number, part in enumerate(self.parts):
+            if len(part) == length:
+                return number
+        tokens = [str(position) for position in range(length)]
+        self.parts.append(Part(Stream(f"{length} positions", tokens)))
+        return len(self.parts) - 1
+
+
+@contextmanager
+def told_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """What a model raises on inputs that are not for it, as a `LookError`."""
+    try:
+        yield
+    except (RuntimeError, IndexError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise LookError(f"{type(model).__name__} cannot run on this: {said}") from error
+
+
+def _end(module: str) -> str:
+    """The last two parts of a qualified name."""
+    return ".".join(module.split(".")[-2:])
+
+
+class Subject(ABC):
+    """A model to be looked at: how it is called, and what it reads.
+
+    kind: what it is, in words. loss_of: what its loss is, in words; empty without one.
+    longest: the most tokens that it reads, where there is such a bound.
+    """
+
+    kind: str
+    loss_of: str = ""
+    longest: int | None = None
+
+    def __init__(self, model: nn.Module, context: int | None) -> None:
+        self.model, self.context = model, context
+
+    @property
+    def limit(self) -> int:
+        """How many tokens of a text are looked at.
+
+        Raises:
+            LookError: a context that the model does not have.
+        """
+        longest = self.longest
+        if self.context is None:
+            return DEFAULT_CONTEXT if longest is None else min(longest, DEFAULT_CONTEXT)
+        if self.context < 2 or (longest is not None and self.context > longest):
+            bounds = "2 on" if longest is None else f"2 to {longest}"
+            what = "" if longest is None else f"the model's context is {longest} tokens, so "
+            raise LookError(f"context {self.context}: {what}give a number from {bounds}")
+        return self.context
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @abstractmethod
+    def sample(self, text: Any, name: str) -> Sample:
+        """What the model reads of a text, or of an image.
+
+        Raises:
+            TextError: fewer than two tokens.
+        """
+
+    def repeats(self, seed: int) -> Sample | None:
+        """Random tokens that come twice; `None` for what reads no tokens."""
+        return None
+
+    @abstractmethod
+    def logits(self, sample: Sample) -> Tensor | None:
+        """Run the model; what it foretells, where it foretells anything."""
+
+    def losses(self, sample: Sample) -> Tensor | None:
+        """Run the model; its loss on each label in nats, `[B, labels]`, if it has one."""
+        logits = self.logits(sample)
+        return None if logits is None else self.losses_of(sample, logits)
+
+    def losses_of(self, sample: Sample, logits: Tensor) -> Tensor | None:
+        """The losses that these logits mean."""
+        return None
+
+    def mean_loss(self, model: nn.Module, sample: Sample) -> Tensor:
+        """The loss of each row `[B]`, as `importance()` and `ablation_scan()` want it."""
+        losses = self.losses(sample)
+        assert losses is not None  # nobody asks a model for a loss that it does not have
+        return losses.mean(1)
+
+
+class TokenSubject(Subject):
+    """A model that reads tokens."""
+
+    words: Vocabulary
+    vocab: int
+    ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def encoded(self, text: Any, name: str) -> Encoded:
+        """The text as ids that the model knows: two at least, and one that is not added.
+
+        Raises:
+            LookError: no text, or one of another model's tokens.
+            TextError: fewer than two tokens.
+        """
+        if not isinstance(text, str):
+            raise LookError(
+                f"{name} ({type(text).__name__}) is no string, and {type(self.model).__name__} "
+                f"reads text; give a string (--text FILE)"
+            )
+        encoded = self.words.encode(text, self.limit)
+        extra = len(encoded.special)
+        own = len(encoded.ids) - extra
+        if len(encoded.ids) < 2 or not own:
+            added = f" and {extra} that the tokenizer adds" if extra else ""
+            raise TextError(f"{name}: {own} token(s) long{added}, and at least 2 are needed")
+        if max(encoded.ids) >= self.vocab:
+            raise LookError(
+                f"{name}: token {max(encoded.ids)} in a model of {self.vocab} tokens; the model "
+                f"and the tokenizer do not belong together"
+            )
+        return encoded
+
+    def part(self, name: str, ids: list[int], special: tuple[int, ...]) -> Part:
+        """A stream of tokens. Delimiters are told by their text; what the tokenizer added counts
+        as one, but for the first token."""
+        tokens = self.words.texts(ids)
+        delimiters = [is_delimiter(text) for text in tokens]
+        for place in special:
+            delimiters[place] = place > 0
+        return Part(
+            Stream(name, tokens, special),
+            torch.tensor(ids, device=self.device),
+            torch.tensor(delimiters, device=self.device),
+        )
+
+    @staticmethod
+    def random_part(name: str, ids: Tensor) -> Part:
+        """A stream of rows of tokens whose texts nobody reads: `[B, S]`."""
+        return Part(Stream(name, [""] * ids.shape[1]), ids)
+
+    def twice(self, seed: int) -> tuple[Tensor, int, int]:
+        """Rows of random tokens that come twice, between the tokens that the tokenizer puts before
+        and after a text; how many it puts before, and the period.
+
+        Tokens that stand for no text are not drawn.
+        """
+        before, after = self.ends
+        limit = DEFAULT_CONTEXT if self.longest is None else self.longest
+        period = max(1, min(RANDOM_PERIOD, (limit - len(before) - len(after)) // 2))
+        known = min(self.vocab, self.words.size)
+        special = self.words.special
+        drawable = torch.tensor([number for number in range(known) if number not in special])
+        generator = torch.Generator().manual_seed(seed)
+        drawn = repeated_tokens(
+            *(RANDOM_ROWS, 2 * period, len(drawable) + 1, generator),
+            shortest=period,
+            longest=period,
+        )
+        rows = [drawable[drawn - 1]]
+        for place, tokens in ((0, before), (2, after)):
+            rows.insert(place, torch.tensor(tokens, dtype=torch.long).expand(RANDOM_ROWS, -1))
+        return torch.cat(rows, 1).to(self.device), len(before), period
+
+
+def ends_of(words: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a tokenizer puts before and after a text."""
+    encoded = words.encode("a a")
+    bare = [place for place in range(len(encoded.ids)) if place not in encoded.special]
+    first, last = (bare[0], bare[-1]) if bare else (len(encoded.ids), len(encoded.ids))
+    return tuple(encoded.ids[:first]), tuple(encoded.ids[last + 1 :])
+
+
+def cross_entropy(
+    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """The loss on each label, in nats and float64; a stretch of tokens at a time."""
+    parts = zip(logits.split(STRETCH, 1), labels.split(STRETCH, 1), strict=True)
+    return torch.cat(
+        [F.cross_entropy(some.mT.double(), of, reduction="none") for some, of in parts], 1
+    )

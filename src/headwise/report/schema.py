@@ -1,0 +1,410 @@
+"""What `look()` gives: every head of a model on a text, as data that the page and tables draw."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .._io import write_whole
+from .._text import escaped
+from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
+
+__all__ = [
+    "Budget",
+    "Layer",
+    "Look",
+    "LookFileError",
+    "Stream",
+    "budget",
+    "finite",
+    "load",
+    "titles",
+]
+
+FORMAT = "headwise look 1"
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a document that is none raises."""
+
+MAP_SIDE = 256  # the most cells on a side of a map
+MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
+TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
+MOST_KEYS = 8
+POSITIONS = 50_000
+FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
+FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
+
+
+APART = {
+    "dtype": "{}",
+    "device": "on {}",
+    "attention": "{} attention",
+    "seed": "seed {}",
+    "tokens_shown": "{} tokens",
+    "texts": "{} texts",
+}
+"""What tells two looks apart whose model and text are called the same, in words."""
+
+
+FACTS = {
+    **dict.fromkeys(("model", "text", "architecture"), str),
+    **dict.fromkeys(("parameters", "context", "tokens", "texts"), int | None),
+    "versions": dict,
+}
+"""The kinds of facts in the provenance that pages count on."""
+
+
+class LookFileError(ValueError):
+    """A file that holds no look: the message says which, why and what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A sequence that attention reads or writes: the tokens of a text, the patches of an image.
+
+    name: `"text"`, `"encoder"`, `"decoder"`, `"image"`.
+    tokens: each as text; bytes that are not whole characters as `\\xe2`. Of an image, its special
+        tokens by name and its patches as `row,column`.
+    special: the tokens that the tokenizer added (`[CLS]`, `<s>`), by number.
+    grid: of an image, rows and columns of its patches, which are the last tokens of the stream.
+    picture: of an image, itself as a PNG of a few hundred pixels a side.
+    """
+
+    name: str
+    tokens: list[str]
+    special: tuple[int, ...] = ()
+    grid: tuple[int, int] | None = None
+    picture: bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One attention module on the first text: what every one of its H heads did with T queries
+    and S keys.
+
+    queries, keys: the streams (by number in `Look.streams`) that they come from.
+    maps: `[H, n, m]` in 0…1. With n = T and m = S the attention itself, else blocks of tokens:
+        token i lies in block `i · n // T`; a cell is the mean over a block's queries of their mass
+        on the block of keys, so rows sum to 1 (less what a sink takes).
+    top_keys, top_weights: `[H, T, k]`, the keys that each query attends to most, exactly, in order
+        of weight; −1 and 0 where there are fewer.
+    offsets: `[H, b]`, the share of the mass that lies so far back, in bins of which `Look.offsets`
+        gives the first distances; None for cross-attention.
+    entropy: `[H, T]`, in nats; NaN for queries that may attend to nothing.
+    received: `[H, S]`, the attention that each key received, summed over queries.
+
+    In a file, and so in what is read from one, arrays have 8 bits a number (small models' top
+    weights 16), and where `budget()` asks for it entropy and received are means over blocks of
+    tokens, cut as those of maps.
+    """
+
+    name: str
+    kind: Literal["self", "cross"]
+    causal: bool
+    queries: int
+    keys: int
+    maps: np.ndarray
+    top_keys: np.ndarray
+    top_weights: np.ndarray
+    entropy: np.ndarray
+    received: np.ndarray
+    offsets: np.ndarray | None = None
+
+    @property
+    def heads(self) -> int:
+        """How many heads the module has."""
+        return self.maps.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What every head of a model does on one text or many.
+
+    rows: one dict a head, in order of layer and head: `layer` (number in `layers`), `head`,
+        `module` (its qualified name), `labels` (a list of dicts `label`, `key`, `score`,
+        `threshold`, `coverage`; empty for none of these), then a number for each of `columns`,
+        with `<name>_coverage` (share of queries that had a target) and `<name>_se` (standard error
+        over texts) where there is one. A figure that a head lacks is None.
+    layers: each attention module on the first text.
+    streams: what was read; `Layer.queries` and `Layer.keys` count in it.
+    offsets: the first distance of each bin of `Layer.offsets`; bins end where the next begins.
+    similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None where unknown.
+    columns, rules: how each figure and label is defined (dicts of `figures.Column` and
+        `naming.Rule`), so that the data can be read without this version of headwise.
+    provenance: how it was made; plain strings, numbers, lists and dicts of them.
+    """
+
+    rows: list[dict[str, Any]]
+    layers: list[Layer]
+    streams: list[Stream]
+    provenance: dict[str, Any]
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    rules: list[dict[str, Any]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    similarity: np.ndarray | None = None
+
+    def to_json(self) -> str:
+        """All of it as one JSON document; what is no finite number is `null`.
+
+        Rows are exact. Arrays are grids (see `headwise.report.codec`), as coarse as `Layer` says.
+        """
+        return json.dumps(document(self), ensure_ascii=False, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Look:
+        """The look of a document that `to_json` made.
+
+        Raises:
+            LookFileError: text that is no such document.
+        """
+        try:
+            return _look_of(json.loads(text))
+        except (*_DAMAGE, MemoryError) as error:
+            raise LookFileError(f"no look that headwise saved ({_said(error)})") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_json()` to a file, whole or not at all."""
+        # A lone surrogate has no bytes, and an escape of its own in JSON.
+        path, content = Path(path), self.to_json().encode("utf-8", "backslashreplace")
+        write_whole(path.parent, {path.name: lambda part: part.write_bytes(content)})
+        return path
+
+
+def load(path: str | os.PathLike[str]) -> Look:
+    """The look in a file that `Look.save` wrote, or in a page of `headwise look`.
+
+    Raises:
+        LookFileError: a file that holds no look, a page that compares two, or no file.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        if found := re.search(r'<script type="text/plain" id="results">([^<]*)</script>', text):
+            text = _only_one(json.loads(stretch(found[1])))
+        return Look.from_json(text)
+    except OSError as error:
+        raise LookFileError(f"{path}: cannot be read ({error.strerror})") from error
+    except _DAMAGE as error:
+        raise LookFileError(
+            f"{path}: {_said(error)}; give a file of `headwise look --save` or one of its pages"
+        ) from error
+
+
+def titles(looks: Sequence[Look]) -> list[str]:
+    """What each look is called: its model and text; and where these are the same, what differs.
+
+    >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
+    >>> titles([Look([], [], [], same | {"dtype": name}) for name in ("float32", "float16")])
+    ['gpt2 on notes, float32', 'gpt2 on notes, float16']
+    """
+    facts = [look.provenance for look in looks]
+    names = [escaped(f"{one.get('model', 'model')} on {one.get('text', 'text')}") for one in facts]
+    if len({*names}) == len(names):
+        return names
+    apart = [key for key in APART if len({one.get(key) for one in facts}) > 1]
+    return [
+        ", ".join([name, *(APART[key].format(one[key]) for key in apart if key in one)])
+        for name, one in zip(names, facts, strict=True)
+    ]
+
+
+def _only_one(looks: list[dict[str, Any]]) -> str:
+    _must_be(list, looks, "what the page holds")
+    if len(looks) != 1:
+        raise LookFileError(f"a page that compares {len(looks)} looks")
+    return json.dumps(looks[0])
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
+# --- how much of it is kept ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How fine a look is, so that its page stays below 5 MB.
+
+    map_side: the most cells on a side of a map. top_keys: how many keys a query keeps.
+    positions: the most entries of `entropy` and `received` of a head.
+    """
+
+    map_side: int
+    top_keys: int
+    positions: int
+
+
+def budget(heads: int, tokens: int) -> Budget:
+    """What can be kept of each of `heads` heads (of all layers together) on `tokens` tokens.
+
+    >>> budget(12, 128)
+    Budget(map_side=128, top_keys=8, positions=128)
+    >>> budget(12 * 12, 1024), budget(32 * 32, 512)
+    (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
+    """
+    most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
+    side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of sizes as equal as can be
+    keys = min(MOST_KEYS, TOP_ENTRIES // (heads * tokens))
+    return Budget(side, keys, max(2, min(tokens, POSITIONS // heads)))
+
+
+# --- as a document ---------------------------------------------------------------------------
+
+
+def finite(value: Any) -> Any:
+    """The same data with None for numbers that are not finite.
+
+    >>> finite({"a": [1.5, math.inf]})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def document(look: Look) -> dict[str, Any]:
+    """What `to_json` writes, as a dict."""
+    return {
+        "format": FORMAT,
+        "provenance": finite(look.provenance),
+        "columns": look.columns,
+        "rules": look.rules,
+        "rows": finite(look.rows),
+        "offsets": look.offsets,
+        "streams": [_stream(stream) for stream in look.streams],
+        "layers": [_layer(look, layer) for layer in look.layers],
+        "similarity": _similarity(look.similarity),
+    }
+
+
+def _stream(stream: Stream) -> dict[str, Any]:
+    picture = stream.picture and base64.b64encode(stream.picture).decode("ascii")
+    return {
+        "name": stream.name,
+        "tokens": stream.tokens,
+        "special": list(stream.special),
+        "grid": stream.grid and list(stream.grid),
+        "picture": picture,
+    }
+
+
+def _layer(look: Look, layer: Layer) -> dict[str, Any]:
+    heads = sum(other.heads for other in look.layers)
+    tokens = max(layer.top_keys.shape[1], layer.received.shape[1])
+    positions = budget(heads, tokens).positions
+    fine = heads * layer.top_weights[0].size <= FINE_ENTRIES
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "causal": layer.causal,
+        "queries": layer.queries,
+        "keys": layer.keys,
+        "maps": pack(layer.maps, root=True),
+        "top_keys": pack_whole(layer.top_keys),
+        "top_weights": pack(layer.top_weights, TWO_BYTES if fine else BYTE),
+        "entropy": pack(pooled(layer.entropy, positions)),
+        "received": pack(pooled(layer.received, positions), root=True),
+        "offsets": None if layer.offsets is None else pack(layer.offsets, root=True),
+    }
+
+
+def _similarity(values: np.ndarray | None) -> dict[str, Any] | None:
+    """The pairs above the diagonal, row by row; the matrix is symmetric, its diagonal 1."""
+    if values is None:
+        return None
+    above = values[np.triu_indices(len(values), 1)]
+    return {"heads": len(values), **pack(above[None], BYTE if above.size <= FINE_PAIRS else 31)}
+
+
+def _look_of(made: dict[str, Any]) -> Look:
+    if not isinstance(made, dict) or made.get("format") != FORMAT:
+        raise ValueError(f"it does not begin with the format {FORMAT!r}")
+    _check_kinds(made)
+    look = Look(
+        rows=made["rows"],
+        layers=[_layer_of(layer) for layer in made["layers"]],
+        streams=[_stream_of(stream) for stream in made["streams"]],
+        provenance=made["provenance"],
+        columns=made["columns"],
+        rules=made["rules"],
+        offsets=made["offsets"],
+        similarity=_similarity_of(made["similarity"]),
+    )
+    if len(look.rows) != sum(layer.heads for layer in look.layers):
+        raise ValueError(f"{len(look.rows)} rows are not one for each head")
+    for layer in look.layers:
+        read = look.streams[layer.queries], look.streams[layer.keys]
+        if layer.top_keys.shape[1] != len(read[0].tokens):
+            raise ValueError(f"{layer.name} has not as many queries as there are tokens")
+    return look
+
+
+def _check_kinds(made: dict[str, Any]) -> None:
+    """Compare the kinds of what a document holds with those of a look's own.
+
+    Raises:
+        KeyError, TypeError: something is missing, or of another kind.
+    """
+    for part in ("rows", "columns", "rules", "offsets", "streams", "layers"):
+        _must_be(list, made[part], part)
+    _must_be(dict, made["provenance"], "provenance")
+    for name, value in made["provenance"].items():
+        _must_be(FACTS.get(name, object), value, name)
+    for column in made["columns"]:
+        _must_be(str, column["key"], "a column's key")
+    for row in made["rows"]:
+        figures = dict(row)
+        for name, kind in (("layer", int), ("head", int), ("module", str), ("labels", list)):
+            _must_be(kind, figures.pop(name), name)
+        for label in row["labels"]:
+            _must_be(str, label["label"], "a label")
+        for name, value in figures.items():
+            _must_be(int | float | None, value, name)
+    for stream in made["streams"]:
+        _must_be(str, stream["name"], "a stream's name")
+        for token in stream["tokens"]:
+            _must_be(str, token, "a token")
+    for layer in made["layers"]:
+        _must_be(str, layer["name"], "a layer's name")
+        if min(layer["queries"], layer["keys"]) < 0:
+            raise TypeError(f"{layer['name']} has a stream below 0")
+
+
+def _must_be(kind: Any, value: Any, name: str) -> None:
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", kind)
+        raise TypeError(f"{name} is {type(value).__name__}, and {wanted} was expected")
+
+
+def _stream_of(made: dict[str, Any]) -> Stream:
+    picture = made["picture"] and base64.b64decode(made["picture"])
+    grid = made["grid"] and (made["grid"][0], made["grid"][1])
+    return Stream(made["name"], made["tokens"], tuple(made["special"]), grid, picture)
+
+
+def _layer_of(made: dict[str, Any]) -> Layer:
+    arrays = ("maps", "top_keys", "top_weights", "entropy", "received")
+    fields = {key: made[key] for key in ("name", "kind", "causal", "queries", "keys")}
+    fields |= {key: unpack(made[key]) for key in arrays}
+    return Layer(**fields, offsets=None if made["offsets"] is None else unpack(made["offsets"]))
+
+
+def _similarity_of(made: dict[str, Any] | None) -> np.ndarray | None:
+    if made is None:
+        return None
+    values = np.eye(made["heads"], dtype=np.float32)
+    values[np.triu_indices(made["heads"], 1)] = unpack(made)[0]
+    return np.maximum(values, values.T)

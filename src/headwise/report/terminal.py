@@ -1,0 +1,197 @@
+"""What a terminal shows of a look: a table, a line above it and a few below."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from .._text import escaped
+from .columns import COLUMNS
+from .head_labels import NO_LABEL
+from .schema import Look
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["fitted", "signed", "summary", "table"]
+
+# The order in which a narrow terminal goes without columns; they stay in --json and on the page.
+SPARE = (
+    *("distance_share", "back_3", "ahead_3", "back_2", "ahead_2", "ablation_estimate"),
+    *("distance_absolute", "previous_random", "same_token_random", "self", "entropy_share"),
+    *("max_logit", "distance", "delimiters", "next", "same_token", "first", "induction"),
+)
+
+UNITS = {
+    "text": "tokens",
+    "image": "tokens of an image",
+    "encoder": "tokens read",
+    "decoder": "tokens written",
+}
+"""What the streams are counted in."""
+
+
+def table(look: Look, width: int = 120) -> tuple[Table, list[str]]:
+    """The rows as a rich table no wider than `width`, and the titles of columns left out for it."""
+    return fitted(
+        [{**row, "label": [label["label"] for label in row["labels"]]} for row in look.rows], width
+    )
+
+
+def figure(value: float) -> str:
+    """A figure to two digits after the point, large ones to one.
+
+    >>> figure(0.126), figure(12.34)
+    ('0.13', '12.3')
+    """
+    return f"{value:z.2f}" if abs(value) < 9.995 else f"{value:.1f}"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign; one that would be rounded away, to its first digit.
+
+    >>> signed(0.126), signed(-0.0021), signed(3e-7), signed(0.0)
+    ('+0.13', '-0.002', '+3e-7', '0')
+    """
+    if value == 0:
+        return "0"
+    small = abs(value) < 0.005
+    return ("+" if value > 0 else "") + (
+        f"{value:.1g}".replace("e-0", "e-") if small else figure(value)
+    )
+
+
+def fitted(
+    rows: Sequence[Mapping[str, Any]], width: int, written: Callable[[float], str] = figure
+) -> tuple[Table, list[str]]:
+    """A table of rows whose `label` is a list of names, with figures as `written` gives them.
+
+    What does not fit goes: first all labels of a head but one, then columns.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=1000)
+    briefs = {column.key: column for column in COLUMNS}
+    keys = [key for key in briefs if any(row.get(key) is not None for row in rows)]
+    spare, left_out = [key for key in SPARE if key in keys], []
+    whole = True
+    while True:
+        drawn = _drawn(rows, keys, whole, written)
+        if Measurement.get(console, console.options, drawn).maximum <= width or not spare:
+            return drawn, left_out
+        if whole:
+            whole = False
+            continue
+        gone = spare.pop(0)
+        left_out.append(briefs[gone].title)
+        keys.remove(gone)
+
+
+def _drawn(
+    rows: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    whole: bool,
+    written: Callable[[float], str],
+) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, padding=0, header_style="bold")
+    drawn.add_column("head", justify="right", no_wrap=True)
+    drawn.add_column("label", no_wrap=True)
+    for key in keys:
+        drawn.add_column(_heading(rows, key), justify="right", no_wrap=True)
+    for row in rows:
+        labels = row["label"] or [NO_LABEL]
+        label = (
+            ", ".join(labels) if whole else labels[0] + f" +{len(labels) - 1}" * (len(labels) > 1)
+        )
+        values = (row.get(key) for key in keys)
+        figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
+        drawn.add_row(escaped(f"{row['layer']}.{row['head']}"), Text(escaped(label)), *figures)
+    return drawn
+
+
+def summary(look: Look, left_out: Sequence[str]) -> tuple[str, str]:
+    """What a terminal says above the table and below it."""
+    facts = look.provenance
+    read = " and ".join(
+        f"{len(stream.tokens):,} {UNITS[stream.name]}"
+        for stream in look.streams
+        if stream.name in UNITS
+    )
+    before = f"{escaped(facts['model'])} on {escaped(facts['text'])}: {read}"
+    if facts["texts"] > 1:
+        short = facts.get("too_short", 0)
+        passed = f", {short:,} too short ones left out" if short else ""
+        before += f" of the first of {facts['texts']:,} texts{passed}"
+    losses = []
+    if facts.get("loss_text") is not None:
+        losses.append(f"{facts['loss_text']:.2f} nats on {facts['loss']}")
+    if facts.get("loss_first_copy") is not None:
+        losses.append(
+            f"on random tokens {facts['loss_first_copy']:.2f}, "
+            f"on their repeat {facts['loss_second_copy']:.2f}"
+        )
+    if losses:
+        before += f"\nloss: {'; '.join(losses)}"
+    after = [
+        "Means over queries; the percentage is the share of queries that have such a key. The page "
+        "says what each figure means."
+    ]
+    if facts["texts"] > 1:
+        after.append("Standard errors over texts are on the page and in --json.")
+    if facts.get("random_rows"):
+        after.append("rand.: on random tokens that come twice.")
+    after += [f"layer {line}" for line in module_lines(look)]
+    if left_out:
+        after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
+    if facts["notice"]:
+        after.append(facts["notice"])
+    return before, "\n".join(after)
+
+
+def module_lines(look: Look) -> list[str]:
+    """Which modules the layers are, those of one kind together.
+
+    None where all are of one kind, as there their names say nothing that their numbers do not.
+    """
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for number, layer in enumerate(look.layers):
+        kinds.setdefault(re.sub(r"\d+", "*", layer.name), []).append((number, layer.name))
+    if len(kinds) == 1:
+        return []
+    return [
+        f"{_ranges([number for number, _ in of])}: {escaped(kind if len(of) > 1 else of[0][1])}"
+        for kind, of in kinds.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in few words.
+
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7–8'
+    """
+    parts = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}")
+    return ", ".join(parts)
+
+
+def _heading(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """The column's name and, where all heads agree on it, its coverage."""
+    lines = next(column.brief for column in COLUMNS if column.key == key).split()
+    if key.endswith("_random"):
+        lines.append("rand.")
+    covered = {row.get(f"{key}_coverage") for row in rows}
+    coverage = covered.pop() if len(covered) == 1 else None
+    if coverage is not None and coverage < 0.995:
+        lines.append(f"{100 * coverage:.0f}%")
+    return "\n".join(lines)

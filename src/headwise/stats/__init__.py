@@ -1,0 +1,1 @@
+"""Read what every head did in a call, or in many."""

@@ -1,0 +1,219 @@
+"""The mass on chosen keys, `Σ_{j∈J(i)} p_ij`, from the scores of these keys and the LSE alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ..backends import Call
+from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
+from ..core.index import grid
+from ..core.reference import finish_scores
+from ..core.shapes import Extent
+from .results import PAIRS, ROWS, Way
+from .scores import RowBlock, RowFigures, Scores, near, probability
+
+CROWDED = 1 / 64
+"""The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
+
+    `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
+    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
+    `omit` leaves out one key per query (−1 for none).
+    """
+
+    order: Int[Tensor, "#B S"]
+    start: Int[Tensor, "#B T"]
+    stop: Int[Tensor, "#B T"]
+    omit: Int[Tensor, "#B T"] | None = None
+
+
+class Masses:
+    """Masses in one call; each is read on the road that is cheapest for its keys."""
+
+    def __init__(self, scores: Scores, lse: Callable[[], Tensor], rows: RowFigures) -> None:
+        self.scores, self._lse, self._rows = scores, lse, rows
+
+    @property
+    def call(self) -> Call:
+        return self.scores.call
+
+    @property
+    def extent(self) -> Extent:
+        return self.scores.extent
+
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
+
+    def count_of_one_key(self, runs: Runs) -> Int[Tensor, "#B #H n"]:
+        """1 where a query chose a key that it may attend to, else 0; of one key each at most."""
+        extent = self.extent
+        i, _ = grid(extent, self.device)
+        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)][:, None]
+        allowed = self.call.mask.allowed(i, key, extent)
+        chosen = (runs.stop[0] > runs.start[0])[:, None]
+        count = chosen if allowed is None else allowed & chosen
+        return count[(None,) * (4 - count.dim())][..., 0].long()
+
+    def of(self, runs: Runs, name: str | None = None) -> tuple[Tensor, Tensor]:
+        """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to."""
+        if self.extent.queries and self.extent.keys and not near(self._lse()):
+            name = self._rows.known(name)
+            self.wait(runs, name)
+            return self._rows.read(f"{name}: mass"), self._rows.read(f"{name}: count")
+        return self.reader_of(runs)[1]()
+
+    def wait(self, runs: Runs, name: str) -> None:
+        """Let the mass be taken from the next pass over whole rows, without the log-sum-exp."""
+        chosen_in = self._chosen(runs)
+
+        def mass(block: RowBlock) -> Tensor:
+            return torch.where(chosen_in(block), block.p, 0.0).sum(-1)
+
+        def count(block: RowBlock) -> Tensor:
+            return (chosen_in(block) & block.allowed).sum(-1)
+
+        self._rows.wait(f"{name}: mass", mass)
+        self._rows.wait(f"{name}: count", count, torch.long)
+
+    def reader_of(self, runs: Runs) -> tuple[Way, Callable[[], tuple[Tensor, Tensor]]]:
+        """The road to the mass on chosen keys, and who takes it, where the log-sum-exp is near."""
+        pairs = Way(PAIRS)
+        if not self.extent.queries or not self.extent.keys:
+            return pairs, self._of_none
+        first, last = int(runs.start.amin()), int(runs.stop.amax())
+        if last <= first:
+            return pairs, self._of_none
+        if runs.omit is None and runs.order.shape[0] == 1:
+            if bool((runs.start == first).all() & (runs.stop == last).all()) and last - first <= 64:
+                return pairs, lambda: self._of_columns(runs.order[0, first:last])
+            if bool(((runs.stop - runs.start) <= 1).all()):
+                return pairs, lambda: self._of_one_key(runs)
+        width = (runs.stop - runs.start).clamp(min=0)
+        if float(width.float().mean()) > CROWDED * self.extent.keys:
+            why = "so many keys are chosen that one by one they would cost more"
+            return Way(ROWS, why), lambda: self._of_rows(runs)
+        return pairs, lambda: self._of_pairs(runs)
+
+    def _of_none(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros_like(self._lse())
+        return zero, zero[:1, :1].long()
+
+    def _of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """All queries chose the same few keys: a thin matrix of scores."""
+        call = self.call
+        i, _ = grid(self.extent, self.device)
+        scores, allowed = self.scores.logits(call.q, call.k[:, :, keys], i, keys[None, :])
+        return probability(scores, self._lse()[..., None]).sum(-1), allowed.sum(-1)
+
+    def _of_one_key(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """Each query chose one key at most: one dot product a row."""
+        call, extent = self.call, self.extent
+        chosen = runs.stop[0] > runs.start[0]
+        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)]
+        kept = call.k.index_select(2, key)
+        q = call.q.unflatten(1, (extent.kv_heads, extent.group))
+        scores = torch.einsum("bgrtd,bgtd->bgrt", q, kept).flatten(1, 2)[..., None] * call.scale
+        i, _ = grid(extent, self.device)
+        scores, allowed = finish_scores(
+            scores, call.mask, extent, i[None, None], key[None, None, :, None], softcap=call.softcap
+        )
+        allowed = allowed & chosen[None, None, :, None]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        return probability(scores, self._lse()[..., None])[..., 0], allowed[..., 0].long()
+
+    def _of_pairs(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """The general case: the pairs one after another, a bounded number at a time."""
+        extent = self.extent
+        mass = torch.zeros_like(self._lse())
+        count = torch.zeros_like(mass, dtype=torch.long)
+        start, width = torch.broadcast_tensors(runs.start, (runs.stop - runs.start).clamp(min=0))
+        size = extent.batch * extent.heads * self.call.q.shape[-1]
+        for queries in _rows_within(width.amax(0), max(1, SCORES_AT_A_TIME // size)):
+            i, step, real = _pairs(queries, width[:, queries])
+            if not i.shape[1]:
+                continue
+            rank = (start.gather(1, i) + step).clamp(max=extent.keys - 1)
+            i, rank, real = (x.expand(extent.batch, -1) for x in (i, rank, real))
+            j = runs.order.expand(extent.batch, -1).gather(1, rank)
+            if runs.omit is not None:
+                real = real & (j != runs.omit.expand(extent.batch, -1).gather(1, i))
+            p, allowed = self._probability_of_pairs(i, j)
+            place = i[:, None].expand(-1, extent.heads, -1)
+            mass.scatter_add_(2, place, torch.where(real[:, None], p, 0.0))
+            count.scatter_add_(2, place, (allowed & real[:, None]).long())
+        return mass, count
+
+    def _of_rows(self, runs: Runs) -> tuple[Tensor, Tensor]:
+        """When the pairs are a good part of the matrix: blocks of whole rows, a GEMM each."""
+        call, chosen_in = self.call, self._chosen(runs)
+
+        def of(block: Any) -> tuple[Tensor, Tensor]:
+            i, j = grid(self.extent, self.device, block.rows, block.keys)
+            q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
+            logits, allowed = self.scores.logits(q, k, i, j)
+            p = probability(logits, self._lse()[:, :, block.rows, None])
+            chosen = chosen_in(block)
+            return torch.where(chosen, p, 0.0).sum(-1), (chosen & allowed).sum(-1)
+
+        return self.scores.in_blocks(of, SCORES_IN_CACHE, (call.q.dtype, torch.long))
+
+    def _chosen(self, runs: Runs) -> Callable[[Any], Tensor]:
+        """Which keys of a block of rows are chosen, `[B or 1, 1, t, s]`."""
+        place = torch.arange(self.extent.keys, device=self.device).expand_as(runs.order)
+        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
+
+        def chosen(block: Any) -> Tensor:
+            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
+            ranks = rank[..., block.keys]
+            found = (ranks >= start) & (ranks < stop)
+            if runs.omit is not None:
+                _, j = grid(self.extent, self.device, keys=block.keys)
+                found = found & (j != runs.omit[:, block.rows, None])
+            return found[:, None]
+
+        return chosen
+
+    def _probability_of_pairs(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """`p_ij` and whether it is allowed, `[B, H, N]`, at queries i and keys j `[B, N]`."""
+        call, extent = self.call, self.extent
+        ii, jj = i[:, None, :, None], j[:, None, :, None]
+        q = call.q.gather(2, ii.expand(-1, extent.heads, -1, call.q.shape[-1]))
+        k = call.k.gather(2, jj.expand(-1, extent.kv_heads, -1, call.k.shape[-1]))
+        grouped = q.unflatten(1, (extent.kv_heads, extent.group))
+        scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]
+        scores, allowed = finish_scores(
+            scores * call.scale, call.mask, extent, ii, jj, softcap=call.softcap
+        )
+        lse = self._lse().gather(2, i[:, None].expand(-1, extent.heads, -1))
+        return probability(scores[..., 0], lse), allowed[..., 0]
+
+
+def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each batch row, query `queries[n]` as often as `width[b, n]` says, side by side.
+
+    Gives the queries `[B, N]`, the place of each among its query's own, and which are no filling.
+    """
+    total = width.sum(1)
+    ends = width.cumsum(1)
+    step = torch.arange(int(total.max()), device=width.device).expand(len(width), -1).contiguous()
+    real = step < total[:, None]
+    number = torch.searchsorted(ends, step, right=True).clamp(max=len(queries) - 1)
+    return queries[number], torch.where(real, step - (ends - width).gather(1, number), 0), real
+
+
+def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
+    """Query numbers in groups whose widths sum to about the budget."""
+    group = torch.cumsum(width, 0) // budget
+    _, sizes = torch.unique_consecutive(group, return_counts=True)
+    return list(torch.arange(len(width), device=width.device).split(sizes.tolist()))

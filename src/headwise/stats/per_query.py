@@ -1,0 +1,649 @@
+"""One small class a statistic: its definition on P, its reading without P.
+
+Every figure is in float32 at least and describes the probabilities before dropout. Rows are
+queries; those that may attend to nothing read 0 and stay out of every mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.mask_algebra import Mask
+from ..core.reference import Definition
+from .distance import apart, even_apart, gather_apart, way_of_apart
+from .evidence import Evidence, Pattern
+from .results import CALL, OUTPUT, PASS, Reading, Way
+from .sampling import draw
+from .score_sweep import Block
+
+
+@dataclass(frozen=True)
+class LSE:
+    """Log-sum-exp of each row's scores and learned sink, in nats: `[B, H, T]`, −inf in dead rows.
+
+    Source: Dao et al. 2022, algorithm 1 (kept there for the backward pass).
+    """
+
+    names = ("lse",)
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        return {"lse": Reading(evidence.lse, evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"lse": evidence.way("lse")}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"lse": full.lse}
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Entropy of each row of P in nats, and as a share of its bound `log n_i`: both `[B, H, T]`.
+
+    `H_i = −Σ_j p_ij log p_ij = lse_i − E[s]`. A row with a single key has entropy 0 and no share;
+    it stays out of the share's mean. A learned sink is one outcome more: its `−p log p` is in the
+    entropy, and the bound is `log(n_i + 1)`.
+
+    Source: Zhai et al. 2023 (entropy collapse); the identity: `log p_ij = s_ij − lse_i`.
+    """
+
+    names = ("entropy", "entropy_share")
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.wish("entropy")
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        alive = evidence.alive
+        entropy = evidence.entropy
+        outcomes = evidence.counts if evidence.sinks is None else evidence.counts + alive
+        bound = outcomes.clamp(min=1).to(entropy.dtype).log()
+        shared = outcomes > 1
+        share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)
+        return {
+            "entropy": Reading(entropy, alive),
+            "entropy_share": Reading(share, shared),
+        }
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return dict.fromkeys(self.names, evidence.way("entropy"))
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        entropy = torch.special.entr(full.weights).sum(-1)
+        count = full.allowed.sum(-1)
+        if full.sink is not None:
+            entropy = entropy + torch.special.entr(full.sink)
+            count = count + (count > 0)
+        share = torch.where(count > 1, entropy / count.clamp(min=2).to(entropy.dtype).log(), 0.0)
+        return {"entropy": entropy, "entropy_share": share}
+
+
+@dataclass(frozen=True)
+class MaxLogit:
+    """The largest score of each head: `[B, H]`, −inf where no query sees a key.
+
+    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score.
+
+    Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
+    """
+
+    names = ("max_logit",)
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.wish("max_logit")
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        return {"max_logit": Reading(evidence.max_logit, largest=True)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"max_logit": evidence.way("max_logit")}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"max_logit": full.logits.amax((-1, -2))}
+
+
+@dataclass(frozen=True)
+class Mass:
+    """The attention mass on chosen keys: `[B, H, T]`, between 0 and 1.
+
+    Of a pattern, named as it: `m_i = Σ_{j∈J(i)} p_ij`, from the scores of the chosen keys alone.
+    Of a mask, such as `Mass(Window(16), name="near")`: `exp(lse within the mask − lse)`. Its mean
+    is over the rows that have a key to look at; their share of the rows is its coverage.
+
+    Args:
+        keys: a pattern, or a mask that adds nothing to the scores.
+        name: what it is called in results; a mask's default is `mass`.
+
+    Raises:
+        ValueError: keys that are neither.
+
+    Source: Olsson et al. 2022 (prefix matching), Clark et al. 2019, §3.
+    """
+
+    keys: Pattern | Mask
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, type) or not isinstance(self.keys, Mask | Pattern):
+            given = self.keys if isinstance(self.keys, type | str) else type(self.keys).__name__
+            raise ValueError(
+                f"Mass({given!r}): keys must be a pattern or a mask, such as Previous() or "
+                f"Window(16)."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.name is not None:
+            return (self.name,)
+        return ("mass" if isinstance(self.keys, Mask) else self.keys.name,)
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.prepare_mass(self.keys, self.names[0])
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        if isinstance(self.keys, Mask):
+            mass, count = evidence.mass_of(self.keys, self.names[0])
+        else:
+            mass, count = evidence.mass_of_pattern(self.keys, self.names[0])
+        return {self.names[0]: Reading(mass.clamp(max=1.0), count > 0, among=evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        if isinstance(self.keys, Mask):
+            return {self.names[0]: Way(CALL, "its log-sum-exp within the mask")}
+        return {self.names[0]: evidence.way_of_mass(self.keys)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        device = full.weights.device
+        if isinstance(self.keys, Mask):
+            e = full.extent
+            chosen = self.keys.dense(e.batch, e.heads, e.queries, e.keys, device)
+        else:
+            chosen = self.keys.keys(full.extent, device)[:, None]
+        return {self.names[0]: torch.where(chosen, full.weights, 0.0).sum(-1)}
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The attention mass on the learned sink: `[B, H, T]`, `exp(sink_h − lse_i)`.
+
+    What a query gives to no key; 0 in a call without `sinks`. (Of the first token, on which heads
+    without a sink of their own tend to rest, the mass is `Mass(First())`.)
+
+    Source: GPT-OSS 2025; Xiao et al. 2023.
+    """
+
+    names = ("sink",)
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        return {"sink": Reading(evidence.sink, evidence.alive)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"sink": Way("from the log-sum-exp")}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"sink": torch.zeros_like(full.lse) if full.sink is None else full.sink}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far back each query looks on average, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
+
+    Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
+    position as the value. What a learned sink takes adds nothing to the distance.
+
+    Args:
+        spread: also the standard deviation of the key's position, `distance_spread`, among the
+            keys, from a pass over the scores (no gradient).
+        absolute: also `distance_absolute`, `E|i + S − T − j|` among the keys, ahead and behind; and
+            `distance_share`, the same as a share of what even attention over the keys in sight
+            would have (1 as far, over 1 farther), of queries that see more than their own
+            position. From a pass over the scores where keys ahead are in sight (no gradient).
+
+    Source: Dosovitskiy et al. 2020, §4.5 (mean attention distance).
+    """
+
+    spread: bool = False
+    absolute: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        spread = ("distance_spread",) if self.spread else ()
+        return ("distance", *spread, *(_ABSOLUTE if self.absolute else ()))
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.wish("position")
+        if self.spread:
+            evidence.gather_spread()
+        if self.absolute:
+            gather_apart(evidence)
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        alive = evidence.alive
+        readings = {"distance": Reading(-evidence.position, alive)}
+        if self.spread:
+            readings["distance_spread"] = Reading(evidence.spread, alive)
+        if self.absolute:
+            away, even = apart(evidence), even_apart(evidence)
+            far = even > 0
+            share = torch.where(far, away / torch.where(far, even, 1.0), 0.0)
+            readings["distance_absolute"] = Reading(away, alive)
+            readings["distance_share"] = Reading(share, far)
+        return readings
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        ways = {"distance": evidence.way("position")}
+        if self.spread:
+            ways["distance_spread"] = Way(PASS)
+        if self.absolute:
+            ways |= dict.fromkeys(_ABSOLUTE, way_of_apart(evidence))
+        return ways
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        extent, device = full.extent, full.weights.device
+        i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
+        back = i - torch.arange(extent.keys, device=device)
+        figures = {"distance": (full.weights * back).sum(-1)}
+        alive = full.allowed.any(-1, keepdim=True)
+        among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
+        if self.spread:
+            mean = (among * back).sum(-1, keepdim=True)
+            figures["distance_spread"] = (among * (back - mean).square()).sum(-1).sqrt()
+        if self.absolute:
+            away = (among * back.abs()).sum(-1)
+            total, count = (full.allowed * back.abs()).sum(-1), full.allowed.sum(-1)
+            far = torch.where(total > 0, total, 1)
+            figures["distance_absolute"] = away
+            figures["distance_share"] = torch.where(total > 0, away * count / far, 0.0)
+        return figures
+
+
+_ABSOLUTE = ("distance_absolute", "distance_share")
+
+
+@dataclass(frozen=True)
+class TopKeys:
+    """The keys that each query attends to most: `top_keys` and `top_weights`, `[B, H, T, k]`.
+
+    Exact, from a pass over the scores; in order of weight, the earlier key first among equals.
+    Where a query sees fewer than k keys, the rest are key −1 with weight 0. No gradient.
+
+    Args:
+        k: how many, at least 1.
+    """
+
+    k: int = 5
+    names = ("top_keys", "top_weights")
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"TopKeys({self.k}): at least one key must be asked for.")
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.gather("top", lambda: _Top(evidence.zeros(evidence.extent.queries, self.k)))
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        self.prepare(evidence)
+        top = evidence.gathered("top")
+        return {
+            "top_keys": Reading(evidence.by_head(top.keys), evidence.alive),
+            "top_weights": Reading(evidence.by_head(top.weights), evidence.alive),
+        }
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return dict.fromkeys(self.names, Way(PASS))
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        order = full.logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        weights = full.weights.gather(-1, order)
+        seen = full.allowed.gather(-1, order)
+        keys = torch.where(seen, order, -1)
+        short = self.k - order.shape[-1]
+        return {
+            "top_keys": torch.nn.functional.pad(keys, (0, short), value=-1),
+            "top_weights": torch.nn.functional.pad(torch.where(seen, weights, 0.0), (0, short)),
+        }
+
+
+class _Top:
+    """The best keys so far of every query."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.keys, self.weights = torch.full_like(weights, -1, dtype=torch.long), weights
+        self.logs = torch.full_like(weights, -math.inf)
+
+    def add(self, block: Block) -> None:
+        place, k = (block.heads, block.rows), self.keys.shape[-1]
+        logs = block.log_p
+        if block.hidden is not None:
+            logs = logs.masked_fill(block.hidden, -math.inf)
+        logs, index = _largest(logs, min(k, logs.shape[-1]))
+        keys = torch.where(logs > -math.inf, index + block.keys.start, -1)
+        logs = torch.cat([self.logs[place], logs], dim=-1)
+        keys = torch.cat([self.keys[place], keys], dim=-1)
+        best = logs.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        self.logs[place] = logs.gather(-1, best)
+        self.keys[place] = keys.gather(-1, best)
+        self.weights[place] = self.logs[place].exp()
+
+
+def _largest(logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest entries of the last axis and where they are; the earlier among equals."""
+    if not torch.compiler.is_compiling():
+        found, index = logs.topk(k, dim=-1)  # which takes any among equals
+        least = found[..., -1:]
+        if not bool((((logs >= least).sum(-1, keepdim=True) > k) & (least > -math.inf)).any()):
+            index = index.sort(dim=-1).values
+            return logs.gather(-1, index), index
+    found, index = logs.sort(dim=-1, descending=True, stable=True)
+    return found[..., :k], index[..., :k]
+
+
+@dataclass(frozen=True)
+class Received:
+    """The attention that every key receives: `[B, H, S]`, column sums of P. No gradient.
+
+    What heavy-hitter caches keep their keys by. Sums to the number of valid queries, less what
+    learned sinks take.
+
+    Args:
+        last: only from the last so many queries (SnapKV's observation window).
+
+    Source: Zhang et al. 2023 (H2O), Li et al. 2024 (SnapKV).
+    """
+
+    last: int | None = None
+    names = ("received",)
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"Received(last={self.last}): at least one query must count.")
+
+    def _weight(self, evidence: Evidence) -> Tensor:
+        """What each query counts, 1 or 0."""
+        first = 0 if self.last is None else evidence.whole.queries - self.last
+        return (evidence.queries >= first).to(torch.float32)
+
+    def prepare(self, evidence: Evidence) -> None:
+        evidence.gather_received(self._weight(evidence))
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        received = evidence.received(self._weight(evidence))
+        return {"received": Reading(received, per_key=True)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"received": evidence.way_of_received}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        first = 0 if self.last is None else max(0, full.extent.queries - self.last)
+        return {"received": full.weights[:, :, first:].sum(2)}
+
+
+@dataclass(frozen=True)
+class OffsetHistogram:
+    """How much of a head's attention goes how far: `[B, H, bins]`, mass by distance. No gradient.
+
+    Bin 0 is the query's own position, bin b the distances `[2^(b−1), 2^b)` before it; what lies
+    farther is in the last bin, and what lies ahead is in none. Means over valid queries.
+
+    Args:
+        bins: how many, at least 2; 18 reach back 65,536 tokens and beyond.
+        ahead: also `offsets_ahead` `[B, H, bins]`, the same for what lies ahead; its bin 0 is 0.
+
+    Source: Press et al. 2021, §4 and its kin (effective context).
+    """
+
+    bins: int = 18
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bins < 2:
+            raise ValueError(f"OffsetHistogram({self.bins}): there must be at least two bins.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("offsets", "offsets_ahead") if self.ahead else ("offsets",)
+
+    def prepare(self, evidence: Evidence) -> None:
+        shape, positions = (len(self.names), self.bins), evidence.positions
+        evidence.gather("_".join(self.names), lambda: _Offsets(evidence.zeros(*shape), positions))
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        self.prepare(evidence)
+        extent = evidence.extent
+        total = evidence.by_head(evidence.gathered("_".join(self.names)).total)
+        alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
+        count = alive.sum(-1, keepdim=True)
+        means = (total / count.clamp(min=1)[..., None]).unbind(2)
+        return {
+            name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
+        }
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return dict.fromkeys(self.names, Way(PASS))
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        extent, device = full.extent, full.weights.device
+        i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
+        distance = i - torch.arange(extent.keys, device=device)
+        alive = full.allowed.any(-1).sum(-1, keepdim=True)
+        figures = {}
+        for name, away in zip(self.names, (distance, -distance), strict=False):
+            bins = _bin_of(away, self.bins)
+            if name == "offsets_ahead":
+                bins = torch.where(away == 0, self.bins, bins)
+            sums = [
+                torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)
+            ]
+            figures[name] = torch.stack(sums, -1) / alive.clamp(min=1)
+        return figures
+
+
+def _bin_of(distance: Tensor, bins: int) -> Tensor:
+    """The bin of each distance; `bins` itself for what lies ahead. Exact: powers are compared."""
+    edges = torch.tensor([0, *(1 << b for b in range(bins - 1))], device=distance.device)
+    found = torch.bucketize(distance, edges, right=True) - 1
+    return torch.where(distance < 0, bins, found)
+
+
+class _Offsets:
+    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`."""
+
+    def __init__(self, total: Tensor, positions: Tensor) -> None:
+        self.total, self.positions = total, positions
+
+    def add(self, block: Block) -> None:
+        j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
+        _, sides, size = self.total.shape
+        distance = self.positions[block.rows, None] - j
+        bins = _bin_of(distance, size)
+        if sides == 2:
+            bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
+        total = self.total[block.heads].view(-1, sides * size)
+        if not torch.compiler.is_compiling() and int(bins.amin()) == (high := int(bins.amax())):
+            if high < sides * size:
+                total[:, high] += block.p.sum((-1, -2))
+        else:
+            found = block.p.new_zeros(len(block.p), sides * size + 1)
+            found.index_add_(1, bins.flatten(), block.p.flatten(1))
+            total += found[:, :-1]
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike two heads of a layer attend: `[B, H, H]`, Jensen–Shannon distance, 0 to 1.
+
+    `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
+    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal. A learned sink
+    is one outcome more. No gradient.
+
+    Source: Lin 1991; between heads: Clark et al. 2019, §6.
+    """
+
+    queries: int = 64
+    seed: int = 0
+    names = ("similarity",)
+
+    def __post_init__(self) -> None:
+        if self.queries < 1:
+            raise ValueError(f"Similarity({self.queries}): at least one query must be looked at.")
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        extent = evidence.extent
+        sample = draw(self.queries, extent.queries, self.seed, evidence.device)
+        everyone = torch.arange(extent.queries, device=evidence.device)
+        rows = everyone if sample is None else sample.rows
+        total = evidence.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
+        count = torch.zeros_like(total)
+        size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
+        for some in rows.split(size):
+            distances, both = _js_distances(*evidence.rows_of(some))
+            total += (distances * both).sum(1)
+            count += both.sum(1)
+        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        there = evidence.extent.queries
+        return {"similarity": Way("drawn rows of P", f"{min(self.queries, there)} of {there}")}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
+        rows = slice(None) if sample is None else sample.rows
+        sink = None if full.sink is None else full.sink[:, :, rows]
+        distances, both = _js_distances(full.weights[:, :, rows], sink)
+        return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
+
+
+def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Between all pairs of heads, and 1 where both see something: both `[B, n, H, H]`.
+
+    `p` is `[B, H, n, S]`, and what a learned sink takes `[B, H, n]`.
+    """
+    heads = p.shape[1]
+    if sink is not None:
+        p = torch.cat([p, sink[..., None]], dim=-1)
+    p = p.transpose(1, 2)  # [B, n, H, S]
+    tiny, eps = torch.finfo(p.dtype).tiny, torch.finfo(p.dtype).eps
+    valid = (p.sum(-1) > 0).to(p.dtype)
+    distances = p.new_zeros(*p.shape[:2], heads, heads)
+    for head in range(heads - 1):
+        one, others = p[:, :, head, None], p[:, :, head + 1 :]
+        both = one + others
+        # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)), and no
+        # difference of entropies, whose rounding the root would blow up where heads are alike.
+        t = ((one - others) / both.clamp(min=tiny)).clamp(eps - 1, 1 - eps)
+        apart = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
+        apart = torch.linalg.vecdot(both, apart) / (4 * math.log(2))
+        apart = apart.clamp(0, 1).sqrt()  # rounding may lead past either end
+        distances[:, :, head, head + 1 :] = apart
+        distances[:, :, head + 1 :, head] = apart
+    return distances, valid[..., None] * valid[..., None, :]
+
+
+@dataclass(frozen=True, eq=False)
+class OutputNorm:
+    """Length of each head's output, and of what it adds to the layer's: both `[B, H, T]`.
+
+    `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, with the columns of the output
+    projection that read head h (Kobayashi et al. 2020), and is there only where a projection is
+    known.
+
+    Args:
+        projection: weight of the output projection, `[O, H · Dv]`; `watch` knows the layer's own.
+    """
+
+    projection: Tensor | None = None
+    reads_output = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("output_norm",) if self.projection is None else ("output_norm", "contribution")
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        out = evidence.out.to(evidence.lse.dtype)
+        readings = {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), evidence.alive)}
+        weight = evidence.projection if self.projection is None else self.projection
+        if weight is not None:
+            length = _contribution(out, weight.detach().to(out.device))
+            readings["contribution"] = Reading(length, evidence.alive)
+        return readings
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        known = evidence.projection is not None or self.projection is not None
+        names = ("output_norm", "contribution") if known else ("output_norm",)
+        return dict.fromkeys(names, Way(OUTPUT))
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        out = full.out.to(full.weights.dtype)
+        figures = {"output_norm": torch.linalg.vector_norm(out, dim=-1)}
+        if self.projection is not None:
+            heads = self.projection.to(out.dtype).unflatten(1, (out.shape[1], -1))
+            added = torch.einsum("bhtd,ohd->bhto", out, heads)
+            figures["contribution"] = torch.linalg.vector_norm(added, dim=-1)
+        return figures
+
+
+def _contribution(out: Tensor, weight: Tensor) -> Tensor:
+    """`‖W_h o‖` through the triangle of `W_h`'s QR: O(T·D²) a head, not O(T·D·O)."""
+    heads, width = out.shape[1], out.shape[3]
+    if weight.dim() != 2 or weight.shape[1] != heads * width:
+        raise ValueError(
+            f"OutputNorm(projection {list(weight.shape)}): {heads} heads of width {width} need "
+            f"[O, {heads * width}]"
+        )
+    each = weight.to(out.dtype).unflatten(1, (heads, width)).transpose(0, 1)
+    triangle = torch.linalg.qr(each, mode="r").R
+    return torch.linalg.vector_norm(torch.einsum("bhtd,hed->bhte", out, triangle), dim=-1)
+
+
+@dataclass(frozen=True)
+class Map:
+    """P in small: `[B, H, n, n]`, the mass that a block of queries gives to a block of keys.
+
+    Entry `[a, b]` is the mean over the valid queries of block `a` of their mass on block `b`, so
+    rows sum to 1, less what a learned sink takes (to 0 where no query is valid). With as many
+    blocks as tokens it is P itself. Attention with the one-hot of the key's block as values: one
+    call for each D blocks.
+
+    Raises:
+        ValueError: if `blocks` is under 1.
+    """
+
+    blocks: int = 64
+    names = ("map",)
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"Map({self.blocks}): there must be at least one block.")
+
+    def read(self, evidence: Evidence) -> dict[str, Reading]:
+        extent, device = evidence.extent, evidence.device
+        of_key = self._block_of(extent.keys, device)
+        of_query = self._block_of(evidence.whole.queries, device)[evidence.queries]
+        total = evidence.block_sums(of_query, of_key, self.blocks)
+        alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
+        count = self._valid(alive, of_query).to(total.dtype)
+        return {"map": Reading(total / count.clamp(min=1), over=count)}
+
+    def ways(self, evidence: Evidence) -> dict[str, Way]:
+        return {"map": evidence.way_of_blocks(self.blocks)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        e, device, n = full.extent, full.weights.device, self.blocks
+        of_key, of_query = self._block_of(e.keys, device), self._block_of(e.queries, device)
+        total = full.weights.new_zeros(e.batch, e.heads, n, e.keys).index_add(
+            2, of_query, full.weights
+        )
+        total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
+        return {"map": total / self._valid(full.allowed.any(-1), of_query).clamp(min=1)}
+
+    def _block_of(self, length: int, device: torch.device) -> Tensor:
+        """The block of each position; blocks differ by at most one position in size."""
+        return torch.arange(length, device=device) * self.blocks // max(length, self.blocks)
+
+    def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
+        """How many valid queries each block has, `[B, H, n, 1]`; `alive` is `[B, H, T]`."""
+        count = torch.zeros(*alive.shape[:2], self.blocks, dtype=torch.long, device=alive.device)
+        return count.index_add_(2, of_query, alive.long())[..., None]

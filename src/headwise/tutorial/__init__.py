@@ -1,0 +1,1 @@
+"""Multi-head attention as five tutorials build it: run, compared and timed."""

@@ -1,0 +1,1 @@
+"""Attention weights between layouts, and on disk."""

@@ -1,0 +1,307 @@
+"""Converting weights in safetensors files, layer by layer: no model has to fit into memory.
+
+A file is read twice: once to convert everything and learn the shapes of what comes out, so that
+nothing is written before everything is known to fit; and once more to write it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from .._io import holds_files, only_writer, place_for, write_whole
+from .convert import Wanted, converted, detect_shapes, find_layers
+from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from .safetensors_file import checked
+
+__all__ = ["Converted", "convert_file"]
+
+# What safetensors calls PyTorch's dtypes.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+
+_OTHER_FORMATS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".msgpack"}
+
+Report = Callable[[float], object]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was done.
+
+    Attributes:
+        source: the layout it was in.
+        target: the layout it is in now.
+        layers: attention layers converted.
+        tensors: tensors written.
+        bytes: of all tensors together.
+        files: what was written.
+    """
+
+    source: str
+    target: str
+    layers: int
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def convert_file(
+    source_path: str | Path,
+    target_path: str | Path,
+    *,
+    source: str | None = None,
+    target: str,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    bias: bool | None = None,
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    report: Report = lambda share: None,
+) -> Converted:
+    """Converts the attention layers of a safetensors file, or of a folder of shards.
+
+    Args:
+        source_path: a `.safetensors` file, or a folder with `model.safetensors` or with shards
+            and their `model.safetensors.index.json`.
+        target_path: a `.safetensors` file to write, or a folder to be made.
+        source, target, num_heads, num_kv_heads, bias: as `headwise.convert` takes them. Head counts
+            are also read from a `config.json` beside the weights.
+        shard_bytes: a folder's weights are cut into files of at most so many bytes (a larger
+            tensor has a file of its own).
+        overwrite: replace a file that is there, or write into a folder that holds something.
+        report: is told the share of the work that is done.
+
+    Raises:
+        ValueError: what `headwise.convert` refuses; files that are no safetensors; a target that
+            is there already.
+        OSError: what the file system refuses. Whatever goes wrong, nothing half-written is left.
+    """
+    source_path, target_path = Path(source_path), Path(target_path)
+    _check_target(source_path, target_path, overwrite)
+    with ExitStack() as stack:
+        if target_path.suffix != ".safetensors":
+            stack.enter_context(only_writer(target_path))
+            if holds_files(target_path) and not overwrite:
+                raise ValueError(
+                    f"{target_path}: is not empty; name a new folder, or say --overwrite"
+                )
+        tensors = _Stored(source_path, stack)
+        if source is None:
+            source = detect_shapes(tensors.shapes)
+        heads, kv_heads = _head_counts(source_path)
+        wanted = Wanted(source, target, num_heads or heads, num_kv_heads or kv_heads, bias)
+        layers = find_layers(wanted.old, tensors.shapes, str(wanted))
+        tensors.weights = {name for layer in layers for name in layer.names}
+        stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
+        done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
+        plan = []
+        for origin, name, tensor in stream():
+            plan.append(_Made(name, tuple(tensor.shape), tensor.dtype))
+            report(done[origin] / 2)
+        _check_plan(plan, str(wanted))
+        flow = stream()
+
+        def following(made: list[_Made]) -> Iterator[Tensor]:
+            for one, (origin, name, tensor) in zip(made, flow, strict=False):
+                assert name == one.name
+                report(0.5 + done[origin] / 2)
+                yield tensor
+
+        if target_path.suffix == ".safetensors":
+            folder, parts = target_path.parent, {target_path.name: plan}
+        else:
+            folder, parts = target_path, _shards(plan, shard_bytes)
+        writers: dict[str, Callable[[Path], object]] = {
+            name: partial(_write, made=made, tensors=following, metadata=tensors.metadata)
+            for name, made in parts.items()
+        }
+        total = sum(made.bytes for made in plan)
+        if len(parts) > 1:
+            places = {made.name: name for name, part in parts.items() for made in part}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            writers[INDEX] = lambda path: path.write_text(json.dumps(index, indent=2) + "\n")
+        write_whole(folder, writers, replace=overwrite)
+    return Converted(
+        source, target, len(layers), len(plan), total, tuple(str(folder / name) for name in writers)
+    )
+
+
+class _Stored:
+    """The tensors of one safetensors file or of many shards, read when asked for.
+
+    Those that are `weights` may hold no NaN; others go through as they are.
+    """
+
+    weights: Collection[str] = ()
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in _files_of(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{file}: no safetensors file, or damaged: {error}") from None
+            self.metadata |= opened.metadata() or {}
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if name in self._files:
+                    raise ValueError(f"{path}: {name} is in two of its files")
+                self._files[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            tensor = self._files[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.path}: {name} cannot be read: {error}") from None
+        return checked(tensor, f"{self.path}: {name}") if name in self.weights else tensor
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{path}: not a .safetensors file; only those are read")
+        return [path]
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    return weight_files(path)
+
+
+def _head_counts(path: Path) -> tuple[int | None, int | None]:
+    """What a config beside the weights says, where there is one."""
+    config = (path if path.is_dir() else path.parent) / CONFIG
+    if not config.is_file():
+        return None, None
+    try:
+        said = json.loads(config.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None, None
+    if not isinstance(said, dict):
+        return None, None
+    counts = []
+    for names in (_HEADS, _KV_HEADS):
+        found = (said[name] for name in names if type(said.get(name)) is int)
+        counts.append(next(found, None))
+    return counts[0], counts[1]
+
+
+def _check_plan(plan: list[_Made], asked: str) -> None:
+    seen = set()
+    for made in plan:
+        if made.name in seen:
+            raise ValueError(f"{asked}: the state holds {made.name!r} already")
+        if made.dtype not in _DTYPES:
+            raise ValueError(f"{asked}: {made.name} is {made.dtype}, which cannot be written")
+        seen.add(made.name)
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"{target}: is the source itself; name another target")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: there is no folder {target.parent}; create it first")
+    if target.suffix in _OTHER_FORMATS:
+        raise ValueError(f"{target}: only safetensors are written; end the name in .safetensors")
+    if target.suffix == ".safetensors":
+        place_for(target)
+        if target.exists() and not overwrite:
+            raise ValueError(f"{target}: is there already; --overwrite replaces it")
+    elif target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: is a file; name a folder, or a file ending in .safetensors")
+
+
+def _shards(plan: list[_Made], limit: int) -> dict[str, list[_Made]]:
+    """The tensors of each file, in order, under Hugging Face's names."""
+    parts: list[list[_Made]] = [[]]
+    size = 0
+    for made in plan:
+        if parts[-1] and size + made.bytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(made)
+        size += made.bytes
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {
+        f"model-{number:05}-of-{len(parts):05}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
+
+
+def _write(
+    path: Path,
+    *,
+    made: list[_Made],
+    tensors: Callable[[list[_Made]], Iterator[Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """One safetensors file, a tensor at a time; the library's own writer wants all at once.
+
+    The format: the header's length as eight bytes, the header as JSON, the tensors' bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for one in made:
+        end = start + one.bytes
+        header[one.name] = {
+            "dtype": _DTYPES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors(made):
+            _write_bytes(file, tensor)
+
+
+def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
+    if tensor.numel():
+        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

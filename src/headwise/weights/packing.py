@@ -1,0 +1,334 @@
+"""One attention layer's weights as parts, and the stored tensors that hold them.
+
+Parts are always `q.weight`, `k.weight`, `v.weight` `[n, d, i]`, their biases `[n, d]`, `out.weight`
+`[o, n, d]`, `out.bias` `[o]` and the norms' weights `[d]`, with rotated features in halves. The
+letters are those of `headwise.weights.layout_table`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from math import prod
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .layout_table import Form, Layout, Sizes
+
+Parts = dict[str, Tensor]
+
+CANON = {"weight": "n d i", "bias": "n d"}
+ROTATED = ("q.weight", "q.bias", "k.weight", "k.bias", "q_norm.weight", "k_norm.weight")
+
+
+def sizes_of(
+    tensors: Mapping[str, Tensor],
+    patterns: Mapping[str, tuple[str, str]],
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    said: str,
+) -> Sizes:
+    """What shapes and head counts say together.
+
+    Raises:
+        ValueError: they contradict each other, or do not say enough.
+    """
+    axes: dict[tuple[str, ...], tuple[int, str]] = {}  # (part, letters…) -> length, name
+    for name, (parts, pattern) in patterns.items():
+        if parts.endswith(".weight"):
+            for letters, size in zip(axes_of(pattern), tensors[name].shape, strict=True):
+                axes[(parts.split(".")[0], *letters)] = size, name
+
+    def length(*key: str) -> int | None:
+        return axes[key][0] if key in axes else None
+
+    def share(rows: int, of: int, key: tuple[str, ...], what: str) -> int:
+        if of < 1 or rows % of:
+            name = axes[key][1]
+            raise ValueError(
+                f"{said}: {name} {list(tensors[name].shape)} does not fit {what}={of}: "
+                f"{rows} rows are no multiple of it"
+            )
+        return rows // of
+
+    seen = length("q", "n")
+    if seen is not None and num_heads not in (None, seen):
+        raise ValueError(f"{said}: the weights have {seen} heads, and num_heads={num_heads}")
+    heads = num_heads if seen is None else seen
+    if heads is None:
+        raise ValueError(f"{said}: the shapes do not say how many heads there are; give num_heads")
+
+    packed = next((key for key in axes if "p" in key), None)
+    rows = {
+        part: length(part, "n", "d") or prod(length(part, x) or 0 for x in "nd")
+        for part in ("q", "k", "v", "out")
+    }
+    if rows["q"]:
+        dim = (
+            share(rows["q"], heads, ("q", "n", "d"), "num_heads")
+            if seen is None
+            else rows["q"] // heads
+        )
+    elif rows["out"]:
+        dim = share(rows["out"], heads, ("out", "n", "d"), "num_heads")
+    else:
+        assert packed is not None
+        dim = share(axes[packed][0], 3 * heads, packed, "3 · num_heads")
+    if packed is not None:
+        total = axes[packed][0] - (0 if rows["q"] else heads * dim)
+        kv_heads = share(total, 2 * dim, packed, "2 · head_dim")
+        value_dim = dim
+    else:
+        bare = length("k", "n")
+        kv_heads = bare if bare is not None else share(rows["k"], dim, ("k", "n", "d"), "head_dim")
+        value_dim = length("v", "d") or share(rows["v"], kv_heads, ("v", "n", "d"), "num_kv_heads")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"{said}: the shapes make {kv_heads} key/value heads of width {dim}, which "
+            f"num_heads={heads} cannot share"
+        )
+    if num_kv_heads not in (None, kv_heads):
+        raise ValueError(
+            f"{said}: the shapes make {kv_heads} key/value heads of width {dim}, and "
+            f"num_kv_heads={num_kv_heads}"
+        )
+
+    def inputs(part: str) -> int:
+        return next(size for key, (size, _) in axes.items() if part in key[0] and key[1:] == ("i",))
+
+    out_width = length("out", "o") or heads * value_dim
+    return Sizes(heads, kv_heads, dim, value_dim, inputs("q"), inputs("k"), inputs("v"), out_width)
+
+
+def unpack(parts: str, pattern: str, tensor: Tensor, sizes: Sizes) -> Parts:
+    """The parts that one stored tensor holds."""
+    held, kind = parts.split(".")
+    if kind == "weight" and held == "out":
+        return {parts: _arranged(tensor, pattern, "o n d", held, sizes)}
+    if held == "out" or "norm" in held:
+        return {parts: tensor}
+    if "p" not in pattern:
+        return {parts: _arranged(tensor, pattern, CANON[kind], held, sizes)}
+    axis = next(index for index, letters in enumerate(axes_of(pattern)) if "p" in letters)
+    order, alone = _order(pattern)
+    if order == ("p", "n", "d"):
+        pieces = tensor.split([sizes.heads_of(x) * sizes.dim_of(x) for x in held], axis)
+    elif order == ("n", "p", "d"):
+        group = sizes.num_heads // sizes.num_kv_heads
+        spread = tensor.unflatten(axis, (sizes.num_kv_heads, group + 2, sizes.head_dim))
+        pieces = [piece.flatten(axis, axis + 2) for piece in spread.split([group, 1, 1], axis + 1)]
+    else:
+        pieces = [x.contiguous() for x in tensor.unflatten(axis, (-1, len(held))).unbind(axis + 1)]
+    return {
+        f"{part}.{kind}": _arranged(piece, alone, CANON[kind], part, sizes)
+        for part, piece in zip(held, pieces, strict=True)
+    }
+
+
+def write(
+    parts: Parts, sizes: Sizes, target: Layout, origins: Mapping[str, str], prefix: str, said: str
+) -> Iterable[tuple[str, Tensor]]:
+    """The parts in the first of the target's forms that can hold them.
+
+    Raises:
+        ValueError: none of them can; the message names what they cannot hold.
+    """
+    refused: list[str] = []
+    for form in forms_at(target, prefix):
+        refused = refusals(parts, sizes, form, origins)
+        if not refused:
+            return written(parts, sizes, form)
+    raise ValueError(f"{said}: layout {target.name!r} cannot hold {'; nor '.join(refused)}")
+
+
+def forms_at(layout: Layout, prefix: str) -> list[Form]:
+    """The forms that a layer of that prefix may be written in, the likeliest first."""
+    name = prefix.rstrip("./")
+    at_home = [form for form in layout.forms if form.home and name.endswith(form.home)]
+    return at_home + [form for form in layout.forms if form.home is None]
+
+
+def refusals(
+    parts: Parts, sizes: Sizes, form: Form, origins: Mapping[str, str] | None = None
+) -> list[str]:
+    """What a form cannot hold, in words; `origins` are the names that parts had."""
+    refused = [phrase for rule in form.rules if (phrase := rule(sizes)) is not None]
+    places = {part for held, _ in form.tensors.values() for part in parts_of(held)}
+    for part, tensor in parts.items():
+        if part not in places and not _says_nothing(part, tensor):
+            refused.append(f"{_long(part)} ({(origins or {}).get(part, part)})")
+    return refused
+
+
+def _says_nothing(part: str, tensor: Tensor) -> bool:
+    """Whether leaving a part out, or adding it, changes nothing."""
+    if part.endswith(".bias"):
+        return _empty_bias(part, tensor)
+    if part != "out.weight" or tensor.shape[0] != tensor.shape[1] * tensor.shape[2]:
+        return False
+    if tensor.is_meta:
+        return False
+    return torch.equal(tensor.flatten(1), torch.eye(len(tensor)).to(tensor))
+
+
+def _empty_bias(part: str, tensor: Tensor) -> bool:
+    return part.endswith(".bias") and not tensor.is_meta and not tensor.any()
+
+
+def _long(part: str) -> str:
+    which, kind = part.split(".")
+    if part == "out.weight":
+        return "an output projection"
+    if "norm" in which:
+        return f"a norm of {'queries' if which[0] == 'q' else 'keys'}"
+    owner = {"q": "queries", "k": "keys", "v": "values", "out": "the output"}[which]
+    return f"the {kind} of {owner}"
+
+
+def written(parts: Parts, sizes: Sizes, form: Form) -> Iterable[tuple[str, Tensor]]:
+    """Every tensor of a form, its optional groups only where they hold something."""
+    for name, (held, pattern) in form.tensors.items():
+        group = next((group for group in form.optional if name in group), None)
+        if group is not None and not any(
+            part in parts for other in group for part in parts_of(form.tensors[other][0])
+        ):
+            continue
+        if "{n}" in name:
+            whole = _packed(held, f"n {pattern.replace('(n d)', 'd')}", parts, sizes)
+            for head, tensor in enumerate(whole):
+                yield name.replace("{n}", str(head)), _own(tensor)
+        else:
+            yield name, _own(_packed(held, pattern, parts, sizes))
+
+
+def _packed(held: str, pattern: str, parts: Parts, sizes: Sizes) -> Tensor:
+    """One stored tensor, made of the parts it holds."""
+    which, kind = held.split(".")
+    if which == "out" or "norm" in which:
+        if held not in parts:
+            parts = parts | {held: _neutral(held, parts, sizes)}
+        return (
+            _arranged(parts[held], "o n d", pattern, "out", sizes)
+            if held == "out.weight"
+            else parts[held]
+        )
+    order, alone = _order(pattern)
+    pieces = []
+    for part in which:
+        name = f"{part}.{kind}"
+        tensor = parts[name] if name in parts else _neutral(name, parts, sizes)
+        pieces.append(_arranged(tensor, CANON[kind], alone, part, sizes))
+    if len(which) == 1:
+        return pieces[0]
+    axis = next(index for index, letters in enumerate(axes_of(pattern)) if "p" in letters)
+    if order == ("p", "n", "d"):
+        return torch.cat(pieces, axis)
+    if order == ("n", "p", "d"):
+        groups = [
+            piece.unflatten(axis, (sizes.num_kv_heads, -1, sizes.head_dim)) for piece in pieces
+        ]
+        return torch.cat(groups, axis + 1).flatten(axis, axis + 2)
+    return torch.stack(pieces, axis + 1).flatten(axis, axis + 1)
+
+
+def _neutral(part: str, parts: Parts, sizes: Sizes) -> Tensor:
+    """The bias or output projection that changes nothing."""
+    like = parts["q.weight"]
+    if part == "out.weight":
+        square = torch.eye(sizes.out_width, dtype=like.dtype, device=like.device)
+        return square.unflatten(1, (sizes.num_heads, sizes.value_dim))
+    if part == "out.bias":
+        return like.new_zeros(sizes.out_width)
+    which = part.split(".")[0]
+    return like.new_zeros(sizes.heads_of(which), sizes.dim_of(which))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A dense copy that shares memory with nothing."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def with_bias(parts: Parts, sizes: Sizes, bias: bool) -> Parts:
+    """The parts with zeros for every bias that is missing, or without those that are all zeros."""
+    if not bias:
+        return {name: tensor for name, tensor in parts.items() if not _empty_bias(name, tensor)}
+    names = (f"{part}.bias" for part in ("q", "k", "v", "out"))
+    return parts | {name: _neutral(name, parts, sizes) for name in names if name not in parts}
+
+
+def reorder(parts: Parts, old: str | None, new: str | None, asked: str) -> None:
+    """Puts the features of q and k into the order that the target rotates; None is `half`.
+
+    Raises:
+        ValueError: heads of an odd width have no pairs.
+    """
+    before, after = (order or "half" for order in (old, new))
+    if before == after:
+        return
+    pattern = "(pair two)" if before == "interleaved" else "(two pair)"
+    wanted = "(two pair)" if before == "interleaved" else "(pair two)"
+    for name in ROTATED:
+        if name in parts:
+            lead, rest = ("", "") if "norm" in name else ("n ", " i" if "weight" in name else "")
+            dim = parts[name].shape[len(lead.split())]
+            if dim % 2:
+                raise ValueError(f"{asked}: heads of width {dim} cannot be rotated in pairs")
+            parts[name] = rearrange(
+                parts[name], f"{lead}{pattern}{rest} -> {lead}{wanted}{rest}", two=2
+            )
+
+
+def regroup(parts: Parts, sizes: Sizes, old: bool, new: bool) -> None:
+    """Puts the query heads into the order in which the target's heads share keys and values.
+
+    `old` and `new` are the layouts' `turns`.
+    """
+    groups, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
+    if old == new or 1 in (groups, shared):
+        return
+    before = (shared, groups) if old else (groups, shared)
+    for name, axis in (("q.weight", 0), ("q.bias", 0), ("out.weight", 1)):
+        if name in parts:
+            split = parts[name].unflatten(axis, before)
+            parts[name] = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
+
+
+@cache
+def axes_of(pattern: str) -> list[tuple[str, ...]]:
+    """The letters of each axis: `i (p n d)` is `[("i",), ("p", "n", "d")]`."""
+    return [tuple((a or b).split()) for a, b in re.findall(r"\(([^)]*)\)|(\w+)", pattern)]
+
+
+def _order(pattern: str) -> tuple[tuple[str, ...] | None, str]:
+    """The letters of the axis that packs q, k and v, and the pattern of each of them alone."""
+    order = next((letters for letters in axes_of(pattern) if "p" in letters), None)
+    return order, pattern if order is None else pattern.replace(" ".join(order), "n d")
+
+
+def parts_of(held: str) -> list[str]:
+    which, kind = held.split(".")
+    return [held] if which == "out" or "norm" in which else [f"{part}.{kind}" for part in which]
+
+
+def _arranged(tensor: Tensor, pattern: str, wanted: str, part: str, sizes: Sizes) -> Tensor:
+    lengths = {"n": sizes.heads_of(part), "d": sizes.dim_of(part)}
+    return rearrange(tensor, f"{pattern} -> {wanted}", **lengths)
+
+
+def shape_of(parts: str, pattern: str, sizes: Sizes) -> tuple[int, ...]:
+    """The shape that a stored tensor must have."""
+    held = parts.split(".")[0]
+    which = ("q",) if "norm" in held else ("out",) if held == "out" else tuple(held)
+    first, lengths = which[0], []
+    for letters in axes_of(pattern):
+        if "p" in letters:
+            lengths.append(sum(sizes.heads_of(x) * sizes.dim_of(x) for x in which))
+        else:
+            one = {"n": sizes.heads_of(first), "d": sizes.dim_of(first), "o": sizes.out_width}
+            if first != "out":
+                one["i"] = sizes.input_of(first)
+            lengths.append(prod(one[letter] for letter in letters))
+    return tuple(lengths)
