@@ -34,9 +34,13 @@ endef
 run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
-# A worker for each core, and each file's tests in one of them.
+# A worker for each core, and each file's tests in one of them. Then what is quick once more, with every
+# annotated shape and dtype held to what really comes (which takes more time than the tests themselves).
+SHAPES := src README.md docs tests/test_attend.py tests/test_masks.py tests/test_layer.py tests/test_cache.py \
+  tests/test_explain.py tests/test_running.py tests/test_ablate.py tests/test_watch.py
 test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile
+	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES)
 
 # Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
 # vectors.

@@ -44,7 +44,7 @@ def _fresh_random_numbers() -> None:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """Switch the shape checks of the test run off: users do not have them, they have our errors."""
+    """Switch shape checks off, where the run has them: users do not, they have our errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

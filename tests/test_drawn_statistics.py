@@ -18,7 +18,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends import blocked
 from headwise.core.reference import Definition, attention
-from headwise.stats.evidence import Statistic
+from headwise.stats.base import Statistic
 
 EXACT = 1e-10
 

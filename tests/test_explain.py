@@ -10,9 +10,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import BACKENDS
-from headwise.stats import evidence as module
-from headwise.stats.evidence import Evidence, Statistic
+from headwise.stats import engine
+from headwise.stats.base import Statistic
+from headwise.stats.execute import Pass
 from headwise.stats.pattern_mass import Masses
+from headwise.stats.results import PAIRS, PASS, ROWS
 from headwise.stats.scores import Scores
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
@@ -32,7 +34,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return spy
 
-    monkeypatch.setattr(module, "sweep", spied("pass", module.sweep))
+    monkeypatch.setattr(engine, "sweep", spied("pass", engine.sweep))
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "run", spied("call", type(backend).run))
     monkeypatch.setattr(Scores, "in_blocks", spied("in_blocks", Scores.in_blocks))
@@ -82,7 +84,7 @@ def test_it_is_done_as_it_is_said(
     assert not done  # nothing is computed
     seen = hw.observe(q, k, v, *statistics, **keywords)
     assert list(ways) == list(seen.names)
-    passes = [name for name, way in ways.items() if way.startswith(module.PASS)]
+    passes = [name for name, way in ways.items() if way.startswith(PASS)]
     assert done["pass"] == bool(passes)
     together = "the same for entropy and distance"
     calls = 1 + sum(  # the output, and each identity's own; entropy and its share are one
@@ -116,7 +118,7 @@ def test_crowded_patterns_are_said_to_be_read_in_rows(share: float, done: Counte
     statistic = hw.Mass(hw.SameToken(ids))
     way = hw.explain(q, k, v, statistic, backend="sdpa").statistics["same_token"]
     hw.observe(q, k, v, statistic, backend="sdpa")
-    assert way.startswith(module.ROWS if share == 0.5 else module.PAIRS)
+    assert way.startswith(ROWS if share == 0.5 else PAIRS)
     assert (done["_mass_of_rows"], done["_mass_of_pairs"]) == ((1, 0) if share == 0.5 else (0, 1))
 
 
@@ -171,7 +173,7 @@ def test_a_statistic_of_ones_own_need_not_say() -> None:
     class Agreement:
         names = ("agreement",)
 
-        def read(self, evidence: Evidence) -> dict[str, hw.Reading]:
+        def read(self, found: Pass) -> dict[str, hw.Reading]:
             raise AssertionError("nothing is computed")
 
         def define(self, full: Any) -> dict[str, Tensor]:

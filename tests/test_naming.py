@@ -22,7 +22,7 @@ from headwise.report.head_labels import (
     name_heads,
     naming_statistics,
 )
-from headwise.stats.evidence import Statistic
+from headwise.stats.base import Statistic
 from headwise.stats.patterns import At
 
 PERIOD = 23

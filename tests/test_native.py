@@ -35,7 +35,7 @@ from headwise.core.reference import Definition, rows
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops as cpu_ops
-from headwise.stats.evidence import Statistic
+from headwise.stats.base import Statistic
 from support import EPS, assert_as_good
 
 LIBRARY = cpu.library()

@@ -12,7 +12,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends import tiles
 from headwise.core.reference import attention
-from headwise.stats.evidence import Statistic
+from headwise.stats.base import Statistic
 from support import MASKS_WITH_POSITIONS, B, D, G, H, S, T, assert_as_good, of_halves, qkv, truth
 
 FORMS = ["sdpa", "tiles", "blocked", "eager"]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise.backends import blocked
 from headwise.core.reference import attention
-from headwise.stats import evidence
+from headwise.stats import max_logit
 from headwise.stats import pattern_mass as masses
-from headwise.stats.evidence import Statistic
+from headwise.stats.base import Statistic
 from headwise.stats.patterns import At
 from support import (
     BACKENDS,
@@ -232,7 +232,7 @@ def test_patterns_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = attention(q, k, v)
     ids = torch.randint(0, 2, (B, S))
     for scores, crowded in itertools.product((1, 50, 10_000), (0.0, 2.0)):
-        for module in (evidence, masses):
+        for module in (max_logit, masses):
             monkeypatch.setattr(module, "SCORES_AT_A_TIME", scores)
             monkeypatch.setattr(module, "SCORES_IN_CACHE", scores)
         monkeypatch.setattr(masses, "CROWDED", crowded)  # whole rows always, or never
@@ -252,7 +252,7 @@ def test_a_map_with_a_block_per_token_is_the_matrix() -> None:
 
 
 def test_extra_memory_is_linear_in_t(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (evidence, masses, blocked):
+    for module in (max_logit, masses, blocked):
         monkeypatch.setattr(module, "SCORES_AT_A_TIME", 1 << 14)
 
     # The largest tensor that observing makes, as T doubles.

@@ -22,7 +22,8 @@ from .layers.rope import RoPE
 from .report import look
 from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
 from .stats.accumulate import Running
-from .stats.evidence import Statistic
+from .stats.base import Statistic
+from .stats.needs import RowSum
 from .stats.observe import Explanation, Seen, explain, observe
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.per_query import (
@@ -75,6 +76,7 @@ __all__ = [
     "Reading",
     "Received",
     "RoPE",
+    "RowSum",
     "Running",
     "SameToken",
     "Seen",

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.shapes import extent_of
-from ..stats.evidence import Statistic
+from ..stats.base import Statistic, all_needs
+from ..stats.needs import HEAD_OUTPUT
 from ..stats.observe import observe
 from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
@@ -167,7 +168,7 @@ class HeadsCall(AttentionCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
-        wanted = any(getattr(statistic, "reads_output", False) for statistic in statistics)
+        wanted = HEAD_OUTPUT in all_needs(statistics)
         output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
             seen = observe(
@@ -179,4 +180,4 @@ class HeadsCall(AttentionCall):
                 projection=self.projection,
                 **keywords,
             )
-        return seen.readings
+        return dict(seen.readings)

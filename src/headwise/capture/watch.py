@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..stats.evidence import Statistic
-from ..stats.observe import check_statistics
+from ..stats.base import Statistic, check_statistics
 from ..stats.sampling import check_queries
 from .call import AttentionCall, Looking
 from .captured import Watched

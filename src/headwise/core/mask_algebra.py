@@ -37,6 +37,10 @@ class Mask:
         """Each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
         return None
 
+    def looks_ahead(self, extent: Extent) -> bool:
+        """Whether a query may attend to a key beyond its own position, as far as sizes tell."""
+        return extent.queries > 1
+
     def check(self, extent: Extent) -> None:
         """Raise ValueError where the mask does not fit the call's sizes."""
 
@@ -129,6 +133,9 @@ class And(Mask):
             low, high = torch.maximum(low, part[0]), torch.minimum(high, part[1])
         return low, torch.maximum(low, high)
 
+    def looks_ahead(self, extent: Extent) -> bool:
+        return all(part.looks_ahead(extent) for part in self.parts)
+
     def check(self, extent: Extent) -> None:
         for part in self.parts:
             part.check(extent)
@@ -173,6 +180,9 @@ class Or(Mask):
             high = torch.maximum(high, more)
         return torch.zeros_like(high), high
 
+    def looks_ahead(self, extent: Extent) -> bool:
+        return any(part.looks_ahead(extent) for part in self.parts)
+
     def check(self, extent: Extent) -> None:
         for part in self.parts:
             part.check(extent)
@@ -205,6 +215,9 @@ class Rows(Mask):
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
         return self.mask.interval(self.rows[i], self.whole)
+
+    def looks_ahead(self, extent: Extent) -> bool:
+        return self.mask.looks_ahead(self.whole)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.mask.tensors()

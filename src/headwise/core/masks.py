@@ -65,6 +65,9 @@ class Causal(Mask):
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return j <= i + extent.offset
 
+    def looks_ahead(self, extent: Extent) -> bool:
+        return False
+
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         return torch.zeros_like(i), (i + extent.offset + 1).clamp(min=0)
 
@@ -96,6 +99,9 @@ class Window(Mask):
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         behind = i + extent.offset - j
         return (behind >= 0) & (behind < self.size)
+
+    def looks_ahead(self, extent: Extent) -> bool:
+        return False
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         high = (i + extent.offset + 1).clamp(min=0)

@@ -14,7 +14,7 @@ from torch import nn
 from ..capture.call import AttentionCall, Looking
 from ..capture.captured import Watched
 from ..capture.session import Net, catch
-from ..stats.evidence import Statistic
+from ..stats.base import Statistic
 from ..stats.patterns import First, Induction, Previous, SameToken
 from ..stats.per_query import Entropy, Map, Mass, MaxLogit, OffsetHistogram, Received, TopKeys
 from ..stats.results import Reading

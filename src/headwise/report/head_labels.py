@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..capture.captured import Watched
 from ..core.masks import Dense
-from ..stats.evidence import Statistic
+from ..stats.base import Statistic
 from ..stats.patterns import At, First, Induction, Previous, SameToken, Self
 from ..stats.per_query import Distance, Entropy, Mass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,9 +59,9 @@ class Running:
             ValueError: another number of heads; maps of another size, or per-key sums of another
                 batch, than before.
         """
-        self.take(seen.readings, seen.evidence.extent.heads, first)
+        self.take(seen.readings, seen.found.extent.heads, first)
 
-    def take(self, readings: dict[str, Reading], heads: int, first: int = 0) -> None:
+    def take(self, readings: Mapping[str, Reading], heads: int, first: int = 0) -> None:
         """`add()`, of readings by name."""
         if self.calls and heads != self.heads:
             raise ValueError(

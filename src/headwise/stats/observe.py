@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -10,13 +10,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..backends import Call, Choice, check_scores, choose, consider
+from ..backends import Call, Choice, OnePass, choose, consider
+from ..core.index import grid
 from ..core.mask_algebra import Mask
 from ..core.modes import batched
 from ..core.shapes import as_given, quote
-from .evidence import Evidence, Statistic
-from .results import Figure, Reading, Way, summarise
+from .base import Statistic, all_needs, check_statistics, needs_of
+from .engine import Engine, nonlinear
+from .entries import entries
+from .execute import Pass, execute
+from .needs import Need, Setting
+from .plan import plan
+from .results import VIA, Figure, Reading, summarise
 from .sampling import Sample, draw, standard_error
+from .view import View
 
 
 def observe(
@@ -85,54 +92,91 @@ def observe(
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    chosen = choose(call, backend)
     gradients = gradients and call.needs_grad
     made = output if isinstance(output, Tensor) else None
-    readings: dict[str, Reading] = {}
     with as_given(q.device):
-        evidence = Evidence(
-            *(call, chosen),
-            output=output is True,
-            made=made,
-            rows=None if sample is None else sample.rows,
-            gradients=gradients,
-            projection=projection,
+        view = View(call, None if sample is None else sample.rows, gradients)
+        engine = Engine(
+            view, choose(call, backend), output=output is True, made=made, projection=projection
         )
-        evidence.prepare(statistics)
-        out, lse = evidence.run() or (None, None)
-    with as_given(q.device), nullcontext() if gradients else torch.no_grad():
-        if lse is not None:
-            check_scores(call, lse, "observe")
-        else:
-            lse = evidence.lse
-            check_scores(call, lse, "observe", evidence.queries)
-        for statistic in statistics:
-            for name, reading in statistic.read(evidence).items():
-                if name in readings:
+        needs = all_needs(statistics)
+        found = execute(plan(setting_of(engine, needs), needs), engine)
+        with nullcontext() if gradients else torch.no_grad():
+            readings = Readings(found, statistics, sample)
+    return Seen(found.lse, found, readings, output=found.out if made is None else made)
+
+
+def setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
+    """What the routes of a call's needs depend on."""
+    view = engine.view
+    call = view.asked
+    by_call = engine.chosen if engine.output else engine.backend
+    passes = any(need.passes for need in needs)
+    return Setting(
+        extent=view.extent,
+        dim=call.q.shape[-1],
+        output=engine.output,
+        kernel=isinstance(by_call, OnePass),
+        kernel_pass=passes and isinstance(engine.backend, OnePass),
+        nonlinear=nonlinear(call),
+        gradients=view.gradients,
+        sinks=call.sinks is not None,
+        behind=any(need.via is not None for need in needs) and _only_behind(view),
+        compiling=torch.compiler.is_compiling(),
+    )
+
+
+def _only_behind(view: View) -> bool:
+    """Whether each query sees a range of keys that ends before those ahead of it, and no sink."""
+    if view.asked.sinks is not None or view.mask.looks_ahead(view.extent):
+        return False
+    return view.mask.interval(grid(view.extent, view.device)[0], view.extent) is not None
+
+
+class Readings(Mapping[str, Reading]):
+    """What statistics make of a pass, by name.
+
+    Those that are formulas on its figures are worked out when somebody asks, the others at once;
+    all at once where a graph is kept, or where the mask's tensors may have changed by then.
+    """
+
+    def __init__(self, found: Pass, statistics: Sequence[Statistic], sample: Sample | None) -> None:
+        self._found, self._statistics = found, statistics
+        self._sample = sample if sample is not None and sample.drawn else None
+        self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
+        self._owner: dict[str, int] = {}
+        view = found.view
+        whole = view.gradients or torch.compiler.is_compiling() or bool(view.mask.tensors())
+        for number, statistic in enumerate(statistics):
+            for name in statistic.names:
+                if name in self._owner:
                     raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
-                if sample is not None and sample.drawn:
-                    reading = _with_error(reading, sample)
-                readings[name] = reading
-        if not gradients:
-            lse = lse.detach()
-    return Seen(lse, evidence, readings, output=out if made is None else made)
+                self._owner[name] = number
+            if whole or not getattr(statistic, "formula", False):
+                self._part(number)
 
+    def _part(self, number: int) -> dict[str, Reading]:
+        """The readings of one statistic."""
+        part = self._parts[number]
+        if part is None:
+            part = self._statistics[number].read(self._found)
+            if self._sample is not None:
+                sample = self._sample
+                part = {name: _with_error(reading, sample) for name, reading in part.items()}
+            self._parts[number] = part
+        return part
 
-_STATISTICS: set[type] = set()
-"""Types that were found to be statistics: looking a protocol through takes its time."""
+    def __getitem__(self, name: str) -> Reading:
+        if name not in self._owner:  # such as the contribution, where a projection is known
+            self._owner |= {x: n for n in range(len(self._parts)) for x in self._part(n)}
+        return self._part(self._owner[name])[name]
 
+    def __iter__(self) -> Iterator[str]:
+        for number in range(len(self._parts)):
+            yield from self._part(number)
 
-def check_statistics(statistics: Sequence[object], function: str) -> None:
-    """Raise ValueError for what is no statistic, quoting `function`."""
-    for statistic in statistics:
-        kind = type(statistic)
-        if kind in _STATISTICS:
-            continue
-        if isinstance(statistic, Statistic) and not isinstance(statistic, type):
-            _STATISTICS.add(kind)
-        else:
-            made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
-            raise ValueError(f"{function}(…, {statistic!r}): not a statistic; did you mean {made}?")
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _with_error(reading: Reading, sample: Sample) -> Reading:
@@ -153,8 +197,8 @@ class Seen:
     """
 
     lse: Float[Tensor, "B H _"]
-    evidence: Evidence = field(repr=False)
-    readings: dict[str, Reading] = field(repr=False)
+    found: Pass = field(repr=False)
+    readings: Mapping[str, Reading] = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
 
     @property
@@ -171,12 +215,12 @@ class Seen:
     @property
     def rows(self) -> Tensor:
         """Which of the queries looked at may attend to anything; broadcasts to `[B, H, n]`."""
-        return self.evidence.alive
+        return self.found.valid_rows
 
     @property
     def queries(self) -> Int[Tensor, " n"]:
         """The numbers of the queries looked at, in order."""
-        return self.evidence.queries
+        return self.found.view.queries
 
     def weights(
         self,
@@ -200,7 +244,7 @@ class Seen:
         tensor(1.)
         """
         with torch.no_grad(), as_given(self.lse.device):
-            return self.evidence.weights(heads, queries, keys)
+            return entries(self.found.view, self.found.of_rows, heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.reading(name).values
@@ -212,7 +256,7 @@ class Seen:
             KeyError: a name that was not asked for; the message lists those that were.
         """
         if name == "lse" and name not in self.readings:
-            return Reading(self.evidence.lse, self.rows)
+            return Reading(self.found.of_rows, self.rows)
         if name not in self.readings:
             known = ", ".join(["lse", *self.readings])
             raise KeyError(f"{name!r} was not observed; there are: {known}")
@@ -231,7 +275,7 @@ class Seen:
         their share.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
-        rows = table_rows(readings, self.evidence.extent.heads)
+        rows = table_rows(readings, self.found.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
 
 
@@ -337,17 +381,15 @@ def explain(
     if not statistics:
         return Explanation(chosen.name, choices)
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    evidence = Evidence(
-        *(call, chosen),
-        output=output,
-        rows=None if sample is None else sample.rows,
-        gradients=gradients and call.needs_grad,
-        projection=projection,
-    )
-    evidence.prepare(statistics)
-    ways: dict[str, Way] = {}
+    view = View(call, None if sample is None else sample.rows, gradients and call.needs_grad)
+    engine = Engine(view, chosen, output=output, projection=projection)
+    routes = plan(setting_of(engine, needs := all_needs(statistics)), needs).routes
+    said: dict[str, str] = {}
     for statistic in statistics:
-        own = dict.fromkeys(statistic.names, Way("as the statistic itself reads it"))
-        say = getattr(statistic, "ways", None)
-        ways |= own if say is None else say(evidence)
-    return Explanation(chosen.name, choices, {name: str(way) for name, way in ways.items()})
+        said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
+        for name, need in needs_of(statistic).items():
+            route = routes[need]
+            if route.kind == VIA and need.via is not None:
+                route = routes[need.via]
+            said[name] = str(need.told(route, engine))
+    return Explanation(chosen.name, choices, said)

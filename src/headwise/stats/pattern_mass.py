@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,26 +14,34 @@ from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.index import grid
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
-from .results import PAIRS, ROWS, Way
+from .patterns import KeyRanges, Pattern
+from .results import PAIRS, ROWS, Route
 from .scores import RowBlock, RowFigures, Scores, near, probability
+from .view import View
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
+def ranges_in(pattern: Pattern, view: View) -> KeyRanges:
+    """A pattern's keys for the queries that are looked at."""
+    ranges = pattern.ranges(view.whole, view.device)
+    if view.rows is None:
+        return ranges
+    start, stop = ranges.start[:, view.rows], ranges.stop[:, view.rows]
+    omit = None if ranges.omit is None else ranges.omit[:, view.rows]
+    return KeyRanges(ranges.order, start, stop, omit)
 
-    `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
-    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
-    `omit` leaves out one key per query (−1 for none).
-    """
 
-    order: Int[Tensor, "#B S"]
-    start: Int[Tensor, "#B T"]
-    stop: Int[Tensor, "#B T"]
-    omit: Int[Tensor, "#B T"] | None = None
+def in_sight(pattern: Pattern, view: View) -> Int[Tensor, "#B #H n"]:
+    """Whether each query may attend to its key of a pattern that has one at most: 1 or 0."""
+    extent, ranges = view.extent, ranges_in(pattern, view)
+    i, _ = grid(extent, view.device)
+    key = ranges.order[0, ranges.start[0].clamp(0, extent.keys - 1)][:, None]
+    allowed = view.mask.allowed(i, key, extent)
+    chosen = (ranges.stop[0] > ranges.start[0])[:, None]
+    count = chosen if allowed is None else allowed & chosen
+    return count[(None,) * (4 - count.dim())][..., 0].long()
 
 
 class Masses:
@@ -55,27 +62,17 @@ class Masses:
     def device(self) -> torch.device:
         return self.scores.device
 
-    def count_of_one_key(self, runs: Runs) -> Int[Tensor, "#B #H n"]:
-        """1 where a query chose a key that it may attend to, else 0; of one key each at most."""
-        extent = self.extent
-        i, _ = grid(extent, self.device)
-        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)][:, None]
-        allowed = self.call.mask.allowed(i, key, extent)
-        chosen = (runs.stop[0] > runs.start[0])[:, None]
-        count = chosen if allowed is None else allowed & chosen
-        return count[(None,) * (4 - count.dim())][..., 0].long()
-
-    def of(self, runs: Runs, name: str | None = None) -> tuple[Tensor, Tensor]:
+    def of(self, ranges: KeyRanges, name: str | None = None) -> tuple[Tensor, Tensor]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to."""
         if self.extent.queries and self.extent.keys and not near(self._lse()):
             name = self._rows.known(name)
-            self.wait(runs, name)
+            self.wait(ranges, name)
             return self._rows.read(f"{name}: mass"), self._rows.read(f"{name}: count")
-        return self.reader_of(runs)[1]()
+        return self.reader_of(ranges)[1]()
 
-    def wait(self, runs: Runs, name: str) -> None:
+    def wait(self, ranges: KeyRanges, name: str) -> None:
         """Let the mass be taken from the next pass over whole rows, without the log-sum-exp."""
-        chosen_in = self._chosen(runs)
+        chosen_in = self._chosen(ranges)
 
         def mass(block: RowBlock) -> Tensor:
             return torch.where(chosen_in(block), block.p, 0.0).sum(-1)
@@ -86,24 +83,27 @@ class Masses:
         self._rows.wait(f"{name}: mass", mass)
         self._rows.wait(f"{name}: count", count, torch.long)
 
-    def reader_of(self, runs: Runs) -> tuple[Way, Callable[[], tuple[Tensor, Tensor]]]:
+    def reader_of(self, ranges: KeyRanges) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
         """The road to the mass on chosen keys, and who takes it, where the log-sum-exp is near."""
-        pairs = Way(PAIRS)
+        pairs = Route(PAIRS)
         if not self.extent.queries or not self.extent.keys:
             return pairs, self._of_none
-        first, last = int(runs.start.amin()), int(runs.stop.amax())
+        first, last = int(ranges.start.amin()), int(ranges.stop.amax())
         if last <= first:
             return pairs, self._of_none
-        if runs.omit is None and runs.order.shape[0] == 1:
-            if bool((runs.start == first).all() & (runs.stop == last).all()) and last - first <= 64:
-                return pairs, lambda: self._of_columns(runs.order[0, first:last])
-            if bool(((runs.stop - runs.start) <= 1).all()):
-                return pairs, lambda: self._of_one_key(runs)
-        width = (runs.stop - runs.start).clamp(min=0)
+        if ranges.omit is None and ranges.order.shape[0] == 1:
+            if (
+                bool((ranges.start == first).all() & (ranges.stop == last).all())
+                and last - first <= 64
+            ):
+                return pairs, lambda: self._of_columns(ranges.order[0, first:last])
+            if bool(((ranges.stop - ranges.start) <= 1).all()):
+                return pairs, lambda: self._of_one_key(ranges)
+        width = (ranges.stop - ranges.start).clamp(min=0)
         if float(width.float().mean()) > CROWDED * self.extent.keys:
             why = "so many keys are chosen that one by one they would cost more"
-            return Way(ROWS, why), lambda: self._of_rows(runs)
-        return pairs, lambda: self._of_pairs(runs)
+            return Route(ROWS, why), lambda: self._of_rows(ranges)
+        return pairs, lambda: self._of_pairs(ranges)
 
     def _of_none(self) -> tuple[Tensor, Tensor]:
         zero = torch.zeros_like(self._lse())
@@ -116,11 +116,11 @@ class Masses:
         scores, allowed = self.scores.logits(call.q, call.k[:, :, keys], i, keys[None, :])
         return probability(scores, self._lse()[..., None]).sum(-1), allowed.sum(-1)
 
-    def _of_one_key(self, runs: Runs) -> tuple[Tensor, Tensor]:
+    def _of_one_key(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Each query chose one key at most: one dot product a row."""
         call, extent = self.call, self.extent
-        chosen = runs.stop[0] > runs.start[0]
-        key = runs.order[0, runs.start[0].clamp(0, extent.keys - 1)]
+        chosen = ranges.stop[0] > ranges.start[0]
+        key = ranges.order[0, ranges.start[0].clamp(0, extent.keys - 1)]
         kept = call.k.index_select(2, key)
         q = call.q.unflatten(1, (extent.kv_heads, extent.group))
         scores = torch.einsum("bgrtd,bgtd->bgrt", q, kept).flatten(1, 2)[..., None] * call.scale
@@ -132,12 +132,14 @@ class Masses:
         scores = scores.masked_fill(~allowed, -torch.inf)
         return probability(scores, self._lse()[..., None])[..., 0], allowed[..., 0].long()
 
-    def _of_pairs(self, runs: Runs) -> tuple[Tensor, Tensor]:
+    def _of_pairs(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """The general case: the pairs one after another, a bounded number at a time."""
         extent = self.extent
         mass = torch.zeros_like(self._lse())
         count = torch.zeros_like(mass, dtype=torch.long)
-        start, width = torch.broadcast_tensors(runs.start, (runs.stop - runs.start).clamp(min=0))
+        start, width = torch.broadcast_tensors(
+            ranges.start, (ranges.stop - ranges.start).clamp(min=0)
+        )
         size = extent.batch * extent.heads * self.call.q.shape[-1]
         for queries in _rows_within(width.amax(0), max(1, SCORES_AT_A_TIME // size)):
             i, step, real = _pairs(queries, width[:, queries])
@@ -145,18 +147,18 @@ class Masses:
                 continue
             rank = (start.gather(1, i) + step).clamp(max=extent.keys - 1)
             i, rank, real = (x.expand(extent.batch, -1) for x in (i, rank, real))
-            j = runs.order.expand(extent.batch, -1).gather(1, rank)
-            if runs.omit is not None:
-                real = real & (j != runs.omit.expand(extent.batch, -1).gather(1, i))
+            j = ranges.order.expand(extent.batch, -1).gather(1, rank)
+            if ranges.omit is not None:
+                real = real & (j != ranges.omit.expand(extent.batch, -1).gather(1, i))
             p, allowed = self._probability_of_pairs(i, j)
             place = i[:, None].expand(-1, extent.heads, -1)
             mass.scatter_add_(2, place, torch.where(real[:, None], p, 0.0))
             count.scatter_add_(2, place, (allowed & real[:, None]).long())
         return mass, count
 
-    def _of_rows(self, runs: Runs) -> tuple[Tensor, Tensor]:
+    def _of_rows(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """When the pairs are a good part of the matrix: blocks of whole rows, a GEMM each."""
-        call, chosen_in = self.call, self._chosen(runs)
+        call, chosen_in = self.call, self._chosen(ranges)
 
         def of(block: Any) -> tuple[Tensor, Tensor]:
             i, j = grid(self.extent, self.device, block.rows, block.keys)
@@ -168,18 +170,18 @@ class Masses:
 
         return self.scores.in_blocks(of, SCORES_IN_CACHE, (call.q.dtype, torch.long))
 
-    def _chosen(self, runs: Runs) -> Callable[[Any], Tensor]:
+    def _chosen(self, ranges: KeyRanges) -> Callable[[Any], Tensor]:
         """Which keys of a block of rows are chosen, `[B or 1, 1, t, s]`."""
-        place = torch.arange(self.extent.keys, device=self.device).expand_as(runs.order)
-        rank = torch.empty_like(runs.order).scatter_(1, runs.order, place)[:, None]
+        place = torch.arange(self.extent.keys, device=self.device).expand_as(ranges.order)
+        rank = torch.empty_like(ranges.order).scatter_(1, ranges.order, place)[:, None]
 
         def chosen(block: Any) -> Tensor:
-            start, stop = runs.start[:, block.rows, None], runs.stop[:, block.rows, None]
+            start, stop = ranges.start[:, block.rows, None], ranges.stop[:, block.rows, None]
             ranks = rank[..., block.keys]
             found = (ranks >= start) & (ranks < stop)
-            if runs.omit is not None:
+            if ranges.omit is not None:
                 _, j = grid(self.extent, self.device, keys=block.keys)
-                found = found & (j != runs.omit[:, block.rows, None])
+                found = found & (j != ranges.omit[:, block.rows, None])
             return found[:, None]
 
         return chosen

@@ -10,13 +10,45 @@ previous token), Xiao et al. 2023 (first-token sinks), Wang et al. 2022 (duplica
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ..core.shapes import Extent
-from .pattern_mass import Runs
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """A set of keys for every query, each a range `[start, stop)` in one ordering of the keys.
+
+    `order` is `[B or 1, S]` (key positions), `start` and `stop` are `[B or 1, T]`. First, previous,
+    same-token and induction keys all have this shape, and so need no T×T matrix to be written down.
+    `omit` leaves out one key per query (−1 for none).
+    """
+
+    order: Int[Tensor, "#B S"]
+    start: Int[Tensor, "#B T"]
+    stop: Int[Tensor, "#B T"]
+    omit: Int[Tensor, "#B T"] | None = None
+
+
+@runtime_checkable
+class Pattern(Protocol):
+    """Which keys a head that follows the pattern looks at.
+
+    It may also have a `figure`: the field of `Figures` that holds the mass on its keys.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges: ...
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        """The pattern as a boolean matrix `[B or 1, T, S]`, for the definition."""
+        ...
 
 
 def _positions(extent: Extent, device: torch.device) -> Tensor:
@@ -27,12 +59,12 @@ def _in_order(extent: Extent, device: torch.device) -> Tensor:
     return torch.arange(extent.keys, device=device)[None]
 
 
-def _one_key(offset: int, extent: Extent, device: torch.device) -> Runs:
+def _one_key(offset: int, extent: Extent, device: torch.device) -> KeyRanges:
     """The key that stands so far after the query; none where that is outside the keys."""
     key = _positions(extent, device) + offset
     start = key.clamp(0, extent.keys)
     stop = torch.where((key >= 0) & (key < extent.keys), start + 1, start)
-    return Runs(_in_order(extent, device), start, stop)
+    return KeyRanges(_in_order(extent, device), start, stop)
 
 
 @dataclass(frozen=True)
@@ -50,9 +82,9 @@ class First:
         if self.count < 1:
             raise ValueError(f"First({self.count}): count must be at least 1.")
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         start = torch.zeros(1, extent.queries, dtype=torch.long, device=device)
-        return Runs(_in_order(extent, device), start, start + min(self.count, extent.keys))
+        return KeyRanges(_in_order(extent, device), start, start + min(self.count, extent.keys))
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         j = torch.arange(extent.keys, device=device)
@@ -74,7 +106,7 @@ class Previous:
         if self.distance < 1:
             raise ValueError(f"Previous({self.distance}): distance must be at least 1.")
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         return _one_key(-self.distance, extent, device)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
@@ -89,7 +121,7 @@ class Self:
     name = "self"
     figure = "self"
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         return _one_key(0, extent, device)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
@@ -120,7 +152,7 @@ class At:
     def figure(self) -> str | None:
         return self.name if self.offset in (-1, 0) else None
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         return _one_key(self.offset, extent, device)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
@@ -138,9 +170,9 @@ class SameToken:
     def __post_init__(self) -> None:
         _check_ids(self, self.ids)
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         ids, own = _tokens(self, self.ids, extent, device)
-        return _sorted_runs(ids, own, omit=_positions(extent, device))
+        return _sorted_ranges(ids, own, omit=_positions(extent, device))
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         ids, own = _tokens(self, self.ids, extent, device)
@@ -164,11 +196,11 @@ class Induction:
     def __post_init__(self) -> None:
         _check_ids(self, self.ids)
 
-    def runs(self, extent: Extent, device: torch.device) -> Runs:
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         ids, own = _tokens(self, self.ids, extent, device)
         before = torch.roll(ids, 1, dims=1)
         before[:, :1] = torch.iinfo(before.dtype).min  # key 0 follows nothing
-        return _sorted_runs(before, own, omit=_positions(extent, device) + 1)
+        return _sorted_ranges(before, own, omit=_positions(extent, device) + 1)
 
     def keys(self, extent: Extent, device: torch.device) -> Tensor:
         ids, own = _tokens(self, self.ids, extent, device)
@@ -204,9 +236,9 @@ def _tokens(
     return table, table[:, extent.offset :]
 
 
-def _sorted_runs(of_keys: Tensor, of_queries: Tensor, omit: Tensor) -> Runs:
+def _sorted_ranges(of_keys: Tensor, of_queries: Tensor, omit: Tensor) -> KeyRanges:
     """Keys sorted by what they carry: those that match a query are one range of that order."""
     ordered, order = of_keys.sort(dim=1, stable=True)
     queries = of_queries.contiguous()
     start = torch.searchsorted(ordered, queries)
-    return Runs(order, start, torch.searchsorted(ordered, queries, right=True), omit)
+    return KeyRanges(order, start, torch.searchsorted(ordered, queries, right=True), omit)

@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.mask_algebra import Mask
 from ..core.reference import Definition
-from .distance import apart, even_apart, gather_apart, way_of_apart
-from .evidence import Evidence, Pattern
-from .results import CALL, OUTPUT, PASS, Reading, Way
+from .distance import DISTANCE_EITHER_WAY, even_distance
+from .engine import Engine
+from .execute import Pass
+from .needs import (
+    ENTROPY,
+    HEAD_OUTPUT,
+    LOG_SUM_EXP,
+    MAX_LOGIT,
+    POSITION,
+    POSITION_SPREAD,
+    SINK_MASS,
+    BlockSums,
+    MassOn,
+    Need,
+    ReceivedFrom,
+    Reduced,
+    Setting,
+)
+from .pattern_mass import in_sight
+from .patterns import Pattern
+from .results import Reading, Route
 from .sampling import draw
 from .score_sweep import Block
 
@@ -29,12 +49,12 @@ class LSE:
     """
 
     names = ("lse",)
+    formula = True
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        return {"lse": Reading(evidence.lse, evidence.alive)}
+    needs = MappingProxyType({"lse": LOG_SUM_EXP})
 
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"lse": evidence.way("lse")}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"lse": Reading(found[LOG_SUM_EXP], found.valid_rows)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"lse": full.lse}
@@ -52,14 +72,13 @@ class Entropy:
     """
 
     names = ("entropy", "entropy_share")
+    formula = True
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.wish("entropy")
+    needs = MappingProxyType({"entropy": ENTROPY, "entropy_share": ENTROPY})
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        alive = evidence.alive
-        entropy = evidence.entropy
-        outcomes = evidence.counts if evidence.sinks is None else evidence.counts + alive
+    def read(self, found: Pass) -> dict[str, Reading]:
+        alive, entropy = found.valid_rows, found[ENTROPY]
+        outcomes = found.counts if found.view.sinks is None else found.counts + alive
         bound = outcomes.clamp(min=1).to(entropy.dtype).log()
         shared = outcomes > 1
         share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)
@@ -67,9 +86,6 @@ class Entropy:
             "entropy": Reading(entropy, alive),
             "entropy_share": Reading(share, shared),
         }
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return dict.fromkeys(self.names, evidence.way("entropy"))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         entropy = torch.special.entr(full.weights).sum(-1)
@@ -91,15 +107,12 @@ class MaxLogit:
     """
 
     names = ("max_logit",)
+    formula = True
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.wish("max_logit")
+    needs = MappingProxyType({"max_logit": MAX_LOGIT})
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        return {"max_logit": Reading(evidence.max_logit, largest=True)}
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"max_logit": evidence.way("max_logit")}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"max_logit": Reading(found[MAX_LOGIT], largest=True)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"max_logit": full.logits.amax((-1, -2))}
@@ -125,6 +138,7 @@ class Mass:
 
     keys: Pattern | Mask
     name: str | None = None
+    formula: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.keys, type) or not isinstance(self.keys, Mask | Pattern):
@@ -140,20 +154,18 @@ class Mass:
             return (self.name,)
         return ("mass" if isinstance(self.keys, Mask) else self.keys.name,)
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.prepare_mass(self.keys, self.names[0])
+    @property
+    def needs(self) -> dict[str, Need]:
+        name = self.names[0]
+        return {name: MassOn(self.keys, name)}
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        if isinstance(self.keys, Mask):
-            mass, count = evidence.mass_of(self.keys, self.names[0])
-        else:
-            mass, count = evidence.mass_of_pattern(self.keys, self.names[0])
-        return {self.names[0]: Reading(mass.clamp(max=1.0), count > 0, among=evidence.alive)}
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        if isinstance(self.keys, Mask):
-            return {self.names[0]: Way(CALL, "its log-sum-exp within the mask")}
-        return {self.names[0]: evidence.way_of_mass(self.keys)}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        ((name, need),) = self.needs.items()
+        mass, count = found[need]
+        if count is None:
+            assert isinstance(self.keys, Pattern)
+            count = in_sight(self.keys, found.view)
+        return {name: Reading(mass.clamp(max=1.0), count > 0, among=found.valid_rows)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         device = full.weights.device
@@ -176,12 +188,12 @@ class Sink:
     """
 
     names = ("sink",)
+    formula = True
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        return {"sink": Reading(evidence.sink, evidence.alive)}
+    needs = MappingProxyType({"sink": SINK_MASS})
 
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"sink": Way("from the log-sum-exp")}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"sink": Reading(found[SINK_MASS], found.valid_rows)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"sink": torch.zeros_like(full.lse) if full.sink is None else full.sink}
@@ -207,39 +219,36 @@ class Distance:
 
     spread: bool = False
     absolute: bool = False
+    formula: ClassVar[bool] = True
 
     @property
     def names(self) -> tuple[str, ...]:
         spread = ("distance_spread",) if self.spread else ()
         return ("distance", *spread, *(_ABSOLUTE if self.absolute else ()))
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.wish("position")
+    @property
+    def needs(self) -> dict[str, Need]:
+        needs: dict[str, Need] = {"distance": POSITION}
         if self.spread:
-            evidence.gather_spread()
+            needs["distance_spread"] = POSITION_SPREAD
         if self.absolute:
-            gather_apart(evidence)
+            needs |= dict.fromkeys(_ABSOLUTE, DISTANCE_EITHER_WAY)
+        return needs
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        alive = evidence.alive
-        readings = {"distance": Reading(-evidence.position, alive)}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        alive, ahead = found.valid_rows, found[POSITION]
+        readings = {"distance": Reading(-ahead, alive)}
         if self.spread:
-            readings["distance_spread"] = Reading(evidence.spread, alive)
+            readings["distance_spread"] = Reading(found[POSITION_SPREAD], alive)
         if self.absolute:
-            away, even = apart(evidence), even_apart(evidence)
+            away = found[DISTANCE_EITHER_WAY]
+            away = -ahead.detach() if away is None else away
+            even = even_distance(found.view)
             far = even > 0
             share = torch.where(far, away / torch.where(far, even, 1.0), 0.0)
             readings["distance_absolute"] = Reading(away, alive)
             readings["distance_share"] = Reading(share, far)
         return readings
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        ways = {"distance": evidence.way("position")}
-        if self.spread:
-            ways["distance_spread"] = Way(PASS)
-        if self.absolute:
-            ways |= dict.fromkeys(_ABSOLUTE, way_of_apart(evidence))
-        return ways
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
@@ -281,19 +290,16 @@ class TopKeys:
         if self.k < 1:
             raise ValueError(f"TopKeys({self.k}): at least one key must be asked for.")
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.gather("top", lambda: _Top(evidence.zeros(evidence.extent.queries, self.k)))
+    @property
+    def needs(self) -> dict[str, Need]:
+        return dict.fromkeys(self.names, _Largest(self.k))
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        self.prepare(evidence)
-        top = evidence.gathered("top")
+    def read(self, found: Pass) -> dict[str, Reading]:
+        top, by_head = found[_Largest(self.k)], found.view.by_head
         return {
-            "top_keys": Reading(evidence.by_head(top.keys), evidence.alive),
-            "top_weights": Reading(evidence.by_head(top.weights), evidence.alive),
+            "top_keys": Reading(by_head(top.keys), found.valid_rows),
+            "top_weights": Reading(by_head(top.weights), found.valid_rows),
         }
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return dict.fromkeys(self.names, Way(PASS))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         order = full.logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
@@ -305,6 +311,17 @@ class TopKeys:
             "top_keys": torch.nn.functional.pad(keys, (0, short), value=-1),
             "top_weights": torch.nn.functional.pad(torch.where(seen, weights, 0.0), (0, short)),
         }
+
+
+@dataclass(frozen=True)
+class _Largest(Reduced):
+    """The k largest entries of each row of P."""
+
+    k: int
+    name = "top"
+
+    def make(self, engine: Engine) -> _Top:
+        return _Top(engine.view.zeros(engine.view.extent.queries, self.k))
 
 
 class _Top:
@@ -361,20 +378,12 @@ class Received:
         if self.last is not None and self.last < 1:
             raise ValueError(f"Received(last={self.last}): at least one query must count.")
 
-    def _weight(self, evidence: Evidence) -> Tensor:
-        """What each query counts, 1 or 0."""
-        first = 0 if self.last is None else evidence.whole.queries - self.last
-        return (evidence.queries >= first).to(torch.float32)
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"received": ReceivedFrom(self.last)}
 
-    def prepare(self, evidence: Evidence) -> None:
-        evidence.gather_received(self._weight(evidence))
-
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        received = evidence.received(self._weight(evidence))
-        return {"received": Reading(received, per_key=True)}
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"received": evidence.way_of_received}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"received": Reading(found[ReceivedFrom(self.last)], per_key=True)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         first = 0 if self.last is None else max(0, full.extent.queries - self.last)
@@ -406,23 +415,19 @@ class OffsetHistogram:
     def names(self) -> tuple[str, ...]:
         return ("offsets", "offsets_ahead") if self.ahead else ("offsets",)
 
-    def prepare(self, evidence: Evidence) -> None:
-        shape, positions = (len(self.names), self.bins), evidence.positions
-        evidence.gather("_".join(self.names), lambda: _Offsets(evidence.zeros(*shape), positions))
+    @property
+    def needs(self) -> dict[str, Need]:
+        return dict.fromkeys(self.names, _MassByDistance(self.bins, len(self.names)))
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        self.prepare(evidence)
-        extent = evidence.extent
-        total = evidence.by_head(evidence.gathered("_".join(self.names)).total)
-        alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
+    def read(self, found: Pass) -> dict[str, Reading]:
+        extent = found.extent
+        total = found.view.by_head(found[_MassByDistance(self.bins, len(self.names))].total)
+        alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
         count = alive.sum(-1, keepdim=True)
         means = (total / count.clamp(min=1)[..., None]).unbind(2)
         return {
             name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
         }
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return dict.fromkeys(self.names, Way(PASS))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         extent, device = full.extent, full.weights.device
@@ -446,6 +451,18 @@ def _bin_of(distance: Tensor, bins: int) -> Tensor:
     edges = torch.tensor([0, *(1 << b for b in range(bins - 1))], device=distance.device)
     found = torch.bucketize(distance, edges, right=True) - 1
     return torch.where(distance < 0, bins, found)
+
+
+@dataclass(frozen=True)
+class _MassByDistance(Reduced):
+    """Mass by distance behind, and ahead too where there are two sides."""
+
+    bins: int
+    sides: int
+    name = "offsets"
+
+    def make(self, engine: Engine) -> _Offsets:
+        return _Offsets(engine.view.zeros(self.sides, self.bins), engine.view.positions)
 
 
 class _Offsets:
@@ -490,23 +507,13 @@ class Similarity:
         if self.queries < 1:
             raise ValueError(f"Similarity({self.queries}): at least one query must be looked at.")
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        extent = evidence.extent
-        sample = draw(self.queries, extent.queries, self.seed, evidence.device)
-        everyone = torch.arange(extent.queries, device=evidence.device)
-        rows = everyone if sample is None else sample.rows
-        total = evidence.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
-        count = torch.zeros_like(total)
-        size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
-        for some in rows.split(size):
-            distances, both = _js_distances(*evidence.rows_of(some))
-            total += (distances * both).sum(1)
-            count += both.sum(1)
-        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"similarity": _DistanceOfHeads(self.queries, self.seed)}
 
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        there = evidence.extent.queries
-        return {"similarity": Way("drawn rows of P", f"{min(self.queries, there)} of {there}")}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        total, count = found[_DistanceOfHeads(self.queries, self.seed)]
+        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
@@ -514,6 +521,34 @@ class Similarity:
         sink = None if full.sink is None else full.sink[:, :, rows]
         distances, both = _js_distances(full.weights[:, :, rows], sink)
         return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
+
+
+@dataclass(frozen=True)
+class _DistanceOfHeads(Need):
+    """Sums of distances between heads over drawn queries, and how many counted: `[B, H, H]`."""
+
+    queries: int
+    seed: int
+    name = "similarity"
+
+    def route(self, setting: Setting) -> Route:
+        there = setting.extent.queries
+        return Route("drawn rows of P", f"{min(self.queries, there)} of {there}")
+
+    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor]:
+        view = engine.view
+        extent = view.extent
+        sample = draw(self.queries, extent.queries, self.seed, view.device)
+        everyone = torch.arange(extent.queries, device=view.device)
+        rows = everyone if sample is None else sample.rows
+        total = engine.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
+        count = torch.zeros_like(total)
+        size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
+        for some in rows.split(size):
+            distances, both = _js_distances(*engine.rows_of_p(some))
+            total += (distances * both).sum(1)
+            count += both.sum(1)
+        return total, count
 
 
 def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -555,25 +590,24 @@ class OutputNorm:
     """
 
     projection: Tensor | None = None
-    reads_output = True
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("output_norm",) if self.projection is None else ("output_norm", "contribution")
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        out = evidence.out.to(evidence.lse.dtype)
-        readings = {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), evidence.alive)}
-        weight = evidence.projection if self.projection is None else self.projection
+    @property
+    def needs(self) -> dict[str, Need]:
+        return dict.fromkeys(self.names, HEAD_OUTPUT)
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        out, known = found[HEAD_OUTPUT]
+        out, alive = out.to(found.view.dtype), found.valid_rows
+        readings = {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), alive)}
+        weight = known if self.projection is None else self.projection
         if weight is not None:
             length = _contribution(out, weight.detach().to(out.device))
-            readings["contribution"] = Reading(length, evidence.alive)
+            readings["contribution"] = Reading(length, alive)
         return readings
-
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        known = evidence.projection is not None or self.projection is not None
-        names = ("output_norm", "contribution") if known else ("output_norm",)
-        return dict.fromkeys(names, Way(OUTPUT))
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         out = full.out.to(full.weights.dtype)
@@ -618,30 +652,25 @@ class Map:
         if self.blocks < 1:
             raise ValueError(f"Map({self.blocks}): there must be at least one block.")
 
-    def read(self, evidence: Evidence) -> dict[str, Reading]:
-        extent, device = evidence.extent, evidence.device
-        of_key = self._block_of(extent.keys, device)
-        of_query = self._block_of(evidence.whole.queries, device)[evidence.queries]
-        total = evidence.block_sums(of_query, of_key, self.blocks)
-        alive = evidence.alive.expand(extent.batch, extent.heads, extent.queries)
-        count = self._valid(alive, of_query).to(total.dtype)
-        return {"map": Reading(total / count.clamp(min=1), over=count)}
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"map": BlockSums(self.blocks)}
 
-    def ways(self, evidence: Evidence) -> dict[str, Way]:
-        return {"map": evidence.way_of_blocks(self.blocks)}
+    def read(self, found: Pass) -> dict[str, Reading]:
+        extent, need = found.extent, BlockSums(self.blocks)
+        total = found[need]
+        alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        count = self._valid(alive, need.of_queries(found.view)).to(total.dtype)
+        return {"map": Reading(total / count.clamp(min=1), over=count)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         e, device, n = full.extent, full.weights.device, self.blocks
-        of_key, of_query = self._block_of(e.keys, device), self._block_of(e.queries, device)
+        of_key, of_query = (BlockSums(n).of(size, device) for size in (e.keys, e.queries))
         total = full.weights.new_zeros(e.batch, e.heads, n, e.keys).index_add(
             2, of_query, full.weights
         )
         total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
         return {"map": total / self._valid(full.allowed.any(-1), of_query).clamp(min=1)}
-
-    def _block_of(self, length: int, device: torch.device) -> Tensor:
-        """The block of each position; blocks differ by at most one position in size."""
-        return torch.arange(length, device=device) * self.blocks // max(length, self.blocks)
 
     def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
         """How many valid queries each block has, `[B, H, n, 1]`; `alive` is `[B, H, T]`."""

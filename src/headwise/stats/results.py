@@ -14,7 +14,8 @@ KERNEL_PASS = "the kernel's pass over the scores"
 ROWS = "rows of scores"
 PAIRS = "the chosen scores alone"
 OUTPUT = "from the output"
-"""The roads by which figures are read (`Way.road`)."""
+VIA = "from another figure"
+"""The ways in which figures are read (`Route.kind`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +43,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a figure is read in a call: the road taken, and why that one where there are others."""
+class Route:
+    """How a figure is read in a call, and why so where there are other ways."""
 
-    road: str
+    kind: str
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.road}: {self.why}" if self.why else self.road
+        return f"{self.kind}: {self.why}" if self.why else self.kind
 
 
 @dataclass(frozen=True)

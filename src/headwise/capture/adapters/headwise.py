@@ -13,7 +13,7 @@ from torch import Tensor
 from ...attend import attend
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
-from ...stats.evidence import Statistic
+from ...stats.base import Statistic
 from ...stats.observe import observe
 from ...stats.results import Reading
 from ..call import HeadsCall, Looking
@@ -39,7 +39,7 @@ class OwnCall(HeadsCall):
             **self.keywords,
         )
         self.made = seen.out
-        return seen.readings
+        return dict(seen.readings)
 
 
 class _Observer:

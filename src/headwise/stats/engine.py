@@ -1,0 +1,288 @@
+"""The work behind statistics: the call itself, extra calls, a pass over the scores, whole rows.
+
+Each is done once, when it is first asked for. Nothing here holds the T×T matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..backends import Backend, Call, Figures, OnePass, choose
+from . import identities
+from .lazy import Lazy
+from .pattern_mass import Masses
+from .score_sweep import Accumulator, sweep, tiles, whole_rows
+from .scores import RowBlock, RowFigures, Scores, near
+from .view import View
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """A need that a pass over the scores answers."""
+
+    @property
+    def among_keys(self) -> bool:
+        """Whether probabilities are those among the keys alone, as if there were no sink."""
+        ...
+
+    def make(self, engine: Engine) -> Accumulator:
+        """What takes in every block of P."""
+        ...
+
+
+class Engine:
+    """Run what a plan asks for. Costs are on top of the forward.
+
+    Args:
+        view: the call, as statistics read it.
+        chosen: the backend of the call itself.
+        output: whether the call is made with its output.
+        made: that output, where somebody else has made it.
+        projection: weight of the output projection.
+    """
+
+    fields: tuple[str, ...] = ()
+    """Figures that a one-pass backend is to give with the call (`Figures`)."""
+    reducers: tuple[Reducer, ...] = ()
+    """Needs that a pass over the scores answers."""
+    positions_too: bool = False
+    """Whether positions are read by the same extra call as entropy."""
+
+    def __init__(
+        self,
+        view: View,
+        chosen: Backend,
+        *,
+        output: bool,
+        made: Float[Tensor, "B H T Dv"] | None = None,
+        projection: Float[Tensor, "O HDv"] | None = None,
+    ) -> None:
+        self.view, self.chosen, self.output = view, chosen, output
+        self.made, self.projection = made, projection
+        self._reduced: dict[Reducer, Any] = {}
+        self.given: Figures | None = None
+
+    # ── the call itself ─────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> Figures | None:
+        """Make the call: its output, log-sum-exp and fields; `None` if it has no output."""
+        asked, chosen, view = self.view.asked, self.chosen, self.view
+        if not self.output:
+            if isinstance(self.backend, OnePass) and self.fields:
+                call = view.call.with_(sinks=view.sinks)
+                self.given = self.backend.figures(call, self.fields)
+            return None
+        if isinstance(chosen, OnePass):
+            whole = chosen.observe(asked, self.fields, view.gradients)
+        else:
+            whole = Figures(*chosen.run(asked, view.gradients))
+        as_is = view.rows is None and (view.gradients or not asked.needs_grad)
+        self.given = whole if as_is else whole.map(view.of)
+        return whole
+
+    def field(self, name: str) -> Float[Tensor, "B H n"]:
+        """A figure of the kernel's own pass."""
+        figure = getattr(self.given, name)
+        return figure.to(self.view.dtype)
+
+    @property
+    def out(self) -> Float[Tensor, "B H n Dv"]:
+        """The heads' outputs.
+
+        Raises:
+            ValueError: the call was observed without its output.
+        """
+        if self.made is not None:
+            return self.view.of(self.made)
+        if self.given is None or self.given.out is None:
+            raise ValueError(
+                "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
+                "output=False; observe with output=True"
+            )
+        return self.given.out
+
+    @Lazy
+    def backend(self) -> Backend:
+        """What serves the statistics' own calls: they are in float32, not for every backend."""
+        call = self.view.call
+        return choose(call) if self.chosen.refuse(call) else self.chosen
+
+    @Lazy
+    def lse(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        if self.given is not None and self.given.lse is not None:
+            return self.field("lse")
+        if isinstance(self.backend, OnePass):
+            found = self.backend.figures(self.view.call.with_(sinks=self.view.sinks), ()).lse
+            assert found is not None
+            return found
+        return identities.lse_with_sink(self.lse_of_keys, self.view.sinks)
+
+    @Lazy
+    def near(self) -> bool:
+        """Whether `exp(s − lse)` keeps its digits in every row; while compiling nobody knows."""
+        return near(self.lse)
+
+    # ── extra calls ─────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def nonlinear(self) -> str:
+        """What keeps scores from being linear in the keys, in words; empty if they are."""
+        return nonlinear(self.view.asked)
+
+    def call(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of an extra call."""
+        return self.backend.run(call, self.view.gradients)
+
+    @Lazy
+    def lse_of_keys(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of each query's scores alone, without its sink."""
+        return self.call(self.view.call)[1] if self.nonlinear else self.lse_of_moved_keys
+
+    @Lazy
+    def lse_of_moved_keys(self) -> Float[Tensor, "B H n"]:
+        """The same, from the call on the keys less their mean."""
+        call = self.view.call
+        mean = self._mean_key.repeat_interleave(self.view.extent.group, 1)
+        return self.keys_seen[1] + call.scale * torch.einsum("bhtd,bhd->bht", call.q, mean)
+
+    @Lazy
+    def _mean_key(self) -> Float[Tensor, "B G D"]:
+        return identities.mean_key(self.view.call.k)
+
+    @Lazy
+    def keys_seen(self) -> tuple[Tensor, Tensor]:
+        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
+
+        Where the positions are wanted too, they are more columns: 8, as kernels like it.
+        """
+        view = self.view
+        keys = view.call.k - self._mean_key[:, :, None]
+        # 0 · NaN is NaN, also in rows that give the key nothing; those that do get it by its score.
+        values = keys.masked_fill(keys.isnan(), 0.0)
+        if self.positions_too:
+            columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
+            values = torch.cat([values, pad(columns, (0, 6))], dim=-1)
+        return self.call(view.call.with_(k=keys, v=values))
+
+    @property
+    def position_columns(self) -> Float[Tensor, "1 1 S 2"]:
+        """The positions of the keys, as digits."""
+        view = self.view
+        keys = torch.arange(view.extent.keys, device=view.device)
+        return identities.digits(keys, view.positions, view.dtype)[None, None]
+
+    def mean_among_keys(self, columns: Float[Tensor, "#B #G S C"]) -> tuple[Tensor, Tensor]:
+        """`P @ columns` among the keys alone, head_dim columns to a call; and the LSE of these."""
+        call, extent = self.view.call, self.view.extent
+        wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
+        split = wide.split(call.q.shape[-1], dim=-1)
+        outs, lses = zip(*(self.call(call.with_(v=x.contiguous())) for x in split), strict=True)
+        return torch.cat(outs, dim=-1), lses[0]
+
+    def mean_of(self, columns: Float[Tensor, "#B #G S C"]) -> Float[Tensor, "B H n C"]:
+        """`P @ columns`: attention with these columns as values."""
+        mean, of_keys = self.mean_among_keys(columns)
+        return mean if self.view.sinks is None else mean * self.left(of_keys)[..., None]
+
+    def left(self, of_keys: Float[Tensor, "B H n"]) -> Float[Tensor, "B H n"]:
+        """The share of each row that its sink leaves to the keys, from the LSE of these alone."""
+        assert self.view.sinks is not None
+        if not self.near:
+            return self.of_rows("left", lambda block: block.p.sum(-1))
+        return identities.left_to_keys(of_keys, self.view.sinks)
+
+    def lse_of(self, call: Call) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of an extra call without sinks."""
+        backend = choose(call) if self.backend.refuse(call) else self.backend
+        if not isinstance(backend, OnePass):
+            return backend.run(call, self.view.gradients)[1]
+        found = backend.figures(call, ()).lse
+        assert found is not None
+        return found
+
+    # ── a one-pass backend's passes over the scores ─────────────────────────────────────────────
+
+    def received(self, weight: Float[Tensor, " n"]) -> Float[Tensor, "B H S"]:
+        """`Σ_i weight_i p_ij`: what every key receives, from queries that count so much."""
+        assert isinstance(self.backend, OnePass)
+        call = self.view.constant.with_(sinks=self.view.sinks)
+        return self.backend.received(call, self.lse.detach(), weight)
+
+    def block_map(
+        self, of_query: Int[Tensor, " n"], of_key: Int[Tensor, " S"], blocks: int
+    ) -> Float[Tensor, "B H m m"]:
+        """Sums of P over each block of queries and of keys, by the block of each."""
+        assert isinstance(self.backend, OnePass)
+        call = self.view.constant.with_(sinks=self.view.sinks)
+        return self.backend.block_map(call, self.lse.detach(), of_query, of_key, blocks)
+
+    # ── whole rows, and single scores ───────────────────────────────────────────────────────────
+
+    @Lazy
+    def scores(self) -> Scores:
+        return Scores(self.view.call, self.view.gradients, self.view.sinks)
+
+    @Lazy
+    def rows(self) -> RowFigures:
+        """Figures of whole rows, which wait for one pass."""
+        return RowFigures(self.scores)
+
+    def of_rows(self, name: str, figure: Callable[[RowBlock], Tensor]) -> Float[Tensor, "B H n"]:
+        """A figure of whole rows, and with it all others that wait."""
+        self.rows.wait(name, figure)
+        return self.rows.read(name)
+
+    @property
+    def masses(self) -> Masses:
+        # Kept, it would close a cycle, and all tensors would live on until that is collected.
+        return Masses(self.scores, lambda: self.lse, self.rows)
+
+    def rows_of_p(
+        self, queries: Int[Tensor, " t"]
+    ) -> tuple[Float[Tensor, "B H t S"], Float[Tensor, "B H t"] | None]:
+        """Whole rows of P, and what the sink takes of them; of sampled queries, by their places."""
+        return rows_of_p(self.view, queries)
+
+    # ── a pass over the scores ──────────────────────────────────────────────────────────────────
+
+    def reduced(self, need: Reducer) -> Any:
+        """The accumulator of a need, after the pass that answers all of its kind."""
+        if need not in self._reduced:
+            apart = need.among_keys and self.view.sinks is not None
+            alike = (r for r in self.reducers if r.among_keys == apart or self.view.sinks is None)
+            made: Mapping[Reducer, Any] = {r: r.make(self) for r in alike}
+            view = self.view
+            lse, sinks = (self.lse_of_keys, None) if apart else (self.lse, view.sinks)
+            with torch.no_grad():
+                if near(lse):
+                    found = tiles(view.constant, lse.detach())
+                else:
+                    found = whole_rows(Scores(view.constant, False, sinks))
+                sweep(found, list(made.values()))
+            self._reduced |= made
+        return self._reduced[need]
+
+
+def nonlinear(call: Call) -> str:
+    """Say what keeps a call's scores from being linear in the keys; empty if they are."""
+    if call.softcap is not None:
+        return "softcap is not linear in the scores"
+    return "the scores carry a bias" if call.mask.biased else ""
+
+
+def rows_of_p(
+    view: View, queries: Int[Tensor, " t"]
+) -> tuple[Float[Tensor, "B H t S"], Float[Tensor, "B H t"] | None]:
+    """Make whole rows of P, and what the sink takes of them; `queries` counts those looked at."""
+    call, sinks = view.constant, view.sinks
+    scores = Scores(call, False, None if sinks is None else sinks.detach())
+    q, every = call.q[:, :, queries], slice(0, view.extent.keys)
+    block = scores.row_block(q, queries[:, None], slice(0, len(queries)), every)
+    return block.p, None if block.log_sink is None else torch.exp(block.log_sink)

@@ -1,0 +1,64 @@
+"""Single entries of P, from q, k and the log-sum-exp: O(D) an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.reference import finish_scores
+from .engine import rows_of_p
+from .scores import near, probability
+from .view import View
+
+
+def entries(
+    view: View,
+    lse: Float[Tensor, "B H n"],
+    heads: int | Sequence[int] | slice | None = None,
+    queries: int | Sequence[int] | slice | None = None,
+    keys: int | Sequence[int] | slice | None = None,
+) -> Float[Tensor, "B h t s"]:
+    """Exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
+
+    Raises:
+        ValueError: a number that there is not.
+    """
+    e, device, call = view.extent, view.device, view.constant
+    h, i, j = (
+        torch.arange(size, device=device)[_index(wanted, size, name)]
+        for wanted, size, name in (
+            (heads, e.heads, "heads"),
+            (queries, e.queries, "queries"),
+            (keys, e.keys, "keys"),
+        )
+    )
+    if not near(lse):
+        return rows_of_p(view, i)[0][:, h][..., j]
+    q = call.q[:, h][:, :, i]
+    k = call.k[:, h // e.group][:, :, j]
+    scores = q @ k.mT * call.scale
+    place = (i[None, None, :, None], j[None, None, None, :])
+    by_head = bool(call.mask.tensors()) or call.mask.biased
+    if by_head:  # a mask may differ by head; it is asked for all of them
+        full = scores.new_zeros(e.batch, e.heads, *scores.shape[2:])
+        full[:, h] = scores
+        scores = full
+    scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
+    if by_head:
+        scores = scores[:, h]
+    return probability(scores, lse.detach()[:, h][:, :, i, None])
+
+
+def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
+    if isinstance(wanted, int):
+        wanted = [wanted]
+    if wanted is None or isinstance(wanted, slice):
+        return slice(None) if wanted is None else wanted
+    numbers = [int(number) for number in wanted]
+    for number in numbers:
+        if not -size <= number < size:
+            raise ValueError(f"weights({name}={number}): there are {size} {name}")
+    return numbers

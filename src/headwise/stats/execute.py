@@ -1,0 +1,74 @@
+"""Run a plan: everything once, and all that it gave as one immutable `Pass`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..core.call import check_scores
+from ..core.shapes import Extent
+from .engine import Engine
+from .needs import Need
+from .plan import Plan
+from .view import View
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What one execution gave. Statistics are formulas on it: `found[need]` is a need's answer.
+
+    `out` and `lse` are those of all queries where the call was made with its output; else there is
+    no output, and the log-sum-exp is that of the queries looked at.
+    """
+
+    view: View
+    out: Float[Tensor, "B H T Dv"] | None
+    lse: Float[Tensor, "B H _"]
+    answers: Mapping[Need, Any]
+    of_rows: Float[Tensor, "B H n"]
+    """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+
+    def __getitem__(self, need: Need) -> Any:
+        return self.answers[need]
+
+    @property
+    def extent(self) -> Extent:
+        """The call's sizes, with as many queries as are looked at."""
+        return self.view.extent
+
+    @property
+    def counts(self) -> Int[Tensor, "#B #H n"]:
+        """How many keys each query may attend to."""
+        return self.view.counts
+
+    @property
+    def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
+        """Queries that may attend to something."""
+        return self.view.valid_rows
+
+
+def execute(plan: Plan, engine: Engine) -> Pass:
+    """Answer every need of a plan.
+
+    Raises:
+        ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
+    """
+    view = engine.view
+    engine.fields, engine.reducers = plan.fields, plan.reducers
+    engine.positions_too = plan.positions_too
+    for need, route in plan.routes.items():
+        need.prepare(route, engine)
+    whole = engine.run()
+    with nullcontext() if view.gradients else torch.no_grad():
+        lse = engine.lse if whole is None else whole.lse
+        assert lse is not None
+        check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+        answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
+        out = None if whole is None else whole.out
+        return Pass(view, out, lse if view.gradients else lse.detach(), answers, engine.lse)

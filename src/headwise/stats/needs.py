@@ -1,0 +1,462 @@
+"""What statistics need of a call, as data: each need, its routes, and its answer by each of them.
+
+A need is a request. `plan()` takes a route for each of a call's needs, `execute()` has the engine
+answer them. Needs that are equal are one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.index import grid
+from ..core.mask_algebra import Mask, Rows
+from ..core.shapes import Extent
+from . import identities
+from .engine import Engine
+from .max_logit import largest_score
+from .pattern_mass import ranges_in
+from .patterns import Pattern
+from .results import CALL, KERNEL, KERNEL_PASS, OUTPUT, PAIRS, PASS, ROWS, Route
+from .score_sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of
+from .scores import RowBlock, near
+from .view import View, visible_keys
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What routes depend on; no number in a tensor is among it.
+
+    Args:
+        extent: the sizes, with as many queries as are looked at.
+        dim: the head dimension.
+        output: whether the call is made with its output.
+        kernel: whether a one-pass backend makes the call.
+        kernel_pass: whether one makes the passes over the scores.
+        nonlinear: what keeps the scores from being linear in the keys; empty if they are.
+        gradients: whether figures are to have gradients.
+        sinks: whether there are learned sinks.
+        behind: whether keys in sight are ranges with none ahead of their query; only looked into
+            where a need asks.
+        compiling: whether the call is being traced.
+    """
+
+    extent: Extent
+    dim: int
+    output: bool
+    kernel: bool
+    kernel_pass: bool
+    nonlinear: str
+    gradients: bool
+    sinks: bool
+    behind: bool
+    compiling: bool
+
+
+class Need(ABC):
+    """A figure of a call that statistics read.
+
+    `name` is what it is called in routes, `kernel` the field of a one-pass backend that holds it.
+    """
+
+    name: str
+    kernel: str | None = None
+    via: Need | None = None
+    """The need whose answer serves where the route is `VIA`."""
+    passes: bool = False
+    """Whether a one-pass backend answers it by a pass of its own."""
+
+    @abstractmethod
+    def route(self, setting: Setting) -> Route:
+        """The way to the figure in such a call."""
+
+    def told(self, route: Route, engine: Engine) -> Route:
+        """The route as `explain()` tells it, where that depends on numbers."""
+        return route
+
+    def prepare(self, route: Route, engine: Engine) -> None:  # noqa: B027
+        """Let the figure wait for a pass that others may share, if it is to."""
+
+    @abstractmethod
+    def answer(self, route: Route, engine: Engine) -> Any:
+        """The figure."""
+
+
+# ── of the call itself ──────────────────────────────────────────────────────────────────────────
+
+
+class _LogSumExp(Need):
+    """The log-sum-exp of each query's scores and sink, `[B, H, n]`."""
+
+    name = "lse"
+
+    def route(self, setting: Setting) -> Route:
+        if setting.output:
+            return Route(KERNEL)
+        return Route("one more call", "there is no output to take it from")
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        return engine.lse
+
+
+class _SinkMass(Need):
+    """The mass on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
+
+    name = "sink"
+
+    def route(self, setting: Setting) -> Route:
+        return Route("from the log-sum-exp")
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        if engine.view.sinks is None:
+            return torch.zeros_like(engine.lse)
+        if not engine.near:
+            return engine.of_rows("sink", _sink_of)
+        return torch.exp(identities.log_sink(engine.lse, engine.view.sinks))
+
+
+class _Output(Need):
+    """The heads' outputs `[B, H, n, Dv]`, and the weight of the output projection or `None`."""
+
+    name = "output"
+
+    def route(self, setting: Setting) -> Route:
+        return Route(OUTPUT)
+
+    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
+        return engine.out, engine.projection
+
+
+LOG_SUM_EXP, SINK_MASS, HEAD_OUTPUT = _LogSumExp(), _SinkMass(), _Output()
+
+
+# ── from the kernel, an extra call or a pass, whichever is cheapest ──────────────────────────────
+
+
+class _Entropy(Need):
+    """`−Σ_j p_ij log p_ij` of keys and sink, `[B, H, n]`.
+
+    By an extra call with the keys as values, where scores are linear in them; else from blocks.
+    """
+
+    name, kernel = "entropy", "entropy"
+    among_keys = False
+
+    def route(self, setting: Setting) -> Route:
+        if setting.kernel:
+            return Route(KERNEL)
+        if setting.nonlinear:
+            return Route(ROWS, f"{setting.nonlinear}, and a gradient is wanted")
+        if setting.compiling:
+            return Route(ROWS, "compiled, it may not depend on what was found")
+        return Route(CALL)
+
+    def make(self, engine: Engine) -> Accumulator:
+        return RowSums(entropy_of, engine.view.zeros(engine.view.extent.queries))
+
+    def prepare(self, route: Route, engine: Engine) -> None:
+        if route.kind == ROWS:
+            engine.rows.wait(self.name, _entropy_of_rows)
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        if route.kind == KERNEL:
+            return engine.field("entropy")
+        view, entropy = engine.view, None
+        if route.kind == CALL:
+            entropy = self._by_identity(engine)
+        elif route.kind == PASS and (view.sinks is None or engine.near):
+            entropy = view.by_head(engine.reduced(self).total)
+            if view.sinks is not None:
+                log_p = (view.sinks[:, None] - engine.lse).clamp(-identities.LARGE, 0.0)
+                entropy = entropy - torch.exp(log_p) * log_p
+        if entropy is None:
+            entropy = engine.of_rows(self.name, _entropy_of_rows)
+        return torch.where(view.valid_rows, entropy.clamp(min=0.0), 0.0)
+
+    @staticmethod
+    def _by_identity(engine: Engine) -> Tensor | None:
+        """The entropy by an extra call; `None` where it would be a difference of large numbers."""
+        seen, lse = engine.keys_seen
+        call = engine.view.call
+        entropy = identities.entropy(lse, call.q, seen[..., : call.q.shape[-1]], call.scale)
+        dead = lse == -torch.inf
+        if not near(lse) or not bool((entropy.isfinite() | dead).all()):
+            return None
+        return identities.with_sink(entropy, engine.lse_of_moved_keys, engine.view.sinks)
+
+
+class _Position(Need):
+    """`E[j − position of i]` `[B, H, n]`, 0 in dead rows: attention with positions as values.
+
+    What a sink takes adds 0.
+    """
+
+    name, kernel = "position", "ahead"
+    among_keys = False
+
+    def route(self, setting: Setting) -> Route:
+        return Route(KERNEL if setting.kernel else CALL)
+
+    def make(self, engine: Engine) -> Accumulator:
+        view = engine.view
+        return RowSums(Ahead(view.positions), view.zeros(view.extent.queries))
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        if route.kind == KERNEL:
+            return engine.field("ahead")
+        view = engine.view
+        if route.kind == PASS:
+            return torch.where(view.valid_rows, view.by_head(engine.reduced(self).total), 0.0)
+        if engine.positions_too:
+            width = view.call.q.shape[-1]
+            columns, of_keys = engine.keys_seen[0][..., width : width + 2], engine.lse_of_moved_keys
+        else:
+            columns, of_keys = engine.mean_among_keys(engine.position_columns)
+        ahead = identities.ahead(columns, view.positions)
+        if view.sinks is not None:
+            ahead = engine.left(of_keys) * ahead
+        return torch.where(view.valid_rows, ahead, 0.0)
+
+
+class _MaxLogit(Need):
+    """The largest score of each head `[B, H]`; −inf where no query sees a key. No gradient."""
+
+    name, kernel = "max_logit", "max"
+
+    def route(self, setting: Setting) -> Route:
+        if setting.kernel:
+            return Route(KERNEL)
+        return Route(ROWS, "those whose log-sum-exp can still win")
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        if route.kind == KERNEL:
+            return engine.field("max").detach().amax(-1)
+        return largest_score(engine.scores, engine.view.constant, engine.lse)
+
+
+ENTROPY, POSITION, MAX_LOGIT = _Entropy(), _Position(), _MaxLogit()
+
+
+# ── the mass on chosen keys ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class MassOn(Need):
+    """`Σ_j p_ij` over the keys of a pattern or a mask `[B, H, n]`, and how many are in sight.
+
+    The second is `None` where the kernel gave the mass.
+
+    Of a mask, `exp(lse restricted − lse)`: one call, of which only the log-sum-exp is read.
+    """
+
+    keys: Pattern | Mask
+    name: str
+
+    @property
+    def kernel(self) -> str | None:  # type: ignore[override]
+        return getattr(self.keys, "figure", None)
+
+    def route(self, setting: Setting) -> Route:
+        if isinstance(self.keys, Mask):
+            return Route(CALL, "its log-sum-exp within the mask")
+        return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
+
+    def told(self, route: Route, engine: Engine) -> Route:
+        if route.kind != PAIRS:
+            return route
+        assert isinstance(self.keys, Pattern)
+        return engine.masses.reader_of(ranges_in(self.keys, engine.view))[0]
+
+    def prepare(self, route: Route, engine: Engine) -> None:
+        """Nobody who compiles knows whether the log-sum-exp serves: one pass gives all masses."""
+        if not torch.compiler.is_compiling():
+            return
+        if isinstance(self.keys, Mask):
+            self._wait(engine, _within(self.keys, engine))
+        elif route.kind != KERNEL:
+            engine.masses.wait(ranges_in(self.keys, engine.view), self.name)
+
+    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.keys, Mask):
+            return self._of_mask(self.keys, engine)
+        if route.kind == KERNEL:
+            assert self.kernel is not None
+            return engine.field(self.kernel), None
+        return engine.masses.of(ranges_in(self.keys, engine.view), self.name)
+
+    def _of_mask(self, keys: Mask, engine: Engine) -> tuple[Tensor, Tensor]:
+        view, chosen = engine.view, _within(keys, engine)
+        call = view.call.with_(mask=view.call.mask & chosen)
+        count = visible_keys(call.mask, call.extent, view.device)
+        if not engine.near:
+            self._wait(engine, chosen)
+            return engine.rows.read(f"{self.name}: mass"), count
+        restricted = engine.lse_of(call)
+        some = torch.isfinite(restricted) & torch.isfinite(engine.lse)
+        base = torch.where(some, engine.lse, 0.0)
+        share = torch.exp(torch.where(some, restricted, 0.0) - base)
+        return torch.where(some, share, 0.0), count
+
+    def _wait(self, engine: Engine, mask: Mask) -> None:
+        """Let the mass within a mask be taken from the next pass over whole rows."""
+
+        def mass(block: RowBlock) -> Tensor:
+            view = engine.view
+            place = grid(view.extent, view.device, block.rows, block.keys)
+            allowed = mask.allowed(*place, view.extent)
+            return (block.p if allowed is None else torch.where(allowed, block.p, 0.0)).sum(-1)
+
+        engine.rows.wait(f"{self.name}: mass", mass)
+
+
+def _within(mask: Mask, engine: Engine) -> Mask:
+    """A mask that chooses keys, for the queries that are looked at.
+
+    Raises:
+        ValueError: it does not fit the call, or adds to the scores.
+    """
+    view = engine.view
+    mask.check(view.whole)
+    if mask.biased:
+        raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
+    return mask if view.rows is None else Rows(mask, view.rows, view.whole)
+
+
+# ── from a pass over the scores ─────────────────────────────────────────────────────────────────
+
+
+class Reduced(Need):
+    """What a pass over the scores sums up: `make` gives the accumulator. No gradient.
+
+    With `among_keys`, probabilities are those among the keys alone, as if there were no sink.
+    """
+
+    among_keys: bool = False
+
+    @abstractmethod
+    def make(self, engine: Engine) -> Any:
+        """What takes in every block of P, before the pass."""
+
+    def route(self, setting: Setting) -> Route:
+        return Route(PASS)
+
+    def answer(self, route: Route, engine: Engine) -> Any:
+        return engine.reduced(self)
+
+
+@dataclass(frozen=True)
+class RowSum(Reduced):
+    """A sum over keys of anything made of P, `[B, H, n]`: `figure(block)` `[heads, t]`, summed.
+
+    `block.p` and `block.log_p` are `[heads, t, s]` at the queries `block.rows` and the keys
+    `block.keys`.
+    """
+
+    name: str
+    figure: Callable[[Block], Tensor]
+
+    def make(self, engine: Engine) -> RowSums:
+        return RowSums(self.figure, engine.view.zeros(engine.view.extent.queries))
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        return engine.view.by_head(engine.reduced(self).total)
+
+
+class _PositionSpread(Reduced):
+    """The standard deviation of the position of the key, in tokens, `[B, H, n]`; 0 in dead rows.
+
+    Among the keys: what a sink takes has no position.
+    """
+
+    name = "spread"
+    among_keys = True
+
+    def make(self, engine: Engine) -> Spread:
+        return Spread(engine.view.zeros(engine.view.extent.queries))
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        deviation = engine.reduced(self).deviation
+        return engine.view.by_head(deviation.to(engine.view.dtype))
+
+
+POSITION_SPREAD = _PositionSpread()
+
+
+@dataclass(frozen=True)
+class ReceivedFrom(Reduced):
+    """`Σ_i p_ij` `[B, H, S]`, what every key receives, from the queries from `first` on.
+
+    `last` counts them from the end; `None` for all.
+    """
+
+    last: int | None
+    name = "received"
+    passes = True
+
+    def route(self, setting: Setting) -> Route:
+        return Route(KERNEL_PASS if setting.kernel_pass else PASS)
+
+    def _counts(self, engine: Engine) -> Tensor:
+        """What each query counts, 1 or 0."""
+        view = engine.view
+        first = 0 if self.last is None else view.whole.queries - self.last
+        return (view.queries >= first).to(torch.float32)
+
+    def make(self, engine: Engine) -> Columns:
+        return Columns(engine.view.zeros(engine.view.extent.keys), self._counts(engine))
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        if route.kind == PASS:
+            return engine.view.by_head(engine.reduced(self).total)
+        return engine.received(self._counts(engine))
+
+
+@dataclass(frozen=True)
+class BlockSums(Need):
+    """Sums of P over each of n blocks of queries and each of keys: `[B, H, n, n]`."""
+
+    blocks: int
+    name = "map"
+    passes = True
+
+    def of(self, length: int, device: torch.device) -> Tensor:
+        """The block of each position; blocks differ by at most one position in size."""
+        return torch.arange(length, device=device) * self.blocks // max(length, self.blocks)
+
+    def of_queries(self, view: View) -> Tensor:
+        """The block of each query that is looked at."""
+        return self.of(view.whole.queries, view.device)[view.queries]
+
+    def route(self, setting: Setting) -> Route:
+        if setting.kernel_pass:
+            return Route(KERNEL_PASS)
+        calls = -(-self.blocks // setting.dim)
+        return Route(CALL) if calls == 1 else Route(f"identity: {calls} more calls")
+
+    def answer(self, route: Route, engine: Engine) -> Tensor:
+        view = engine.view
+        of_query, of_key = self.of_queries(view), self.of(view.extent.keys, view.device)
+        if route.kind == KERNEL_PASS:
+            return engine.block_map(of_query, of_key, self.blocks)
+        one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(view.dtype)
+        seen = torch.where(view.valid_rows[..., None], engine.mean_of(one_hot[None, None]), 0.0)
+        sums = view.zeros(self.blocks, self.blocks).index_add_(1, of_query, seen.flatten(0, 1))
+        return view.by_head(sums)
+
+
+def _entropy_of_rows(block: RowBlock) -> Tensor:
+    """`−Σ p log p`, the sink's among them."""
+    entropy = -(block.p * block.log_p).sum(-1)
+    if block.log_sink is None:
+        return entropy
+    return entropy - torch.exp(block.log_sink) * block.log_sink
+
+
+def _sink_of(block: RowBlock) -> Tensor:
+    assert block.log_sink is not None
+    return torch.exp(block.log_sink)
