@@ -31,6 +31,7 @@ from headwise.backends.native_masks import TABLE_LIMIT, table_bytes, terms_of
 from headwise.backends.sdpa import Sdpa
 from headwise.core.index import grid
 from headwise.core.mask_algebra import Mask, Rows
+from headwise.core.masks import Everything
 from headwise.core.reference import Definition, rows
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
@@ -630,7 +631,7 @@ EXTENT = Extent(2, 6, 3, 7, 11)
 
 
 def tensors_of(mask: Mask | None) -> set[str]:
-    terms = terms_of(mask or hw.masks.Everything(), EXTENT, CPU)
+    terms = terms_of(mask or Everything(), EXTENT, CPU)
     return {name for name, x in terms._asdict().items() if isinstance(x, Tensor)}
 
 

@@ -17,8 +17,9 @@ import headwise as hw
 from headwise.backends import Call
 from headwise.backends.native import Native
 from headwise.backends.native_masks import OfTerms, terms_of
+from headwise.core import reference
 from headwise.core.index import grid
-from headwise.core.masks import alibi_slopes
+from headwise.core.masks import Everything, alibi_slopes
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops as cpu_ops
@@ -273,7 +274,7 @@ def as_defined(call: Call, weights: dict[str, Tensor] | None = None) -> None:
     ours, theirs = (gradients(call, loss(x, DIFFERENTIABLE)) for x in (got, plain))
     for name, a, b in zip(("q", "k", "v", "sinks"), ours, theirs, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()), msg=name)
-    p = hw.definition.attention(call.q, call.k, call.v, mask=call.mask, scale=call.scale,
+    p = reference.attention(call.q, call.k, call.v, mask=call.mask, scale=call.scale,
                                 sinks=call.sinks).weights.detach()  # fmt: skip
     lse = got.lse.detach()
     torch.testing.assert_close(native.received(call, lse), p.sum(2), rtol=1e-4, atol=1e-5)
@@ -526,7 +527,7 @@ def test_ctrl_c_ends_a_long_call(way: str, threads: int) -> None:
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_terms_are_the_mask(name: str) -> None:
     case = Case()
-    mask = MASKS[name](case, torch.Generator().manual_seed(0)) or hw.masks.Everything()
+    mask = MASKS[name](case, torch.Generator().manual_seed(0)) or Everything()
     extent = case.call().extent
     found = OfTerms(terms_of(mask, extent, CPU))
     i, j = grid(extent)

@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor
 
 import headwise as hw
-from headwise.core.mask_algebra import Mask
-from headwise.core.masks import Bias
+from headwise.core.mask_algebra import And, Mask
+from headwise.core.masks import Bias, Everything
 from headwise.core.shapes import Extent
 
 Parts = tuple[tuple[str, ...], ...]
@@ -56,15 +56,15 @@ def mask_of(parts: Parts, extent: Extent, random: Generator) -> Mask | None:
 
 def biases(mask: Mask | None) -> Iterator[Tensor]:
     """The tensors of the mask's biases, in float64."""
-    for part in mask.parts if isinstance(mask, hw.masks.And) else (mask,):
+    for part in mask.parts if isinstance(mask, And) else (mask,):
         if isinstance(part, Bias):
             yield part.values.double()
 
 
 def in_double(mask: Mask | None) -> Mask | None:
     """The same mask with its biases in float64, so that their sum is exact."""
-    if isinstance(mask, hw.masks.And):
-        return hw.masks.And(tuple(in_double(part) for part in mask.parts))  # type: ignore[misc]
+    if isinstance(mask, And):
+        return And(tuple(in_double(part) for part in mask.parts))  # type: ignore[misc]
     return Bias(mask.values.double()) if isinstance(mask, Bias) else mask
 
 
@@ -138,7 +138,7 @@ LEAVES: dict[str, Callable[[Extent, Generator], Mask]] = {
     "prefixes": lambda e, r: hw.Prefix(_lengths(e, r)),
     "dense": lambda e, r: hw.Dense(_table(e, r)),
     "nothing": lambda e, r: hw.Dense(torch.zeros(1, dtype=torch.bool)),
-    "everything": lambda e, r: hw.masks.Everything(),
+    "everything": lambda e, r: Everything(),
     "own": lambda e, r: Scattered(),
     "window with padding": lambda e, r: (
         hw.Window(_number(1, e.keys, r)) & hw.Padding(_lengths(e, r))

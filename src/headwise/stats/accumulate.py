@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .observe import Seen, figure_rows
 from .results import Figure, Reading, Texts, summed, sums_of_texts
+
+_T = TypeVar("_T")
 
 
 class Running:
@@ -198,8 +200,8 @@ class _Part:
         """What `asdict()` gave."""
         given = {name: value for name, value in state.items() if name != "kind"}
         if "texts" in given:
-            given["texts"] = Texts(**{name: _on(x, device) for name, x in given["texts"].items()})
-        return cls(**{name: _on(value, device) for name, value in given.items()})
+            given["texts"] = _made(Texts, given["texts"], device)
+        return _made(cls, given, device)
 
     def check(self, reading: Reading) -> None:
         """Raise ValueError where the reading cannot be joined to those before."""
@@ -240,8 +242,18 @@ def _per_head(like: Tensor, value: float = 0.0) -> Tensor:
     return torch.full(like.shape[1:2], value, dtype=torch.float64, device=like.device)
 
 
-def _on(value: Any, device: torch.device | None) -> Any:
-    return value if device is None or not isinstance(value, Tensor) else value.to(device)
+def _made(kind: type[_T], given: dict[str, Any], device: torch.device | None) -> _T:
+    """A dataclass of tensors, moved to `device`, and plain values.
+
+    Raises:
+        TypeError: a value of another type than its field's.
+    """
+    for one in fields(kind):  # type: ignore[arg-type]
+        wanted = {"Tensor": Tensor, "Texts": Texts, "bool": bool, "str": str}[str(one.type)]
+        if one.name in given and not isinstance(given[one.name], wanted):
+            raise TypeError(f"{one.name} is no {one.type}")
+    on = {n: x.to(device) if device and isinstance(x, Tensor) else x for n, x in given.items()}
+    return kind(**on)
 
 
 @dataclass(eq=False)
