@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
-from headwise.check.building import Config, Sizes
-from headwise.check.rules import RULES
-from headwise.check.subject import Broken
-from headwise.check.taking import take
+from headwise.check.findings.rules import RULES
+from headwise.check.target.construct import Config, Sizes
+from headwise.check.target.resolve import take
+from headwise.check.target.subject import Broken
 from headwise.layer import MultiHeadAttention
 from headwise.systems.per_head import CausalAttention, NotebookCausalAttention
 from headwise.systems.split import MultiHeadAttn

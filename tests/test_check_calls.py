@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import Finding, check
-from headwise.check.calling import KINDS, SHAPES, MaskForm
-from headwise.check.joining import joined
-from headwise.check.names import building_role, calling_role
-from headwise.check.taking import take
+from headwise.check.findings.triage import joined
+from headwise.check.target.call_adapter import KINDS, SHAPES, MaskForm
+from headwise.check.target.names import building_role, calling_role
+from headwise.check.target.resolve import take
 
 UNDERSTOOD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "may": lambda scores, mask: scores.masked_fill(~mask, -torch.inf),

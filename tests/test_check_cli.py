@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headwise.check.files import check_file, literal, split_target
-from headwise.check.lessons import ALL, lesson
-from headwise.check.sandbox import Limits, run
+from headwise.check.files.sandbox import Limits, run
+from headwise.check.findings.lessons import ALL, lesson
 from headwise.cli import main
 from sessions import pattern, sessions
 
@@ -548,7 +548,7 @@ def test_limits_are_positive_and_jobs_end() -> None:
         with pytest.raises(ValueError, match=f"{name} must be over 0"):
             Limits(**{name: -1.0})
     told: list[float] = []
-    done = run("headwise.check.sandbox:_echo", {"text": "here"}, report=told.append)
+    done = run("headwise.check.files.sandbox:_echo", {"text": "here"}, report=told.append)
     assert (done.messages, done.ended, done.code) == (["here"], "done", 0)
     assert told == sorted(told) or len(told) > 1
 

@@ -14,11 +14,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import headwise as hw
 from headwise.check import RULES, check
-from headwise.check.ingredients import rotations
-from headwise.check.mistakes import Mistake
-from headwise.check.oracle import Variant, error, rebuild
-from headwise.check.projections import Reading, Unreadable, parts_of, read
-from headwise.check.rearranged import mistakes
+from headwise.check.diagnosis.faults import Mistake
+from headwise.check.diagnosis.projections import Reading, Unreadable, parts_of, read
+from headwise.check.diagnosis.rearranged import mistakes
+from headwise.check.diagnosis.variants import Variant, error, rebuild
+from headwise.check.target.introspect import rotations
 from headwise.systems import fused, per_head, split, variants
 
 E, H, D, T = 20, 6, 5, 7

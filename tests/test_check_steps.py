@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from headwise.check.files import judged
-from headwise.check.sandbox import Limits, Run
+from headwise.check.files.sandbox import Limits, Run
+from headwise.check.files.syntax import Source
+from headwise.check.findings.verdict import Verdict
 from headwise.check.steps import STEPS, _child, check_step, template
-from headwise.check.syntax import Source
-from headwise.check.verdict import Verdict
 from headwise.cli import main
 
 SYSTEMS = Path(__file__).parents[1] / "src" / "headwise" / "systems"

@@ -51,15 +51,27 @@ ORDER = [
         )
     ),
     *("watching", "naming", "figures"),
+    *("check.findings.verdict", "check.findings.rules", "check.findings.triage", "check.findings"),
     *(
-        f"check.{name}"
+        f"check.target.{name}"
         for name in (
-            *("ingredients", "names", "building", "calling", "rules", "verdict", "subject"),
-            *("lab", "behaviour", "advice", "arguments", "projections", "oracle", "watching"),
-            *("case", "keeping", "mistakes", "rearranged", "search", "diagnosis", "joining"),
-            *("handling", "probes", "masking", "functions", "taking"),
+            *("names", "construct", "call_adapter", "introspect", "subject", "masking"),
+            *("functions", "resolve"),
         )
     ),
+    "check.target",
+    *(
+        f"check.probes.{name}"
+        for name in ("probe_context", "behaviour", "advice", "arguments", "robustness")
+    ),
+    *(
+        f"check.diagnosis.{name}"
+        for name in (
+            *("projections", "variants", "call_lines", "fit", "static_checks", "faults"),
+            *("rearranged", "search"),
+        )
+    ),
+    *("check.probes", "check.diagnosis"),
     *("check", "stored", "gpt_folder", "gpt_config", "gpt", "corpus"),
     *(
         f"looking.{name}"
@@ -87,8 +99,8 @@ ORDER = [
         "systems.functional",
     ),
     *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
-    *("check.syntax", "check.loading", "check.keeper", "check.sandbox"),
-    *("check.files", "check.lessons"),
+    *(f"check.files.{name}" for name in ("syntax", "loading", "keeper", "sandbox")),
+    *("check.files", "check.findings.lessons"),
     *(
         f"check.steps.{name}"
         for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headwise.check.steps import check_step, template
-from headwise.check.verdict import Verdict
+from headwise.check.findings.verdict import Verdict
 from headwise.systems import max_gpt2
 
 FILLED = {

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .diagnosis import run as diagnose
-from .joining import joined
+from .findings.rules import RULES, explain
+from .findings.triage import joined
+from .findings.verdict import Example, Finding, Verdict
 from .probes import run as probe
-from .rules import RULES, explain
-from .subject import Broken
-from .taking import take
-from .verdict import Example, Finding, Verdict
+from .target.resolve import take
+from .target.subject import Broken
 
 __all__ = ["RULES", "Example", "Finding", "Verdict", "check", "explain"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from .files import Report, check_file
-from .lessons import lesson
-from .sandbox import Limits
+from .files.sandbox import Limits
+from .findings.lessons import lesson
+from .findings.verdict import Verdict
 from .steps import check_step, usual_limits, write_template
-from .verdict import Verdict
 
 
 def command(

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ..files import Report, alone, judged, split_target
-from ..loading import IMPORTING, Unusable, ended_by, load, parsed
-from ..sandbox import Limits, run
-from ..syntax import Blank, Source
-from ..verdict import Finding, Verdict
+from ..files.loading import IMPORTING, Unusable, ended_by, load, parsed
+from ..files.sandbox import Limits, run
+from ..files.syntax import Blank, Source
+from ..findings.verdict import Finding, Verdict
 from .base import Part, Step, Test, Trial
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..syntax import Source
-from ..verdict import Finding
+from ..files.syntax import Source
+from ..findings.verdict import Finding
 
 # What a part's test yields: findings of the part's own rule, most often one.
 Test = Callable[["Trial"], Iterator[Finding]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...definition import attention
 from ...masks import Causal
 from .. import check
-from ..verdict import Finding
+from ..findings.verdict import Finding
 from .base import Step, Test, Trial, passed, shape_of, wrong
 from .judges import (
     ATTENTION_HINT,

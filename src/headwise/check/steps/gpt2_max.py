@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...systems import fused
-from ..projections import read
-from ..verdict import Finding
+from ..diagnosis.projections import read
+from ..findings.verdict import Finding
 from .base import Step, Test, Trial, passed, shape_of, wrong
 from .gpt2 import config
 from .judges import (

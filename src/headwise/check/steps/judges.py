@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..verdict import Finding
+from ..findings.verdict import Finding
 from .base import Part, Test, passed, shape_of, wrong
 
 # The tutorial's sizes, in which no two axes are alike.

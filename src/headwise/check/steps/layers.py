@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import check
-from ..verdict import Finding
+from ..findings.verdict import Finding
 from .base import Part, Step, Test, Trial, passed, shape_of, wrong
 from .gpt2 import IMPORTS
 

@@ -9,11 +9,11 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from ..mistakes import Mistake
-from ..oracle import Variant, attend, error, merged, rebuild, sizes_of
-from ..projections import Matrix, Reading
-from ..rearranged import mistakes
-from ..verdict import Finding
+from ..diagnosis.faults import Mistake
+from ..diagnosis.projections import Matrix, Reading
+from ..diagnosis.rearranged import mistakes
+from ..diagnosis.variants import Variant, attend, error, merged, rebuild, sizes_of
+from ..findings.verdict import Finding
 
 FITS = 1e-4  # largest share of the output that is rounding
 SECONDS = 2.5  # how long pairs of mistakes are tried

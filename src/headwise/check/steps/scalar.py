@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..projections import Matrix, Reading
-from ..verdict import Finding
+from ..diagnosis.projections import Matrix, Reading
+from ..findings.verdict import Finding
 from .base import Part, Step, Trial, passed, wrong
 from .naming import from_weights, is_right, named
 

@@ -7,10 +7,10 @@ import re
 import torch
 from torch import Tensor, nn
 
-from .ingredients import SPEAKS_OF_ROPE, names_in
-from .lab import Failed, Lab, failed, passed, skipped
-from .subject import Subject
-from .verdict import Example, Finding
+from ..findings.verdict import Example, Finding
+from ..target.introspect import SPEAKS_OF_ROPE, names_in
+from ..target.subject import Subject
+from .probe_context import Failed, Lab, failed, passed, skipped
 
 NOTHING = 1e-30
 """An influence below this share of the largest is none; masks and softmax leave exact zeros."""

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import check
+from .. import check
+from ..findings.verdict import Finding, Verdict
 from .loading import CHECKING, IMPORTING, Unusable, chosen, ended_by, load, thing_name
 from .sandbox import Limits, Place, Run, run
-from .verdict import Finding, Verdict
 
 Report = Callable[[float], object]
 SAID = 6  # lines that are shown of what a file printed before it ended

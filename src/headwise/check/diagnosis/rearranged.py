@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations, product
 
-from .mistakes import Mistake, of_scores
-from .oracle import Variant
+from .faults import Mistake, of_scores
 from .projections import Matrix, Reading
+from .variants import Variant
 
 
 def mistakes(reading: Reading, base: Variant, sure: bool = True) -> Iterator[Mistake]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..findings.verdict import Finding
 from .syntax import Source
-from .verdict import Finding
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words

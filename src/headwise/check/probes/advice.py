@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..findings.verdict import Finding
+from ..target.subject import Broken, Subject, told
 from .behaviour import BENT, SINKS, bent, named
-from .lab import Failed, Lab, failed, passed, skipped
-from .subject import Broken, Subject, told
-from .verdict import Finding
+from .probe_context import Failed, Lab, failed, passed, skipped
 
 LONGEST = 1024
 """Contexts above this are not tried."""

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .calling import Caller, MaskForm, Result
-from .verdict import Finding
+from ..findings.verdict import Finding
+from .call_adapter import Caller, MaskForm, Result
 
 BATCH, TOKENS = 2, 7
 
@@ -360,7 +360,7 @@ def told(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     inside = ("site-packages", "dist-packages", "<frozen", "<@beartype", here)
     standard = str(Path(inspect.__file__).parent)
     return not any(part in filename for part in inside) and not filename.startswith(standard)

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..findings.verdict import Finding
+from ..target.names import building_role
+from ..target.subject import Broken, Subject, copied, randomise, told
 from .behaviour import bent
-from .lab import Failed, Lab, failed, passed, skipped
-from .names import building_role
-from .subject import Broken, Subject, copied, randomise, told
-from .verdict import Finding
+from .probe_context import Failed, Lab, failed, passed, skipped
 
 
 def deterministic(lab: Lab) -> Finding | None:

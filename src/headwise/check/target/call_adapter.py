@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Causal, Dense, Mask
-from .building import signature
+from ...masks import Causal, Dense, Mask
+from .construct import signature
 from .names import calling_role
 
 SHAPES = ("[T, S]", "[1, 1, T, S]", "[B, 1, T, S]", "[B, T, S]", "[1, T, S]", "[B, H, T, S]")

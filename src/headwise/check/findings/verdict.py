@@ -84,7 +84,7 @@ class Finding:
     """One rule's result.
 
     Args:
-        rule: its id in `headwise.check.rules.RULES`.
+        rule: its id in `headwise.check.findings.rules.RULES`.
         severity: "error" (wrong), "warning" (legal but unwise), "passed" or "skipped".
         message: one plain sentence: what was seen.
         hint: what to change; empty where nothing is to be done.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..findings.verdict import Example, Finding
+from ..target.call_adapter import Caller, MaskForm, tensors_in
+from ..target.subject import Subject, told
 from .behaviour import NOTHING, POSITIONS, named
-from .calling import Caller, MaskForm, tensors_in
-from .lab import Failed, Lab, failed, passed, skipped
-from .subject import Subject, told
-from .verdict import Example, Finding
+from .probe_context import Failed, Lab, failed, passed, skipped
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -301,7 +301,7 @@ def _attend_cached(subject: Subject) -> Step:
 
 
 def _our_cache(subject: Subject, name: str) -> Step:
-    from ..cache import KVCache
+    from ...cache import KVCache
 
     kept = KVCache()
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .oracle import Variant
-from .verdict import Severity
+from ..findings.verdict import Severity
+from .variants import Variant
 
 
 @dataclass(frozen=True)

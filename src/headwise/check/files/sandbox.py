@@ -102,7 +102,7 @@ def run(
     Raises:
         ValueError: the system is not one that can limit processes so.
 
-    >>> run("headwise.check.sandbox:_echo", {"text": "hello"}).messages
+    >>> run("headwise.check.files.sandbox:_echo", {"text": "hello"}).messages
     ['hello']
     """
     if os.name != "posix":

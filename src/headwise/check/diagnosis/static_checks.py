@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..findings.verdict import Finding
+from ..target.subject import Subject
+from .call_lines import Dropouts
 from .projections import Reading
-from .subject import Subject
-from .verdict import Finding
-from .watching import Dropouts
 
 
 def dropout_in_eval(subject: Subject) -> tuple[list[Finding], bool]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .oracle import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
+from ..target.subject import Subject
+from .call_lines import Dropouts
 from .projections import Matrix, Reading, Unreadable, read
-from .subject import Subject
-from .watching import Dropouts
+from .variants import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
 
 FITS = 1e-4
 """Largest share of the output by which a rebuilt one may differ: rounding in float32 inside a

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ..findings.verdict import Finding
+from ..target.call_adapter import Unusable
+from ..target.subject import Subject
 from .advice import asserts, buffer, context, half, heads_divide, init, parameter_count
 from .arguments import cache, cross, mask, padding
 from .behaviour import (
@@ -18,8 +21,8 @@ from .behaviour import (
     shape,
     weights,
 )
-from .calling import Unusable
-from .handling import (
+from .probe_context import Failed, Lab, Probe, failed, skipped
+from .robustness import (
     contiguous,
     deterministic,
     dropout,
@@ -29,9 +32,6 @@ from .handling import (
     reload,
     train_eval,
 )
-from .lab import Failed, Lab, Probe, failed, skipped
-from .subject import Subject
-from .verdict import Finding
 
 FIRST: dict[str, Probe] = {
     "shape": shape,
@@ -81,7 +81,7 @@ def run(subject: Subject) -> list[Finding]:
     """A finding for every rule that applies.
 
     >>> import headwise as hw
-    >>> from headwise.check.taking import take
+    >>> from headwise.check.target.resolve import take
     >>> subject = take(hw.MultiHeadAttention, 24, num_heads=3)
     >>> {finding.severity for finding in run(subject)} <= {"passed", "skipped"}
     True

@@ -11,13 +11,13 @@ from itertools import combinations, permutations, product
 
 import torch
 
-from .case import Case, gap
-from .ingredients import numbers_in, rotations
-from .mistakes import Mistake, finite_fills
-from .oracle import Variant, heads_of
+from ..target.introspect import numbers_in, rotations
+from ..target.subject import Subject
+from .faults import Mistake, finite_fills
+from .fit import Case, gap
 from .projections import Reading
 from .rearranged import mistakes
-from .subject import Subject
+from .variants import Variant, heads_of
 
 FITS_LARGE = 0.05
 """Largest share of the output by which a rebuilt one may differ where scores are so large that

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .building import Sizes, shown
-from .calling import Caller, Unusable
+from .call_adapter import Caller, Unusable
+from .construct import Sizes, shown
 from .masking import ZERO, learn_causality
 from .subject import BATCH, TOKENS, Broken, Subject, told
 

@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .calling import Result, Unusable
-from .rules import RULES
-from .subject import Subject, told
-from .verdict import Example, Finding, Severity
+from ..findings.rules import RULES
+from ..findings.verdict import Example, Finding, Severity
+from ..target.call_adapter import Result, Unusable
+from ..target.subject import Subject, told
 
 Probe = Callable[["Lab"], Finding | None]
 """Looks at one rule; None where the rule does not apply."""

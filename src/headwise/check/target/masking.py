@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .calling import SHAPES, Caller, MaskForm
+from .call_adapter import SHAPES, Caller, MaskForm
 from .subject import Subject
 
 ZERO = 1e-12

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ..rope import RoPE
+from ...rope import RoPE
 
 Rotation = tuple[int, float, bool]
 """`RoPE`'s dim, base and interleaved."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .building import Sizes, build, facts, input_width, matrix_width, shown, signature
-from .calling import Caller, MaskForm, Unusable, tensors_in
+from .call_adapter import Caller, MaskForm, Unusable, tensors_in
+from .construct import Sizes, build, facts, input_width, matrix_width, shown, signature
 from .functions import advice, of_function
 from .masking import learn_causality
 from .names import building_role, calling_role

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .subject import Subject, is_users
+from ..target.subject import Subject, is_users
 
 
 @dataclass(frozen=True)

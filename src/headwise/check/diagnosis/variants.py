@@ -16,9 +16,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from ..definition import attention
-from ..masks import Dense
-from ..rope import RoPE
+from ...definition import attention
+from ...masks import Dense
+from ...rope import RoPE
 from .projections import Matrix, Reading
 
 

@@ -13,16 +13,16 @@ from itertools import product
 
 import torch
 
-from .case import FITS, Case, case_of, read_off, undropped
-from .ingredients import names_in
-from .keeping import dropout_in_eval, no_output_projection, plain_lists, shared_heads
-from .mistakes import Mistake
-from .oracle import Variant, error, rebuild
+from ..findings.verdict import Example, Finding
+from ..target.introspect import names_in
+from ..target.subject import Subject
+from .call_lines import lines_of
+from .faults import Mistake
+from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Reading, Unreadable
 from .search import FITS_LARGE, leaking, named, stated, textbook
-from .subject import Subject
-from .verdict import Example, Finding
-from .watching import lines_of
+from .static_checks import dropout_in_eval, no_output_projection, plain_lists, shared_heads
+from .variants import Variant, error, rebuild
 
 OTHER_INGREDIENTS = re.compile(
     r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
@@ -37,7 +37,7 @@ def run(subject: Subject) -> list[Finding]:
     """What the oracle finds: named mistakes, or that the output is what the definition gives.
 
     >>> from headwise.systems.split import MultiHeadAttn
-    >>> from headwise.check.taking import take
+    >>> from headwise.check.target.resolve import take
     >>> subject = take(MultiHeadAttn, d_in=24, d_out=24, num_heads=3)
     >>> [(finding.rule, finding.severity) for finding in run(subject)]
     [('definition', 'passed')]
