@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
 from headwise.check.findings.rules import RULES
-from headwise.check.target.construct import Config, Sizes
+from headwise.check.target.checked_target import Broken
+from headwise.check.target.construct import BuildSizes, Config
 from headwise.check.target.resolve import take
-from headwise.check.target.subject import Broken
 from headwise.layer import MultiHeadAttention
 from headwise.systems.per_head import CausalAttention, NotebookCausalAttention
 from headwise.systems.split import MultiHeadAttn
@@ -146,7 +146,7 @@ def test_an_annotated_configuration_is_built() -> None:
 
 
 def test_a_config_copies_and_knows_what_it_was_asked() -> None:
-    config = Config(Sizes(24, 3), {"flavour": "dark"})
+    config = Config(BuildSizes(24, 3), {"flavour": "dark"})
     assert config.flavour == config["flavour"] == "dark"
     assert dict(config) == {"flavour": "dark"}
     with pytest.raises(AttributeError, match="no field 'taste'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 
 from headwise.check.files import check_file, literal, split_target
 from headwise.check.files.sandbox import Limits, run
-from headwise.check.findings.lessons import ALL, lesson
+from headwise.check.findings.rules import ALL, lesson
 from headwise.cli import main
 from sessions import pattern, sessions
 
@@ -233,11 +235,11 @@ def test_files_beside_it_packages_and_borrowed_names(
 ) -> None:
     write(
         tmp_path,
-        "from dataclasses import dataclass\n@dataclass\nclass Sizes:\n    width: int = 24\n",
+        "from dataclasses import dataclass\n@dataclass\nclass BuildSizes:\n    width: int = 24\n",
         "sizes.py",
     )
-    text = "from sizes import Sizes\n" + RIGHT.replace(
-        "d_model, n_heads)", "d_model=Sizes.width, n_heads=3)", 1
+    text = "from sizes import BuildSizes\n" + RIGHT.replace(
+        "d_model, n_heads)", "d_model=BuildSizes.width, n_heads=3)", 1
     )
     assert checked(capsys, write(tmp_path, text, "math.py"))["passed"]
     write(tmp_path, "", "outer/__init__.py")
@@ -565,6 +567,31 @@ def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == lesson("causality") + "\n"
     assert "did you mean causality" in refused(capsys, "--explain", "causalty")
     assert "takes nothing beside it" in refused(capsys, "--explain", "causality", "mine.py")
+
+
+def test_every_finding_has_its_words() -> None:
+    """Ways that the code names are in the table, with a word for every brace; and none is idle."""
+    source = Path(__file__).parents[1] / "src" / "headwise" / "check"
+    trees = [ast.parse(path.read_text("utf-8")) for path in source.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    named = 0
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id == "found":
+            rule, way, *_ = [getattr(argument, "value", None) for argument in call.args]
+            given = {keyword.arg for keyword in call.keywords}
+            if isinstance(rule, str) and isinstance(way, str):
+                words = ALL[rule].ways[way]
+                texts = [*Formatter().parse(words.message), *Formatter().parse(words.hint)]
+                needed = {re.split(r"[.\[]", field)[0] for _, field, _, _ in texts if field}
+                assert None in given or needed <= given, (rule, way)
+                named += 1
+    assert named > 60
+    said = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    for rule in ALL.values():
+        for way, words in rule.ways.items():
+            assert words.message, (rule.id, way)
+            assert way in said, (rule.id, way)
 
 
 def test_help_shows_an_example_and_the_limits(capsys: pytest.CaptureFixture[str]) -> None:

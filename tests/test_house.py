@@ -55,8 +55,15 @@ ORDER = [
     *(
         f"check.target.{name}"
         for name in (
-            *("names", "construct", "call_adapter", "introspect", "subject", "masking"),
-            *("functions", "resolve"),
+            *(
+                "names",
+                "construct",
+                "call_adapter",
+                "introspect",
+                "checked_target",
+                "masking",
+                "resolve",
+            ),
         )
     ),
     "check.target",
@@ -67,8 +74,7 @@ ORDER = [
     *(
         f"check.diagnosis.{name}"
         for name in (
-            *("projections", "variants", "call_lines", "fit", "static_checks", "faults"),
-            *("rearranged", "search"),
+            *("projections", "variants", "call_lines", "fit", "static_checks", "faults", "search"),
         )
     ),
     *("check.probes", "check.diagnosis"),
@@ -100,10 +106,10 @@ ORDER = [
     ),
     *("systems.fused", "systems.variants", "systems.max_gpt2", "systems", "timing"),
     *(f"check.files.{name}" for name in ("syntax", "loading", "keeper", "sandbox")),
-    *("check.files", "check.findings.lessons"),
+    *("check.files", "check.findings.rules"),
     *(
         f"check.steps.{name}"
-        for name in ("base", "judges", "gpt2", "naming", "gpt2_max", "layers", "scalar")
+        for name in ("base", "gpt2_parts", "gpt2", "naming", "gpt2_max", "layers", "scalar")
     ),
     *("check.steps", "check.command"),
     *("checkpoint", "run", "training", "generation"),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from .files import Report, check_file
 from .files.sandbox import Limits
-from .findings.lessons import lesson
+from .findings.rules import lesson
 from .findings.verdict import Verdict
 from .steps import check_step, usual_limits, write_template
 

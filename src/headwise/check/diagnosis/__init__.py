@@ -1,7 +1,7 @@
 """Which mistake it is: the variant of attention that gives somebody's output from their weights.
 
 The module's weights are replaced by random ones (zeros hide mistakes), read, and attention is
-rebuilt from them by `oracle`. Where that is what the module gives, it is right. Where not, the
+rebuilt from them by `variants`. Where that is what the module gives, it is right. Where not, the
 known mistakes are tried one at a time, then two; the first that gives the module's own output is
 named.
 """
@@ -13,13 +13,14 @@ from itertools import product
 
 import torch
 
+from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
+from ..target.checked_target import Target
 from ..target.introspect import names_in
-from ..target.subject import Subject
 from .call_lines import lines_of
-from .faults import Mistake
+from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
-from .projections import Reading, Unreadable
+from .projections import Projections, Unreadable
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import dropout_in_eval, no_output_projection, plain_lists, shared_heads
 from .variants import Variant, error, rebuild
@@ -33,7 +34,7 @@ OTHER_INGREDIENTS = re.compile(
 """Names of what makes an attention more than projections and a softmax."""
 
 
-def run(subject: Subject) -> list[Finding]:
+def run(subject: Target) -> list[Finding]:
     """What the oracle finds: named mistakes, or that the output is what the definition gives.
 
     >>> from headwise.systems.split import MultiHeadAttn
@@ -49,7 +50,7 @@ def run(subject: Subject) -> list[Finding]:
         return [*lists, *([] if lists else dropping), *_run(subject, bool(lists), drops)]
 
 
-def _run(subject: Subject, unread: bool, drops: bool) -> list[Finding]:
+def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
         case = case_of(subject, drops)
     except Unreadable as reason:
@@ -58,21 +59,21 @@ def _run(subject: Subject, unread: bool, drops: bool) -> list[Finding]:
     bases = list(textbook(subject, case.reading))
     right = next((base for base in bases if case.fits(base)), None)
     if right is not None:
-        found = leaking(case, right)
-        if found is not None:
-            return [*findings, _finding(case, subject, right, found, large=True)]
+        leak = leaking(case, right)
+        if leak is not None:
+            return [*findings, _finding(case, subject, right, leak, large=True)]
         return findings or [
             _passed(case.reading, right),
             *no_output_projection(subject, case.reading),
         ]
     mistaken = named(case, bases, subject.causal_from not in ("seen", "unknown"))
     if mistaken is not None:
-        base, found = mistaken
-        return findings + [_finding(case, subject, base, one) for one in found]
+        base, faults = mistaken
+        return findings + [_finding(case, subject, base, one) for one in faults]
     return findings or [_unexplained(case, subject, bases[0])]
 
 
-def _passed(reading: Reading, base: Variant) -> Finding:
+def _passed(reading: Projections, base: Variant) -> Finding:
     also = []
     if base.rope is not None:
         also.append("rotary positions")
@@ -86,55 +87,32 @@ def _passed(reading: Reading, base: Variant) -> Finding:
         also.append(f"a window of {base.mask.removeprefix('window ')} tokens")
     beside = f", with {' and '.join(also)}" if also else ""
     unnamed = "" if reading.named else ", whichever projection plays which part"
-    return Finding(
-        "definition",
-        "passed",
-        f"From its own weights ({_projections(reading)}) the definition gives the same "
-        f"output{beside}{unnamed}.",
-    )
+    said = f"From its own weights ({_projections(reading)}) the definition gives the same output"
+    return passed("definition", f"{said}{beside}{unnamed}.")
 
 
-def _projections(reading: Reading) -> str:
-    names = [source.name for source in reading.sources]
-    return ", ".join([*names, *([reading.out.name] if reading.out is not None else [])])
+def _projections(reading: Projections) -> str:
+    return ", ".join(matrix.name for matrix in reading.matrices)
 
 
 def _unread(reason: str) -> Finding:
-    return Finding(
-        "definition",
-        "skipped",
-        f"The weights cannot be read, so that only its behaviour was checked: {reason}.",
-    )
+    said = f"The weights cannot be read, so that only its behaviour was checked: {reason}."
+    return skipped("definition", said)
 
 
 def _finding(
-    case: Case, subject: Subject, base: Variant, found: Mistake, large: bool = False
+    case: Case, subject: Target, base: Variant, fault: Fault, large: bool = False
 ) -> Finding:
-    names = _words(case)
-    message, hint = found.message.format(**names), found.hint.format(**names)
-    line = lines_of(case.subject, case.inputs[1], found.rule)
-    severity = found.severity
-    if found.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
+    names = words_of(case.reading, case.inputs[1].shape[1])
+    message, hint = fault.message.format(**names), fault.hint.format(**names)
+    line = lines_of(case.subject, case.inputs[1], fault.rule)
+    severity = fault.severity
+    if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"
-    return Finding(found.rule, severity, message, hint + line, _example(case, subject, base, large))
+    return Finding(fault.rule, severity, message, hint + line, _example(case, subject, base, large))
 
 
-def _words(case: Case) -> dict[str, str | int]:
-    reading = case.reading
-    return {
-        **{part: reading.name(part) for part in "qkvo"},
-        "E": reading.embed_dim,
-        "H": reading.num_heads,
-        "G": reading.num_kv_heads,
-        "R": reading.num_heads // reading.num_kv_heads,
-        "D": reading.head_dim,
-        "Dv": reading.value_dim,
-        "W": reading.num_heads * reading.head_dim,
-        "T": case.inputs[1].shape[1],
-    }
-
-
-def _example(case: Case, subject: Subject, base: Variant, large: bool = False) -> Example | None:
+def _example(case: Case, subject: Target, base: Variant, large: bool = False) -> Example | None:
     """Three tokens: what it gives, and what the textbook gives from the same weights.
 
     The module's own weights are used where the mistake shows with them, else random ones.
@@ -160,7 +138,7 @@ def _example(case: Case, subject: Subject, base: Variant, large: bool = False) -
     return None
 
 
-def _unexplained(case: Case, subject: Subject, base: Variant) -> Finding:
+def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
     reasons = list(case.reading.extras)
     if case.subject.module is not None:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
@@ -168,11 +146,5 @@ def _unexplained(case: Case, subject: Subject, base: Variant) -> Finding:
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
     if reasons:
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
-    return Finding(
-        "definition",
-        "error",
-        f"The output is not what attention with {case.reading.num_heads} heads gives from its "
-        f"weights ({_projections(case.reading)}), and none of the known mistakes explains it.",
-        "Compare it line by line with `headwise.systems.split`, on the input below.",
-        _example(case, subject, base),
-    )
+    words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
+    return found("definition", "unexplained", _example(case, subject, base), **words)

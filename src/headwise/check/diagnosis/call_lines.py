@@ -12,39 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..target.subject import Subject, is_users
+from ..findings.rules import ALL
+from ..target.checked_target import Target, is_users
 
 
 @dataclass(frozen=True)
-class Suspect:
-    """Which call a mistake is likely to stand in.
-
-    Args:
-        names: of the call, the likeliest first.
-        square: only where its result is [..., T, T], as scores and weights are.
-        last: the last such call, not the first.
-    """
-
-    names: tuple[str, ...]
-    square: bool = False
-    last: bool = False
-
-
-SUSPECTS: dict[str, Suspect] = {
-    "scale": Suspect(("div", "mul", "scaled_dot_product_attention", "matmul", "einsum"), True),
-    "causal-mask": Suspect(("masked_fill", "where", "add", "sub", "triu", "tril"), True),
-    "mask-fill": Suspect(("masked_fill", "where", "mul", "add", "sub", "tril", "triu"), True),
-    "softmax": Suspect(("softmax", "log_softmax", "sigmoid", "relu", "exp"), True, last=True),
-    "head-split": Suspect(("view", "reshape", "unflatten")),
-    "head-merge": Suspect(("reshape", "view", "flatten", "sum", "mean", "cat"), last=True),
-    "grouped-heads": Suspect(("repeat", "tile", "repeat_interleave", "expand")),
-    "packing": Suspect(("split", "chunk", "unbind", "tensor_split", "reshape", "view")),
-    "residual": Suspect(("add",), last=True),
-}
-
-
-@dataclass(frozen=True)
-class Call:
+class LineCall:
     """One call of PyTorch's, and the line of the user's file that made it."""
 
     name: str
@@ -59,7 +32,7 @@ class Lines(TorchFunctionMode):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens = tokens
-        self.calls: list[Call] = []
+        self.calls: list[LineCall] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -68,7 +41,7 @@ class Lines(TorchFunctionMode):
         place = _users_line()
         if place is not None:
             square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
-            self.calls.append(Call(_name(func), *place, square))
+            self.calls.append(LineCall(_name(func), *place, square))
         return result
 
 
@@ -102,25 +75,21 @@ class Dropouts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def lines_of(subject: Subject, x: Tensor, rule: str) -> str:
-    """The likeliest line for a mistake of this rule, quoted, or nothing."""
-    suspect = SUSPECTS.get(rule)
-    if suspect is None:
+def lines_of(subject: Target, x: Tensor, rule: str) -> str:
+    """Quote the likeliest line for a mistake of this rule, or nothing."""
+    suspects = ALL[rule].suspects
+    if not suspects:
         return ""
     try:
         with Lines(x.shape[1]) as seen:
             subject(x)
     except Exception:  # where it fails there is nothing to quote
         return ""
-    for name in suspect.names:
-        fused = name == "scaled_dot_product_attention"
-        calls = [
-            call
-            for call in seen.calls
-            if call.name == name and (call.square or fused or not suspect.square)
-        ]
+    for name in suspects["calls"]:
+        square = suspects.get("square", False) and name != "scaled_dot_product_attention"
+        calls = [call for call in seen.calls if call.name == name and (call.square or not square)]
         if calls:
-            call = calls[-1 if suspect.last else 0]
+            call = calls[-1 if suspects.get("last") else 0]
             return _quoted((call.file, call.line))
     return ""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..target.subject import Subject
+from ..target.checked_target import Target
 from .call_lines import Dropouts
-from .projections import Matrix, Reading, Unreadable, read
+from .projections import Matrix, Projections, Unreadable, read
 from .variants import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
 
 FITS = 1e-4
@@ -23,8 +23,8 @@ module stays far below, and every mistake moves some number by more than this.""
 class Case:
     """A subject with random weights, its reading, and what it gives for a few inputs."""
 
-    subject: Subject
-    reading: Reading
+    subject: Target
+    reading: Projections
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     drops: bool = False
@@ -61,7 +61,7 @@ class Case:
         return error(self.outputs[place], wanted, _seen(variant, x))
 
 
-def case_of(subject: Subject, drops: bool = False) -> Case:
+def case_of(subject: Target, drops: bool = False) -> Case:
     """Give a subject random weights, read them, and call it on a few inputs.
 
     Args:
@@ -81,7 +81,7 @@ def case_of(subject: Subject, drops: bool = False) -> Case:
     return Case(trial, reading, inputs, outputs, drops)
 
 
-def read_off(subject: Subject) -> Reading:
+def read_off(subject: Target) -> Projections:
     """The projections of a module, or those that are put before a plain function."""
     if subject.projections is not None:
         parts = {part: weight.to(subject.dtype).T for part, weight in subject.projections.items()}
@@ -89,17 +89,17 @@ def read_off(subject: Subject) -> Reading:
         heads = subject.num_heads
         groups = subject.num_kv_heads or heads
         dim, value_dim = parts["q"].shape[1] // heads, parts["v"].shape[1] // groups
-        return Reading(sources, None, heads, groups, dim, value_dim, subject.embed_dim)
+        return Projections(sources, None, heads, groups, dim, value_dim, subject.embed_dim)
     if subject.module is None:
         raise Unreadable("it is no nn.Module, which would tell its weights")
     return read(subject.module, subject.embed_dim, subject.num_heads, subject.num_kv_heads)
 
 
-def _batch(reading: Reading) -> int:
+def _batch(reading: Projections) -> int:
     return 3 if reading.num_heads == 2 else 2
 
 
-def _lengths(subject: Subject, reading: Reading) -> tuple[int, ...]:
+def _lengths(subject: Target, reading: Projections) -> tuple[int, ...]:
     """One token, and two numbers of tokens that are no other axis's size."""
     others = {reading.num_heads, reading.num_kv_heads, reading.head_dim, reading.value_dim}
     others |= {subject.embed_dim, _batch(reading), reading.num_heads * reading.head_dim}
@@ -108,7 +108,7 @@ def _lengths(subject: Subject, reading: Reading) -> tuple[int, ...]:
     return (1, *(free or [min(7, longest)])[:2])
 
 
-def gap(reading: Reading, x: Tensor, out: Tensor, variant: Variant) -> float:
+def gap(reading: Projections, x: Tensor, out: Tensor, variant: Variant) -> float:
     """How far a variant's output is from this one, as a share of the largest number."""
     try:
         return error(out, rebuild(reading, x, variant), _seen(variant, x))
@@ -121,7 +121,7 @@ def _seen(variant: Variant, x: Tensor) -> Tensor:
     return allowed_of(variant.mask, x.shape[1], x.shape[1]).any(-1)
 
 
-def undropped(subject: Subject, x: Tensor, drops: bool) -> Tensor:
+def undropped(subject: Target, x: Tensor, drops: bool) -> Tensor:
     """What a subject gives; with `drops`, everything that drops numbers switched off."""
     with Dropouts(off=True) if drops else nullcontext():
         return subject(x)

@@ -61,7 +61,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Projections:
     """A module's projections, and the sizes that they and the head count imply.
 
     Attributes:
@@ -97,6 +97,11 @@ class Reading:
             return "per head"
         return "fused" if any(len(source.parts) > 1 for source in self.sources) else "split"
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The sources, and the output projection where there is one."""
+        return self.sources if self.out is None else (*self.sources, self.out)
+
     def name(self, part: str) -> str:
         """What the code calls the projection of `q`, `k`, `v` or `o`."""
         if part == "o":
@@ -113,7 +118,7 @@ def read(
     embed_dim: int,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
-) -> Reading:
+) -> Projections:
     """Find q, k, v and the output projection of a module.
 
     Args:
@@ -141,7 +146,7 @@ def read(
     used = {key for matrix in (*sources, out) if matrix is not None for key in matrix.keys}
     used |= {id(parameter) for norm in norms.values() for parameter in norm.parameters()}
     names = {matrix.name.split(".")[-1] for matrix in (*sources, out) if matrix is not None}
-    return Reading(
+    return Projections(
         sources,
         out,
         *sizes,

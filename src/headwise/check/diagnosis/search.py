@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import torch
 
+from ..target.checked_target import Target
 from ..target.introspect import numbers_in, rotations
-from ..target.subject import Subject
-from .faults import Mistake, finite_fills
+from .faults import Fault, faults, finite_fills
 from .fit import Case, gap
-from .projections import Reading
-from .rearranged import mistakes
+from .projections import Projections
 from .variants import Variant, heads_of
 
 FITS_LARGE = 0.05
@@ -33,14 +32,13 @@ SCALING = re.compile(r"scal|multiplier|alpha|temperature")
 """Names of numbers that somebody may mean scores to be multiplied by."""
 
 
-def textbook(subject: Subject, reading: Reading) -> Iterator[Variant]:
+def textbook(subject: Target, reading: Projections) -> Iterator[Variant]:
     """The textbook's variants: more than one where names do not say which weights are which."""
     masks = ["causal", "none"] if subject.causal else ["none", "causal"]
     if subject.causal_from not in ("seen", "unknown"):
         masks = masks[:1]
     shares = ["tile", "repeat"] if reading.turns else ["repeat"]
-    matrices = [*reading.sources, *([reading.out] if reading.out is not None else [])]
-    unsure = "".join(one.parts for one in matrices if not one.sure)
+    unsure = "".join(one.parts for one in reading.matrices if not one.sure)
     orders = ["qkv"] if reading.named else ["".join(order) for order in permutations("qkv")]
     name = "order" if any(len(source.parts) == 3 for source in reading.sources) else "roles"
     module = subject.module
@@ -68,36 +66,48 @@ def textbook(subject: Subject, reading: Reading) -> Iterator[Variant]:
             yield replace(base, normed="after")
 
 
-def _surroundings(reading: Reading) -> tuple[str, ...]:
+def _surroundings(reading: Projections) -> tuple[str, ...]:
     """Ways in which a norm of the whole width may stand around the attention."""
     return ("", "x, then norm", "norm", "before", "before and x") if "x" in reading.norms else ("",)
 
 
-def named(case: Case, bases: Sequence[Variant], sure: bool) -> tuple[Variant, list[Mistake]] | None:
-    """The base and the mistakes, one or two, that give the subject's output.
+Known = Mapping[Variant, Sequence[Fault]]  # the faults that can be made on each base
+Explained = tuple[Variant, list[Fault]]
+
+
+def named(case: Case, bases: Sequence[Variant], sure: bool) -> Explained | None:
+    """Find the base and the faults, one or two, that give the subject's output.
 
     Args:
         sure: whether it is known that it must be causal, or must not be.
     """
     bases = bases[:BASES]
-    known = {base: list(mistakes(case.reading, base, sure)) for base in bases}
+    known = {base: list(faults(case.reading, base, sure)) for base in bases}
+    return single(known, case.fits) or _solved(case, bases) or double(known, case.fits)
+
+
+def single(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
+    """Find the one fault that fits."""
     for base, rows in known.items():
         for row in rows:
-            if case.fits(row.on(base)):
+            if fits(row.on(base)):
                 return base, [row]
-    if (solved := _solved(case, bases)) is not None:
-        return solved[0], [solved[1]]
+    return None
+
+
+def double(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
+    """Find two faults that fit together, for as long as that takes no more than `SECONDS`."""
     until = time.monotonic() + SECONDS
     for base, rows in known.items():
         for first, second in combinations(rows, 2):
             if time.monotonic() > until:
                 return None
-            if first.adds_to(second) and case.fits(second.on(first.on(base))):
+            if first.adds_to(second) and fits(second.on(first.on(base))):
                 return base, [first, second]
     return None
 
 
-def _solved(case: Case, bases: Sequence[Variant]) -> tuple[Variant, Mistake] | None:
+def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
     """A scale that is none of the known ones, found by trying numbers ever nearer."""
     for base in bases:
         if not case.fits_one_token(base):
@@ -110,14 +120,14 @@ def _solved(case: Case, bases: Sequence[Variant]) -> tuple[Variant, Mistake] | N
             low, high = best - step, best + step
         scale = math.exp(best)
         if case.fits(replace(base, scale=scale)):
-            return base, _other_scale(case, scale)
+            return base, [_other_scale(case, scale)]
     return None
 
 
-def _other_scale(case: Case, scale: float) -> Mistake:
+def _other_scale(case: Case, scale: float) -> Fault:
     said = stated(case, scale)
     scale = scale if said is None else said
-    return Mistake(
+    return Fault(
         "scale",
         {"scale": scale},
         f"The scores are multiplied by {scale:.4g}; the textbook divides them by √{{D}}, the root "
@@ -136,7 +146,7 @@ def stated(case: Case, scale: float) -> float | None:
     return next((number for number in said if math.isclose(scale, number, rel_tol=1e-3)), None)
 
 
-def leaking(case: Case, base: Variant) -> Mistake | None:
+def leaking(case: Case, base: Variant) -> Fault | None:
     """A finite number in the place of −inf, which large scores tell apart.
 
     The first scores to show it are about as large as the number, and tell it from others.
@@ -158,7 +168,7 @@ def leaking(case: Case, base: Variant) -> Mistake | None:
         if gap(case.reading, times * x, out, base) <= near:
             continue
         scale = base.scale if isinstance(base.scale, float) else case.reading.head_dim**-0.5
-        rows = list(finite_fills(scale))
+        rows = finite_fills(case.reading, scale)
         far = [gap(case.reading, times * x, out, row.on(base)) for row in rows]
         best = far.index(min(far))
         return rows[best] if far[best] <= near else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...definition import attention
 from ...masks import Dense
 from ...rope import RoPE
-from .projections import Matrix, Reading
+from .projections import Matrix, Projections
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,14 @@ MADE_OF = attrgetter(
 """The fields of a variant that its heads depend on."""
 
 
-def sizes_of(reading: Reading, x: Tensor) -> Numbers:
+def sizes_of(reading: Projections, x: Tensor) -> Numbers:
     batch, tokens, width = x.shape
     return Numbers(batch, tokens, width, reading.num_heads, reading.head_dim, reading.value_dim)
 
 
-def rebuild(reading: Reading, x: Tensor, variant: Variant, heads: Heads | None = None) -> Tensor:
+def rebuild(
+    reading: Projections, x: Tensor, variant: Variant, heads: Heads | None = None
+) -> Tensor:
     """The output `[B, T, …]` of a variant with these weights.
 
     Args:
@@ -169,7 +171,7 @@ def rebuild(reading: Reading, x: Tensor, variant: Variant, heads: Heads | None =
     return _with(x, _projected(reading.out, out, variant), variant, reading.norms.get("x"))
 
 
-def heads_of(reading: Reading, x: Tensor, variant: Variant) -> Heads:
+def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     """Queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normed and rotated."""
     if variant.residual in ("before", "before and x"):
         x = reading.norms["x"](x)
@@ -243,7 +245,7 @@ def merged(heads: Tensor, variant: Variant) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def _features(reading: Reading, x: Tensor, variant: Variant) -> Parts:
+def _features(reading: Projections, x: Tensor, variant: Variant) -> Parts:
     """What each of q, k and v is before it becomes heads, `[B, T, heads · width]`."""
     features: Parts = {"x": x}
     for source in reading.sources:
@@ -255,7 +257,7 @@ def _features(reading: Reading, x: Tensor, variant: Variant) -> Parts:
     return features
 
 
-def _unpacked(whole: Tensor, parts: str, reading: Reading, variant: Variant) -> Parts:
+def _unpacked(whole: Tensor, parts: str, reading: Projections, variant: Variant) -> Parts:
     heads, groups, dim = reading.num_heads, reading.num_kv_heads, reading.head_dim
     order = [part for part in variant.order or parts if part in parts]
     packing = variant.packing or reading.packing

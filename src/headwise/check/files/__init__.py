@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import check
+from ..findings.rules import found
 from ..findings.verdict import Finding, Verdict
-from .loading import CHECKING, IMPORTING, Unusable, chosen, ended_by, load, thing_name
-from .sandbox import Limits, Place, Run, run
+from .loading import CHECKING, IMPORTING, UnusableFile, chosen, ended_by, load, thing_name
+from .sandbox import CodeLine, Limits, Outcome, run
 
 Report = Callable[[float], object]
 SAID = 6  # lines that are shown of what a file printed before it ended
@@ -83,7 +84,7 @@ def literal(text: str) -> Any:
 # --- the parent's side ----------------------------------------------------------------------------
 
 
-def judged(done: Run, path: Path, limits: Limits) -> Verdict:
+def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
     """What the child sent, and how it ended, as one verdict.
 
     Raises:
@@ -112,65 +113,20 @@ def judged(done: Run, path: Path, limits: Limits) -> Verdict:
     return Verdict(subject, tuple(results), tuple(notes))
 
 
-def _ending(done: Run, path: Path, phase: str, limits: Limits) -> Finding:
+def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
     """A finding on a file that did not come to its end."""
-    if done.ended == "time":
-        return Finding(
-            "file-time",
-            "error",
-            f"It still ran after {limits.seconds:g} s, {phase}{_at(done.where, path)}.",
-            "See that every loop ends and nothing waits; what only a run as a program needs "
-            'belongs under `if __name__ == "__main__":`. `--timeout` gives it longer.',
-        )
-    if done.ended == "memory":
-        return Finding(
-            "file-memory",
-            "error",
-            f"It wanted more than {limits.memory:g} GiB of memory, {phase}.",
-            "See what grows: a list that is added to for ever, or a tensor of another shape than "
-            "was meant. The inputs of the check are tiny. `--memory` gives it more.",
-        )
-    if done.ended == "output":
-        return Finding(
-            "file-output",
-            "error",
-            f"It printed more than {limits.output / 1e6:g} MB, {phase}.",
-            "Take the print out of the loop; print shapes rather than tensors.",
-        )
-    if done.ended == "disk":
-        return Finding(
-            "file-disk",
-            "error",
-            f"It wrote more than {limits.disk:g} GiB to files, {phase}.",
-            "Attention writes none. What saves weights, data or logs belongs under "
-            '`if __name__ == "__main__":`.',
-        )
-    if done.ended == "processes":
-        return Finding(
-            "file-processes",
-            "error",
-            f"It started more than {limits.processes} processes, {phase}.",
-            "Attention needs none. What starts them belongs under "
-            '`if __name__ == "__main__":`, and not into a loop.',
-        )
-    if done.ended == "exit":
-        return Finding(
-            "file-exit",
-            "error",
-            f"It ended Python, {phase} (exit code {done.code}).",
-            'Take `exit()` and the like out, or put them under `if __name__ == "__main__":`.',
-        )
-    name = signal.Signals(done.code).name if done.code in set(signal.Signals) else str(done.code)
-    return Finding(
-        "file-crash",
-        "error",
-        f"Python crashed, {phase} (signal {name}).",
-        "Look for recursion without an end and for calls into C; where the system ran out of "
-        "memory, this is how it looks, too.",
-    )
+    rule = "file-crash" if done.ended == "signal" else f"file-{done.ended}"
+    known = done.ended == "signal" and done.code in set(signal.Signals)
+    words = {
+        "limits": limits,
+        "megabytes": limits.output / 1e6,
+        "line": _at(done.where, path),
+        "code": signal.Signals(done.code).name if known else done.code,
+    }
+    return found(rule, "over", phase=phase, **words)
 
 
-def _at(where: list[Place], path: Path) -> str:
+def _at(where: list[CodeLine], path: Path) -> str:
     """The innermost line of the file that was being run, quoted."""
     shown = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
     for place in where:
@@ -197,7 +153,7 @@ def _child(
         send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
         verdict = check(thing, **arguments)
         send({"verdict": verdict.to_json(), "subject": verdict.subject})
-    except Unusable as error:
+    except UnusableFile as error:
         send(alone(error.finding))
     except ValueError as error:
         send({"refused": f"{path.name}: {error}"})

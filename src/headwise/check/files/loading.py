@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..findings.rules import found
 from ..findings.verdict import Finding
 from .syntax import Source
 
@@ -30,7 +31,7 @@ RECURSION = sys.getrecursionlimit()
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 
 
-class Unusable(Exception):
+class UnusableFile(Exception):
     """The file cannot be imported; `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
@@ -42,19 +43,19 @@ def parsed(path: Path) -> Source:
     """The file's text and its tree.
 
     Raises:
-        Unusable: it is no Python.
+        UnusableFile: it is no Python.
     """
     try:
         return Source(path.read_bytes().decode("utf-8-sig"), str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Unusable(_no_python(error)) from None
+        raise UnusableFile(_no_python(error)) from None
 
 
 def load(path: Path) -> ModuleType:
     """Import a file as if it were run from its own folder; inside a package, as a part of it.
 
     Raises:
-        Unusable: it is no Python, or importing it fails.
+        UnusableFile: it is no Python, or importing it fails.
     """
     parsed(path)
     folder, name = path.parent, path.stem
@@ -75,13 +76,13 @@ def load(path: Path) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     except SystemExit as error:
-        raise Unusable(left(error, path, IMPORTING)) from None
+        raise UnusableFile(left(error, path, IMPORTING)) from None
     except MemoryError:
         raise
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        raise Unusable(_failed_import(error, path)) from None
+        raise UnusableFile(_failed_import(error, path)) from None
     _usual_settings()
     return module
 
@@ -107,13 +108,13 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
         ValueError: there is none, or more than one.
     """
     if name is not None:
-        found: Any = module
+        thing: Any = module
         for part in name.split("."):
-            if not hasattr(found, part):
+            if not hasattr(thing, part):
                 there = ", ".join(candidates(module)) or "no class or function that fits"
                 raise ValueError(f"there is no {name} in it; it has {there}")
-            found = getattr(found, part)
-        return found
+            thing = getattr(thing, part)
+        return thing
     there = candidates(module)
     named = [each for each in there if ATTENTION.search(each)] or there
     outermost = list(_outermost(named, parsed(path))) or named
@@ -174,67 +175,45 @@ def thing_name(thing: Any, name: str | None) -> str:
 
 def left(error: SystemExit, path: Path, phase: str) -> Finding:
     """A finding on code that asked Python to end."""
-    return Finding(
-        "file-exit",
-        "error",
-        f"It calls `exit()`, {phase}{_line_of(error, path)}.",
-        'Take it out, or put it under `if __name__ == "__main__":`.',
-    )
+    return found("file-exit", "left", phase=phase, line=_line_of(error, path))
 
 
 def ended_by(error: BaseException, path: Path) -> Finding:
     """A finding on what came through all the way from a call of the code."""
     if isinstance(error, SystemExit):
         return left(error, path, CHECKING)
-    said = " ".join(str(error).split()) or "no message"
-    where = _line_of(error, path)
-    if where:
-        message = f"A call fails{where}: {type(error).__name__}: {said}"
-        return Finding("file-call", "error", message, "See what that line needs, and is not given.")
+    said = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+    if where := _line_of(error, path):
+        return found("file-call", "line", line=where, error=said)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Finding(
-        "file-call",
-        "error",
-        f"The check came to no end: {type(error).__name__}: {said} "
-        f"({Path(frame.filename).name}, line {frame.lineno}).",
-        "That is headwise's fault rather than yours: please report it, with the file.",
-    )
+    line = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return found("file-call", "ours", error=said, line=line)
 
 
 def _no_python(error: Exception) -> Finding:
     if isinstance(error, SyntaxError):
         code = (error.text or "").strip()
-        message = f"Line {error.lineno} is not Python: {error.msg}" + (
-            f": `{code}`." if code else "."
-        )
-        return Finding(
-            "file-syntax", "error", message, "Look at that line and at the one before it."
-        )
+        said = f"{error.msg}: `{code}`" if code else error.msg
+        return found("file-syntax", "line", number=error.lineno, error=said)
     what = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-    return Finding("file-syntax", "error", f"It cannot be read as Python: {what}.")
+    return found("file-syntax", "text", error=what)
 
 
 def _failed_import(error: BaseException, path: Path) -> Finding:
-    said = " ".join(str(error).split())
-    message = f"Importing it fails{_line_of(error, path)}: {type(error).__name__}: {said}"
-    return Finding("file-import", "error", message.rstrip(".: ") + ".", _import_hint(error, path))
-
-
-def _import_hint(error: BaseException, path: Path) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        if re.match(r"(step|solution)", error.name):
-            return f"Put {error.name.replace('.', '/')}.py beside it, or define what it gives here."
-        if error.name in ("max.nn.module_v3", "max.experimental.nn"):
-            return "Linear and Module: MAX 25.7 max.nn.module_v3, later ones max.experimental.nn."
-        return f"Is {error.name} installed in the Python that runs headwise ({sys.executable})?"
-    if isinstance(error, NameError) and error.name:
-        return f"Import or define `{error.name}` further up."
-    if isinstance(error, EOFError):
-        return "It asks for input, and here nobody answers: put that under `if __name__ == …`."
-    return (
-        "Only definitions should stand at the top of the file; what is run belongs under "
-        '`if __name__ == "__main__":`.'
-    )
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ") + "."
+    name, way = getattr(error, "name", None) or "", "other"
+    if isinstance(error, ModuleNotFoundError) and name:
+        way = "module"
+        if re.match(r"(step|solution)", name):
+            name, way = name.replace(".", "/"), "step"
+        elif name in ("max.nn.module_v3", "max.experimental.nn"):
+            way = "max"
+    elif isinstance(error, NameError) and name:
+        way = "name"
+    elif isinstance(error, EOFError):
+        way = "input"
+    words = {"name": name, "python": sys.executable, "line": _line_of(error, path)}
+    return found("file-import", way, error=said, **words)
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of code that was being run."""
 
     file: str
@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass
-class Run:
+class Outcome:
     """What came of a run.
 
     `code` is the exit status, or the signal's number; `where` is the stack when time ran out, the
@@ -81,7 +81,7 @@ class Run:
     seconds: float = 0.0
     printed: str = ""
     printed_bytes: int = 0
-    where: list[Place] = field(default_factory=list)
+    where: list[CodeLine] = field(default_factory=list)
 
 
 def run(
@@ -90,7 +90,7 @@ def run(
     limits: Limits | None = None,
     *,
     report: Callable[[float], object] = lambda seconds: None,
-) -> Run:
+) -> Outcome:
     """Call a function in a process of its own.
 
     Args:
@@ -182,14 +182,14 @@ def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
     return {**usual, **told, "HOME": str(home), "TMPDIR": str(home)}
 
 
-def _sum_up(box: Path, token: str, code: int) -> Run:
+def _sum_up(box: Path, token: str, code: int) -> Outcome:
     """What the files in the box say of a run."""
     ended, texts = box / "ended", {}
     for name in ("messages", "trace", "printed"):
         texts[name] = (box / name).read_bytes() if (box / name).exists() else b""
     how, code, seconds = json.loads(ended.read_text()) if ended.exists() else ("signal", -code, 0.0)
     printed = texts["printed"]
-    result = Run([], how, code, seconds, printed[:KEPT].decode(errors="replace"), len(printed))
+    result = Outcome([], how, code, seconds, printed[:KEPT].decode(errors="replace"), len(printed))
     thread = 0
     for line in texts["messages"].split(b"\n"):
         sender, _, text = line.partition(b" ")
@@ -214,5 +214,5 @@ def _sum_up(box: Path, token: str, code: int) -> Run:
         result.ended = "memory"
     ours = trace.partition(f"Thread 0x{thread:016x}")[2].partition("\nThread ")[0]
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', ours, re.MULTILINE)
-    result.where = [Place(file, int(line), name) for file, line, name in found[:STACK]]
+    result.where = [CodeLine(file, int(line), name) for file, line, name in found[:STACK]]
     return result

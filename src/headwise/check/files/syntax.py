@@ -56,7 +56,7 @@ class Source:
         """Functions and classes of the file itself, also those under an `if` or a `try`."""
         found: dict[str, Function | ast.ClassDef] = {}
         for statement in _statements(self.tree.body):
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if isinstance(statement, Function | ast.ClassDef):
                 found[statement.name] = statement
         return found
 
@@ -87,7 +87,9 @@ class Source:
             if symbol.is_referenced() and (symbol.is_global() or table is module)
         }
         missing, found = used - known, {}
-        annotations = _annotations(self.tree) if self._lazy_annotations else set()
+        future = (node for node in self._imports() if getattr(node, "module", "") == "__future__")
+        lazy = any(alias.name == "annotations" for node in future for alias in node.names)
+        annotations = _annotations(self.tree) if lazy else set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name) and node.id in missing and id(node) not in annotations:
                 found[node.id] = min(node.lineno, found.get(node.id, node.lineno))
@@ -109,36 +111,21 @@ class Source:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 yield node
 
-    @property
-    def _lazy_annotations(self) -> bool:
-        """Whether annotations are never evaluated."""
-        return any(
-            isinstance(node, ast.ImportFrom)
-            and node.module == "__future__"
-            and any(alias.name == "annotations" for alias in node.names)
-            for node in self.tree.body
-        )
-
     # --- parts ------------------------------------------------------------------------------------
 
     def function(self, part: str) -> Function | None:
         """The function or method of that name, one that is inherited within the file too."""
         owner, _, name = part.rpartition(".")
         if not owner:
-            found = self.definitions.get(part)
-            return found if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-        for kind in self._family(owner):
-            for statement in _statements(kind.body):
-                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    if statement.name == name:
-                        return statement
-                elif isinstance(statement, ast.Assign):  # __call__ = forward
-                    other = statement.value
-                    names = [
-                        target.id for target in statement.targets if isinstance(target, ast.Name)
-                    ]
-                    if name in names and isinstance(other, ast.Name) and other.id != name:
-                        return self.function(f"{owner}.{other.id}")
+            known = self.definitions.get(part)
+            return known if isinstance(known, Function) else None
+        for statement in (one for kind in self._family(owner) for one in _statements(kind.body)):
+            if isinstance(statement, Function) and statement.name == name:
+                return statement
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
+                targets = {one.id for one in statement.targets if isinstance(one, ast.Name)}
+                if name in targets - {statement.value.id}:  # __call__ = forward
+                    return self.function(f"{owner}.{statement.value.id}")
         return None
 
     def line(self, part: str) -> int | None:
@@ -155,13 +142,14 @@ class Source:
         owner = part.rpartition(".")[0]
         if not owner:
             return part in self.bound
-        if self.line(part) is not None or owner not in self.definitions:
-            return self.line(part) is not None or owner in self.bound
+        if self.line(part) is not None:
+            return True
+        if owner not in self.definitions:
+            return owner in self.bound
         bases = (base for kind in self._family(owner) for base in kind.bases)
         ends = {ast.unparse(base).rpartition(".")[2] for base in bases}
-        return bool(ends - {"Module", "object", *self.definitions}) or "setattr" in self.mentions(
-            owner
-        )
+        foreign = ends - {"Module", "object", *self.definitions}
+        return bool(foreign) or "setattr" in self.mentions(owner)
 
     def uses(self, part: str, parts: Collection[str] = ()) -> set[str]:
         """Names and attributes that a function mentions: `{"_attn", "softmax", …}`.
@@ -293,7 +281,7 @@ def _is_none(value: ast.expr | None) -> bool:
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:
     """All nodes of a function's body, without those of functions and classes inside it."""
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    inner = Function | ast.ClassDef | ast.Lambda
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop(0)
@@ -324,7 +312,7 @@ def _annotations(tree: ast.AST) -> set[int]:
     """The identities of all nodes that stand in annotations."""
     roots: list[ast.expr | None] = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, Function):
             roots.append(node.returns)
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             roots.append(node.annotation)

@@ -1,4 +1,4 @@
-"""One list out of what the diagnosis named and what the probes saw.
+"""Make one list out of what the diagnosis named and what the probes saw.
 
 The mistake that is named comes first. What it explains is no finding of its own, and small advice
 waits until nothing is wrong: one thing at a time.
@@ -8,30 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .rules import RULES
+from .rules import RULES, skipped
 from .verdict import Finding
 
 UNNAMED = "definition"
 """The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
-
-EXPLAINS: dict[str, set[str]] = {
-    "dropout-in-eval": {"deterministic", "train-eval", "dropout"},
-    "registration": {"registered", "reload", "move", "gradients", "deterministic"},
-    "registered": {"reload", "move"},
-    "train-eval": {"dropout"},
-    "one-token": {"dropout"},
-    "finite": {"deterministic", "large-inputs"},
-    "causality": {"prefix", "mask"},
-}
-"""What else follows from a broken rule, beside the rules about numbers."""
-
 
 COMPARING = {"context", "dropout"}
 """Rules of handling that compare numbers with others, and so fail where these are wrong."""
 
 
 def joined(named: list[Finding], probed: list[Finding]) -> tuple[Finding, ...]:
-    """All results, in the order in which to read them.
+    """Give all results, in the order in which to read them.
 
     >>> mistake = Finding("scale", "error", "Scores are not divided.")
     >>> seen = Finding("prefix", "error", "The first 2 tokens alone give another output.")
@@ -40,10 +28,10 @@ def joined(named: list[Finding], probed: list[Finding]) -> tuple[Finding, ...]:
     """
     vague = [one for one in named if one.rule == UNNAMED and one.severity == "error"]
     sharp = [one for one in named if one not in vague]
-    mistakes = [one for one in sharp if one.severity == "error"]
-    results = [*sharp, *(_explained(one, mistakes) for one in probed)]
-    if any(one.rule == UNNAMED and one.severity == "passed" for one in named):
-        results = [_without_doubt(one) for one in results]
+    certain = any(one.rule == UNNAMED and one.severity == "passed" for one in named)
+    errors = dict.fromkeys(one.rule for one in sharp if one.severity == "error")
+    reason = " and ".join(rule for rule in errors if RULES[rule].about == "numbers")
+    results = [*sharp, *(_explained(one, reason, certain) for one in probed)]
     if vague:
         results = _with_vague(vague[0], results, probed)
     results = _after_each_other(results)
@@ -55,26 +43,26 @@ def _bad(one: Finding) -> bool:
     return one.severity in ("error", "warning")
 
 
-def _explained(one: Finding, mistakes: list[Finding]) -> Finding:
-    """Mistakes about numbers that were named explain whatever else is wrong about numbers."""
-    reasons = dict.fromkeys(m.rule for m in mistakes if RULES[m.rule].about == "numbers")
-    numbers = RULES[one.rule].about == "numbers" or one.rule in COMPARING
-    if reasons and _bad(one) and numbers:
-        return replace(one, explained_by=" and ".join(reasons))
-    return one
-
-
-def _without_doubt(one: Finding) -> Finding:
-    """Where the definition gives the same numbers, positions and all, order counts by right."""
-    if one.rule == "order" and _bad(one):
-        return Finding("order", "skipped", "It knows positions, so the order of tokens counts.")
+def _explained(one: Finding, reason: str, certain: bool) -> Finding:
+    """Named mistakes about numbers explain whatever else is wrong about numbers; and where the
+    definition gives the same numbers, positions and all, order counts by right."""
+    if not _bad(one):
+        return one
+    if certain and one.rule == "order":
+        return skipped("order", "It knows positions, so the order of tokens counts.")
+    if reason and (RULES[one.rule].about == "numbers" or one.rule in COMPARING):
+        return replace(one, explained_by=reason)
     return one
 
 
 def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -> list[Finding]:
     """Where no mistake could be named, what else was seen says more, and comes first."""
+
+    def may_explain(rule: str) -> bool:
+        return RULES[rule].about == "numbers" or rule == "reload"
+
     seen = [one for one in results if _bad(one) and one.explained_by is None]
-    told = [one for one in seen if one not in probed or _may_explain(one.rule)]
+    told = [one for one in seen if one not in probed or may_explain(one.rule)]
     errors = [one for one in told if one.severity == "error"]
     if errors:
         return [*results, replace(vague, explained_by=errors[0].rule)]
@@ -83,17 +71,10 @@ def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -
     return [vague, *results]
 
 
-def _may_explain(rule: str) -> bool:
-    return RULES[rule].about == "numbers" or rule == "reload"
-
-
 def _after_each_other(results: list[Finding]) -> list[Finding]:
-    """Marks what follows from another finding, by `EXPLAINS`, or from writing into the input."""
+    """Mark what follows from another finding, or from writing into the input."""
     broken = [one for one in results if _bad(one)]
-    reasons: dict[str, str] = {}
-    for one in broken:
-        for rule in EXPLAINS.get(one.rule, ()):
-            reasons.setdefault(rule, one.rule)
+    reasons = {rule: one.rule for one in broken[::-1] for rule in RULES[one.rule].explains}
     writes = any(one.rule == "input-kept" for one in broken)
     done = []
     for one in results:
@@ -107,5 +88,5 @@ def _after_each_other(results: list[Finding]) -> list[Finding]:
 def _waiting(one: Finding) -> Finding:
     """Advice that can wait until nothing is wrong."""
     if one.severity == "warning" and RULES[one.rule].later:
-        return Finding(one.rule, "skipped", "Advice that waits until nothing is wrong.")
+        return skipped(one.rule, "Advice that waits until nothing is wrong.")
     return one

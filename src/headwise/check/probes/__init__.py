@@ -1,10 +1,11 @@
-"""All probes, in the order in which their results are read."""
+"""Run all probes, in the order in which their results are read."""
 
 from __future__ import annotations
 
+from ..findings.rules import skipped
 from ..findings.verdict import Finding
-from ..target.call_adapter import Unusable
-from ..target.subject import Subject
+from ..target.call_adapter import UnusableResult
+from ..target.checked_target import Target
 from .advice import asserts, buffer, context, half, heads_divide, init, parameter_count
 from .arguments import cache, cross, mask, padding
 from .behaviour import (
@@ -21,7 +22,7 @@ from .behaviour import (
     shape,
     weights,
 )
-from .probe_context import Failed, Lab, Probe, failed, skipped
+from .probe_context import Failed, Probe, ProbeContext
 from .robustness import (
     contiguous,
     deterministic,
@@ -77,8 +78,8 @@ ALWAYS: dict[str, Probe] = {
 PROBES = {**FIRST, **NUMBERS, **ALWAYS}
 
 
-def run(subject: Subject) -> list[Finding]:
-    """A finding for every rule that applies.
+def run(subject: Target) -> list[Finding]:
+    """Try every rule that applies: a finding for each.
 
     >>> import headwise as hw
     >>> from headwise.check.target.resolve import take
@@ -86,36 +87,34 @@ def run(subject: Subject) -> list[Finding]:
     >>> {finding.severity for finding in run(subject)} <= {"passed", "skipped"}
     True
     """
-    lab, results, failures = Lab(subject), [], set()
+    ctx, results, failures = ProbeContext(subject), [], set()
     stopped = ""
     for rule, probe in PROBES.items():
         if stopped and rule in NUMBERS:
             results.append(skipped(rule, f"Not looked at before {stopped} is right."))
             continue
         try:
-            found = probe(lab)
+            one = probe(ctx)
         except Failed as failure:
-            said = str(failure)
-            if said in failures:
-                found = skipped(rule, "The same call fails.")
-            else:
-                found = failed(rule, said, _what_to_do(failure))
-            failures.add(said)
-        if found is None:
+            one = Finding(rule, "error", str(failure), _what_to_do(failure))
+            if one.message in failures:
+                one = skipped(rule, "The same call fails.")
+            failures.add(str(failure))
+        if one is None:
             continue
-        results.append(found)
-        if rule in FIRST and found.severity == "error" and not _still_numbers(rule, lab):
+        results.append(one)
+        if rule in FIRST and one.severity == "error" and not _still_numbers(rule, ctx):
             stopped = rule
     return results
 
 
-def _still_numbers(rule: str, lab: Lab) -> bool:
+def _still_numbers(rule: str, ctx: ProbeContext) -> bool:
     """Whether only a higher dropout changes outputs, so that they can be compared without."""
-    return rule == "deterministic" and lab.near(lab.call(lab.x), lab.call(lab.x))
+    return rule == "deterministic" and ctx.near(ctx.call(ctx.x), ctx.call(ctx.x))
 
 
 def _what_to_do(failure: Failed) -> str:
-    if isinstance(failure.error, Unusable):
+    if isinstance(failure.error, UnusableResult):
         return (
             "The output must be [B, T, out_dim] for every B and T: look for squeeze() without an "
             "axis, and for sizes that are written as numbers instead of taken from x.shape."

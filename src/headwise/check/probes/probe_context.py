@@ -1,21 +1,20 @@
-"""The bench on which probes work: copies of the subject, its inputs, and what counts as equal."""
+"""Share what probes work with: copies of the target, its inputs, and what counts as equal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..findings.rules import RULES
-from ..findings.verdict import Example, Finding, Severity
-from ..target.call_adapter import Result, Unusable
-from ..target.subject import Subject, told
+from ..findings.verdict import Example, Finding
+from ..target.call_adapter import Result, UnusableResult
+from ..target.checked_target import Target, told
 
-Probe = Callable[["Lab"], Finding | None]
+Probe = Callable[["ProbeContext"], Finding | None]
 """Looks at one rule; None where the rule does not apply."""
-
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Share of the largest output by which two equal ones may differ; 0.1 in half precision."""
@@ -25,13 +24,13 @@ class Failed(Exception):
     """A call of what is checked raised an error, on an input that it must be able to take."""
 
     def __init__(self, call: str, error: Exception) -> None:
-        odd = isinstance(error, Unusable)
+        odd = isinstance(error, UnusableResult)
         said = f"For {call} it {error}." if odd else f"The call on {call} fails: {told(error)}."
         super().__init__(said)
         self.error = error
 
 
-class Lab:
+class ProbeContext:
     """What the probes share.
 
     Attributes:
@@ -41,11 +40,12 @@ class Lab:
         x, out: an input of the usual size, and what `exact` gives for it.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Target) -> None:
         self.subject = subject
         self.random = subject.randomised()
         self.exact = self.random.double()
         self.x = self.exact.input()
+        self.tokens = self.x.shape[1]
 
     @cached_property
     def out(self) -> Tensor:
@@ -69,30 +69,23 @@ class Lab:
         except Failed as failure:
             return failure.error
 
-    @property
-    def tokens(self) -> int:
-        return self.x.shape[1]
-
-    def call(self, x: Tensor, subject: Subject | None = None) -> Tensor:
+    def call(self, x: Tensor, subject: Target | None = None) -> Tensor:
         """The output for x, without a graph; `exact`'s where no other subject is named."""
         return self.result(x, subject).out
 
     def result(
         self,
         x: Tensor,
-        subject: Subject | None = None,
+        subject: Target | None = None,
         source: Tensor | None = None,
-        **rest: object,
+        **rest: Any,
     ) -> Result:
-        subject = subject or self.exact
         try:
             with torch.no_grad():
-                return subject.result(x, source, **rest)  # type: ignore[arg-type]
+                return (subject or self.exact).result(x, source, **rest)
         except Exception as error:  # whatever somebody's code raises is a finding
-            shown = f"x {list(x.shape)}" + (
-                "" if source is None else f" with keys and values from {list(source.shape)}"
-            )
-            raise Failed(shown, error) from error
+            beside = "" if source is None else f" with keys and values from {list(source.shape)}"
+            raise Failed(f"x {list(x.shape)}{beside}", error) from error
 
     def near(self, a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
         """Whether two outputs are equal but for rounding.
@@ -107,7 +100,10 @@ class Lab:
         return float((a - b).abs().max()) <= allowed * size
 
     def example(
-        self, said: str, two: Callable[[Subject, Tensor], tuple[Tensor, Tensor]], batch: int = 1
+        self,
+        said: str,
+        two: Callable[[Target, Tensor], tuple[Tensor, Tensor]],
+        batch: int = 1,
     ) -> Example | None:
         """Three tokens on which `two(subject, x)`, which gives what is expected and what is found,
         part: with the layer's own weights, or with random ones where it hardly shows with its own.
@@ -125,21 +121,3 @@ class Lab:
                 source = f"{subject.source(x.shape[1], batch)}  # {said}{weights}"
                 return Example.of(source, expected[:1], actual[:1])
         return None
-
-
-def passed(rule: str, message: str = "") -> Finding:
-    return Finding(rule, "passed", message or RULES[rule].says)
-
-
-def skipped(rule: str, message: str) -> Finding:
-    return Finding(rule, "skipped", message)
-
-
-def failed(
-    rule: str,
-    message: str,
-    hint: str,
-    example: Example | None = None,
-    severity: Severity = "error",
-) -> Finding:
-    return Finding(rule, severity, message, hint, example)

@@ -1,4 +1,4 @@
-"""Calling what is to be checked, however its `forward` wants to be called.
+"""Call what is to be checked, however its `forward` wants to be called.
 
 The parameters of the call are taken by their names (`names.calling_role`): the input once, or as
 query, key and value; masks in the form that they are understood in; positions that say nothing;
@@ -15,11 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks import Causal, Dense, Mask
+from ...masks import Causal, Dense
 from .construct import signature
 from .names import calling_role
 
-SHAPES = ("[T, S]", "[1, 1, T, S]", "[B, 1, T, S]", "[B, T, S]", "[1, T, S]", "[B, H, T, S]")
+_SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "[T, S]": lambda allowed, heads: allowed[0],
+    "[1, 1, T, S]": lambda allowed, heads: allowed[:1, None],
+    "[B, 1, T, S]": lambda allowed, heads: allowed[:, None],
+    "[B, T, S]": lambda allowed, heads: allowed,
+    "[1, T, S]": lambda allowed, heads: allowed[:1],
+    "[B, H, T, S]": lambda allowed, heads: allowed[:, None].expand(-1, heads, -1, -1),
+    "[B, S]": lambda allowed, heads: allowed[:, 0],
+    "[B, 1, 1, S]": lambda allowed, heads: allowed[:, None, :1],
+    "[B, 1, S]": lambda allowed, heads: allowed[:, :1],
+}
+SHAPES = tuple(_SHAPED)[:6]
+"""Shapes of masks; those for padding have no queries' axis, or broadcast over it."""
+PADDING_SHAPES = ("[B, S]", "[B, 1, 1, S]", "[B, 1, S]", "[B, T, S]", "[B, 1, T, S]")
+
 KINDS = {
     "may": "True where a query may attend",
     "hidden": "True where a key is hidden",
@@ -34,10 +48,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How a mask is understood: by which argument, as what, in which shape.
-
-    `token` forms are for padding: `[B, S]`, or broadcast over the queries.
-    """
+    """How a mask is understood: by which argument, as what, in which shape."""
 
     argument: str
     kind: str
@@ -48,48 +59,20 @@ class MaskForm:
         if self.kind == "flag":
             return True
         if self.kind == "headwise":
-            return _as_value(allowed)
-        given = self._kind(self._shape(allowed, heads), dtype)
-        return given.contiguous()
-
-    def _kind(self, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.kind == "may":
-            return allowed
-        if self.kind == "hidden":
-            return ~allowed
+            queries, keys = allowed.shape[-2:]
+            causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            same = torch.equal(allowed.cpu(), causal.expand(allowed.shape))
+            return Causal() if same else Dense(allowed[:, None])
+        allowed = _SHAPED[self.shape](allowed, heads)
         if self.kind == "added":
             zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
             return zeros.masked_fill(~allowed, -torch.inf)
-        return (allowed if self.kind == "ones" else ~allowed).to(dtype)
-
-    def _shape(self, allowed: Tensor, heads: int) -> Tensor:
-        if self.shape == "[T, S]":
-            return allowed[0]
-        if self.shape == "[1, 1, T, S]":
-            return allowed[:1, None]
-        if self.shape == "[1, T, S]":
-            return allowed[:1]
-        if self.shape == "[B, T, S]":
-            return allowed
-        if self.shape == "[B, S]":
-            return allowed[:, 0]
-        if self.shape == "[B, 1, 1, S]":
-            return allowed[:, None, :1]
-        if self.shape == "[B, 1, S]":
-            return allowed[:, :1]
-        return allowed[:, None].expand(-1, heads if self.shape == "[B, H, T, S]" else 1, -1, -1)
+        given = ~allowed if self.kind in ("hidden", "later") else allowed
+        return (given if self.kind in ("may", "hidden") else given.to(dtype)).contiguous()
 
     def __str__(self) -> str:
         shape = "" if self.kind in ("flag", "headwise", "lengths") else f", {self.shape}"
         return f"{self.argument} ({KINDS[self.kind]}{shape})"
-
-
-def _as_value(allowed: Tensor) -> Mask:
-    queries, keys = allowed.shape[-2:]
-    causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    if torch.equal(allowed.cpu(), causal.expand(allowed.shape)):
-        return Causal()
-    return Dense(allowed[:, None])
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ class Result:
     raw: Any
 
 
-class Unusable(Exception):
+class UnusableResult(Exception):
     """A call went through, but nothing in what it returned can be the output."""
 
 
@@ -121,48 +104,35 @@ class Caller:
     function: bool = False
 
     def __post_init__(self) -> None:
-        forward = getattr(self.target, "forward", self.target)
-        parameters = signature(forward)
+        parameters = signature(getattr(self.target, "forward", self.target))
         self.parameters = {p.name: p for p in parameters}
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self.positional = [p.name for p in positional if p.name not in self.extra]
-        self.roles = {name: calling_role(name) for name in self.parameters}
-        self.inputs = self._inputs(positional)
+        self.roles = {name: calling_role(name) or "" for name in self.parameters}
+        usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in parameters if p.kind in usual]
+        self.positional = [name for name in names if name not in self.extra]
+        self.inputs = self._inputs([name for name in names if self.required(name)])
 
-    def _inputs(self, positional: list[inspect.Parameter]) -> list[str]:
+    def _inputs(self, required: list[str]) -> list[str]:
         """The parameters that take x: one, or query, key and value."""
         if not self.parameters:
             return []
-        names = self.positional
-        first = [self.roles[name] for name in names[:3]]
-        if self.function and (not names or first[0] is None):
-            required = [p.name for p in positional if p.default is p.empty]
+        names = self.positional[:3]
+        first = [self.roles[name] for name in names]
+        if self.function and (not names or not first[0]):
             return (required or ["q", "k", "v"])[:3]
-        if first[:3] == ["query", "key", "value"]:
-            return names[:3]
-        if len(first) == 3 and first[1:] == ["key", "value"]:  # (x, key=None, value=None)
-            return names[:3]
-        if first[1:2] == ["value"] and first[2:] == ["key"]:  # (query, value, key)
-            return names[:3]
-        if first and set(first) == {"query", "key", "value"}:
-            return sorted(names[:3], key=lambda n: ("query", "key", "value").index(self.role(n)))
+        if set(first) == {"query", "key", "value"} or set(first[1:]) == {"key", "value"}:
+            return sorted(names, key=lambda name: {"key": 1, "value": 2}.get(self.roles[name], 0))
         return names[:1]
-
-    def role(self, name: str) -> str:
-        return self.roles.get(name) or ""
 
     def named(self, role: str) -> list[str]:
         """The parameters of one role, in order."""
         return [name for name, its in self.roles.items() if its == role]
 
     def required(self, name: str) -> bool:
+        """Whether a call must give it."""
         parameter = self.parameters[name]
-        return parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
+        rest = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        return parameter.default is parameter.empty and parameter.kind not in rest
 
     def takes_values(self, name: str) -> bool:
         """Whether a mask of headwise goes there."""
@@ -176,50 +146,43 @@ class Caller:
     def missing(self) -> list[str]:
         """Required parameters that nothing is known about."""
         known = {*self.inputs, *self.extra}
-        filled = {"mask", "padding", "lengths", "causal", "context", "cache", "use_cache"}
-        filled |= {"weights", "rotary", "complex", "positions", "start", "training", "dropout"}
-        return [
-            name
-            for name in self.parameters
-            if name not in known and self.required(name) and self.role(name) not in filled
-        ]
+        wanted = [name for name in self.parameters if name not in known and self.required(name)]
+        return [name for name in wanted if self.roles[name] not in _FILLERS]
 
     def __call__(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
         """The result on x `[B, T, E]`; keys and values from `source` `[B, S, E]` if it is given.
 
         `keywords` are further arguments of the call, masks among them.
         """
+        memory, cross = (x, False) if source is None else (source, True)
         if self.custom is not None:
             return self.read(self.custom(self.target, x), x, x)
         if self.layout == "single":
-            return self._one_by_one(x, source, keywords)
-        memory = x if source is None else source
+            pairs = zip(x, memory, strict=True)
+            return stacked(
+                self.read(self.feed((row, rest, rest), cross, **keywords), row, rest)
+                for row, rest in pairs
+            )
         swap = self.layout == "time"
         feed, other = (t.transpose(0, 1) if swap else t for t in (x, memory))
-        raw = self.raw(feed, other, cross=source is not None, **keywords)
-        return self.read(raw, x, memory)
-
-    def raw(self, x: Tensor, source: Tensor, cross: bool = False, **keywords: Any) -> Any:
-        """What the target returns, as it is, for input x with keys and values from `source`."""
-        return self.feed((x, source, source), cross, **keywords)
+        return self.read(self.feed((feed, other, other), cross, **keywords), x, memory)
 
     def feed(self, feeds: tuple[Tensor, Tensor, Tensor], cross: bool, **keywords: Any) -> Any:
-        """What the target returns for these inputs of queries, keys and values.
+        """What the target returns for these inputs of queries, keys and values, as it is.
 
         With `cross`, keys and values are given even where the call could do without.
         """
-        given = {**self.extra, **keywords}
-        values = dict(given)
+        values = {**self.extra, **keywords}
         if self.separate:
-            wanted = {n for n in self.inputs if cross or n == self.inputs[0] or self.required(n)}
-            pairs = zip(self.inputs, feeds, strict=True)
-            values |= {name: tensor for name, tensor in pairs if name in wanted}
+            for place, (name, tensor) in enumerate(zip(self.inputs, feeds, strict=True)):
+                if cross or place == 0 or self.required(name):
+                    values[name] = tensor
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]
-        for name in self.parameters:
-            role = self.role(name)
+        for name, role in self.roles.items():
             if name not in values and (self.required(name) or role == "rotary"):
-                values[name] = self._filler(role, feeds[0], feeds[1])
+                fill = _FILLERS.get(role)
+                values[name] = None if fill is None else fill(feeds[0], feeds[1], self.head_dim)
         if cross and not self.separate:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])
         if not self.inputs:  # nothing is known of the signature
@@ -231,83 +194,65 @@ class Caller:
             args.append(values.pop(name))
         return self.target(*args, **values)
 
-    def _filler(self, role: str, x: Tensor, source: Tensor) -> Any:
-        """A required argument that has nothing to say."""
-        tokens, device = x.shape[-2], x.device
-        if role == "context":
-            return source
-        if role == "rotary":
-            ones = torch.ones(1, tokens, self.head_dim, dtype=x.dtype, device=device)
-            return ones, torch.zeros_like(ones)
-        if role == "complex":
-            return torch.ones(tokens, self.head_dim // 2, dtype=torch.complex64, device=device)
-        if role == "positions":
-            return torch.arange(tokens, device=device)[None]
-        fillers = {"start": 0, "training": False, "dropout": 0.0, "causal": False}
-        return fillers.get(role, False if role in ("use_cache", "weights") else None)
-
-    def _one_by_one(self, x: Tensor, source: Tensor | None, keywords: dict[str, Any]) -> Result:
-        rows = [
-            self.raw(
-                row, row if source is None else source[b], cross=source is not None, **keywords
-            )
-            for b, row in enumerate(x)
-        ]
-        memory = x if source is None else source
-        read = [self.parts(row, x.shape[1:], memory.shape[1:]) for row in rows]
-        outs = torch.stack([out for out, _ in read])
-        weights = [weights for _, weights in read if weights is not None]
-        return Result(outs, torch.stack(weights) if len(weights) == len(rows) else None, rows)
-
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
-        """The output and the weights among what was returned."""
-        shape, memory = x.shape[:-1], source.shape[:-1]
-        if self.layout == "time":
-            out, weights = self.parts(raw, (shape[1], shape[0], 0), (memory[1], memory[0], 0))
-            return Result(out.transpose(0, 1), weights, raw)
-        out, weights = self.parts(raw, (*shape, 0), (*memory, 0))
-        return Result(out, weights, raw)
-
-    def parts(
-        self, raw: Any, shape: tuple[int, ...], memory: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+        """The output and the weights among what was returned for x `[…, T, E]`."""
+        swap = self.layout == "time"
+        lead = tuple(x.shape[:-1])
+        wanted = lead[::-1] if swap else lead
+        square = (lead[-1], source.shape[-2])
         tensors = [t for t in tensors_in(raw) if t.is_floating_point()]
         if not tensors:
-            raise Unusable(f"returns {_kind(raw)}")
-        lead = tuple(shape[:-1])
-        fits = [t for t in tensors if t.ndim == len(shape) and tuple(t.shape[:-1]) == lead]
+            none = "None (is a `return` missing?)"
+            said = none if raw is None else f"a {type(raw).__name__} without a tensor"
+            raise UnusableResult(f"returns {said}")
+        fits = [t for t in tensors if t.ndim == x.ndim and tuple(t.shape[:-1]) == wanted]
         if not fits:
-            raise Unusable(f"returns a tensor of shape {list(tensors[0].shape)}")
-        queries = lead[0] if self.layout == "time" else lead[-1]
-        keys = memory[0] if self.layout == "time" else memory[-2]
-        square = [
-            t
-            for t in tensors
-            if t.ndim >= 2 and tuple(t.shape[-2:]) == (queries, keys) and t is not fits[0]
-        ]
-        if len(fits) > 1 and tuple(fits[0].shape[-2:]) == (queries, keys):  # (weights, output)
-            other = [t for t in fits[1:] if tuple(t.shape[-2:]) != (queries, keys)]
-            if other:
-                return other[0], fits[0]
-        return fits[0], square[0] if square else None
+            raise UnusableResult(f"returns a tensor of shape {list(tensors[0].shape)}")
+        others = [t for t in fits if tuple(t.shape[-2:]) != square]  # not (weights, output)
+        out = others[0] if others else fits[0]
+        weights = (t for t in tensors if t is not out and tuple(t.shape[-2:]) == square)
+        return Result(out.transpose(0, 1) if swap else out, next(weights, None), raw)
+
+
+def stacked(results: Iterator[Result]) -> Result:
+    """The results of single sequences as those of a batch."""
+    rows = list(results)
+    weights = [row.weights for row in rows if row.weights is not None]
+    every = torch.stack(weights) if len(weights) == len(rows) else None
+    return Result(torch.stack([row.out for row in rows]), every, [row.raw for row in rows])
 
 
 def tensors_in(raw: Any) -> Iterator[Tensor]:
     """The tensors of a result, first come first."""
+    parts: Any = ()
     if isinstance(raw, Tensor):
         yield raw
     elif isinstance(raw, Mapping):
-        for value in raw.values():
-            yield from tensors_in(value)
+        parts = raw.values()
     elif isinstance(raw, (tuple, list)):
-        for value in raw:
-            yield from tensors_in(value)
+        parts = raw
     elif hasattr(raw, "__dataclass_fields__"):
-        for name in raw.__dataclass_fields__:
-            yield from tensors_in(getattr(raw, name))
+        parts = [getattr(raw, name) for name in raw.__dataclass_fields__]
+    for part in parts:
+        yield from tensors_in(part)
 
 
-def _kind(raw: Any) -> str:
-    if raw is None:
-        return "None (is a `return` missing?)"
-    return f"a {type(raw).__name__} without a tensor"
+def _unturned(x: Tensor, source: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    ones = torch.ones(1, x.shape[-2], dim, dtype=x.dtype, device=x.device)
+    return ones, torch.zeros_like(ones)
+
+
+# What a required argument gets that has nothing to say, by its role: of the input, the sequence of
+# the keys, and a head's width.
+_FILLERS: dict[str, Callable[[Tensor, Tensor, int], Any] | None] = {
+    **dict.fromkeys(("mask", "padding", "lengths", "cache")),
+    **dict.fromkeys(("causal", "use_cache", "weights", "training"), lambda x, source, dim: False),
+    "context": lambda x, source, dim: source,
+    "rotary": _unturned,
+    "complex": lambda x, source, dim: torch.ones(
+        x.shape[-2], dim // 2, dtype=torch.complex64, device=x.device
+    ),
+    "positions": lambda x, source, dim: torch.arange(x.shape[-2], device=x.device)[None],
+    "start": lambda x, source, dim: 0,
+    "dropout": lambda x, source, dim: 0.0,
+}

@@ -21,8 +21,13 @@ CONTEXT = 16
 """The longest sequence of a layer that asks for one: more than any probe needs but one."""
 
 
+USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
+USUAL |= {"device": None, "dtype": None}
+"""What other roles get."""
+
+
 @dataclass
-class Sizes:
+class BuildSizes:
     """The values that roles get. Those that nobody gave are chosen so that no two axes agree."""
 
     embed_dim: int | None = None
@@ -33,7 +38,7 @@ class Sizes:
     causal: bool | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def settle(self, grouped: bool) -> Sizes:
+    def settle(self, grouped: bool) -> BuildSizes:
         """The same with a width and a head count, where they were not given."""
         embed, heads, groups = self.embed_dim, self.num_heads, self.num_kv_heads
         if heads is None and embed is None:
@@ -52,30 +57,16 @@ class Sizes:
 
     def value(self, role: str) -> Any:
         """What an argument of this role gets; `Unknown` where nothing can be said."""
-        if role in self.changes:
-            return self.changes[role]
         embed, heads = self.embed_dim or 24, self.num_heads or 3
-        if role == "kv_heads":
-            if self.num_kv_heads is not None:
-                return self.num_kv_heads
-            return heads // 2 if heads % 2 == 0 else heads
-        known = {
-            "width": embed,
-            "out_width": embed,
-            "kv_width": embed,
+        sizes = {
+            **dict.fromkeys(("width", "out_width", "kv_width"), embed),
             "heads": heads,
+            "kv_heads": self.num_kv_heads or (heads // 2 if heads % 2 == 0 else heads),
             "head_dim": self.head_dim or max(1, embed // heads),
             "context": self.context_length or CONTEXT,
-            "dropout": 0.0,
-            "bias": True,
             "causal": bool(self.causal),
-            "batch_first": True,
-            "layer": 0,
-            "device": None,
-            "dtype": None,
-            "vocabulary": 11,
         }
-        return known.get(role, Unknown)
+        return (USUAL | sizes | self.changes).get(role, Unknown)
 
 
 class Unknown:
@@ -92,12 +83,12 @@ class Missing(AttributeError, KeyError):
 class Config(dict[str, Any]):
     """A configuration that answers to whatever name a field goes under, as attribute or as key.
 
-    >>> config = Config(Sizes(24, 3), {})
+    >>> config = Config(BuildSizes(24, 3), {})
     >>> config.n_embd, config["num_heads"], getattr(config, "flash", False)
     (24, 3, False)
     """
 
-    def __init__(self, sizes: Sizes, given: Mapping[str, Any]) -> None:
+    def __init__(self, sizes: BuildSizes, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._sizes = sizes
         self._asked: dict[str, Any] = {}
@@ -133,18 +124,6 @@ class Config(dict[str, Any]):
             return default
 
 
-@dataclass(frozen=True)
-class Built:
-    """What was constructed, and from what."""
-
-    thing: Any
-    arguments: dict[str, Any]  # the constructor's, under its own names
-    roles: dict[str, Any]  # the same, by role
-
-    def __str__(self) -> str:
-        return shown(self.arguments)
-
-
 def shown(arguments: Mapping[str, Any]) -> str:
     """Arguments as they would be typed."""
 
@@ -158,9 +137,12 @@ def shown(arguments: Mapping[str, Any]) -> str:
 
 
 def build(
-    factory: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], sizes: Sizes
-) -> Built:
-    """Calls a class or factory with arguments that are given or worked out.
+    factory: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], sizes: BuildSizes
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Call a class or factory with arguments that are given or worked out.
+
+    Returns:
+        What it gives; the arguments under its own names; and the same by role.
 
     Raises:
         ValueError: an argument that has to be asked for.
@@ -180,7 +162,7 @@ def build(
         role = building_role(name)
         if role is not None and role != "config":
             roles.setdefault(role, value)
-    return Built(thing, named, roles)
+    return thing, named, roles
 
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -204,24 +186,23 @@ def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _learnt(
-    sizes: Sizes,
+    sizes: BuildSizes,
     factory: Callable[..., Any],
     parameters: list[inspect.Parameter],
     args: tuple[Any, ...],
     given: Mapping[str, Any],
-) -> Sizes:
+) -> BuildSizes:
     """The sizes, with those that stand among the arguments under other names."""
     named = dict(zip((p.name for p in parameters), args, strict=False)) | dict(given)
-    found: dict[str, Any] = {}
+    numbers: dict[str, int] = {}
     for name, value in _flat(named):
         role = building_role(name)
         if role is not None and isinstance(value, int) and not isinstance(value, bool):
-            found.setdefault(role, value)
+            numbers.setdefault(role, value)
     pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
     pairs |= {"head_dim": "head_dim", "context_length": "context"}
     known = {
-        name: found.get(role) if getattr(sizes, name) is None else getattr(sizes, name)
-        for name, role in pairs.items()
+        name: numbers.get(role) for name, role in pairs.items() if getattr(sizes, name) is None
     }
     grouped = any(building_role(parameter.name) == "kv_heads" for parameter in parameters)
     return dataclasses.replace(sizes, **known).settle(grouped)
@@ -236,7 +217,7 @@ def _work_out(
     parameters: list[inspect.Parameter],
     args: tuple[Any, ...],
     given: Mapping[str, Any],
-    sizes: Sizes,
+    sizes: BuildSizes,
 ) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     rest = dict(given)
@@ -251,10 +232,10 @@ def _work_out(
         required = parameter.default is parameter.empty
         if name in rest:
             kwargs[name] = rest.pop(name)
+        elif role == "config" and required:
+            kwargs[name], rest = _config(factory, parameter, sizes, rest), {}
         elif role == "config":
-            if required:
-                kwargs[name] = _config(factory, parameter, sizes, rest)
-                rest = {}
+            continue
         elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
             value = sizes.value(role)
             if value is not Unknown:
@@ -272,7 +253,7 @@ def _work_out(
     return kwargs | rest
 
 
-def _gives_way(role: str, default: Any, sizes: Sizes) -> bool:
+def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     if role in sizes.changes:
         return True
     if role == "causal":
@@ -289,7 +270,7 @@ def _gives_way(role: str, default: Any, sizes: Sizes) -> bool:
 def _config(
     factory: Callable[..., Any],
     parameter: inspect.Parameter,
-    sizes: Sizes,
+    sizes: BuildSizes,
     given: Mapping[str, Any],
 ) -> Any:
     """The configuration: of the annotated class if there is one, else one that answers to all."""
@@ -329,17 +310,15 @@ def _name(factory: Callable[..., Any]) -> str:
 
 
 def facts(thing: Any) -> dict[str, Any]:
-    """Sizes that an object tells by its attributes, its config's and its children's, by role.
+    """BuildSizes that an object tells by its attributes, its config's and its children's, by role.
 
     >>> facts(nn.MultiheadAttention(24, 3))["heads"]
     3
     """
     found: dict[str, Any] = {}
-    places: list[Any] = [thing]
-    places += [getattr(thing, name, None) for name in ("config", "cfg", "args", "params")]
-    if isinstance(thing, nn.Module):
-        places += list(thing.modules())[1:]
-    for place in places:
+    configs = (getattr(thing, name, None) for name in ("config", "cfg", "args", "params"))
+    inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
+    for place in (thing, *configs, *inside):
         fields = place if isinstance(place, Mapping) else getattr(place, "__dict__", {})
         if isinstance(place, Config):
             fields = {**place, **place._asked}

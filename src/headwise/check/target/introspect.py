@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...rope import RoPE
+from .names import building_role
 
 Rotation = tuple[int, float, bool]
 """`RoPE`'s dim, base and interleaved."""
@@ -60,6 +62,33 @@ def numbers_in(module: nn.Module, pattern: str) -> Iterator[float]:
                     plain = isinstance(number, int | float) and not isinstance(number, bool)
                     if plain and re.search(pattern, str(key)):
                         yield float(number)
+
+
+def set_dropout(module: nn.Module, p: float) -> bool:
+    """Set every probability of dropping; whether there was any."""
+    any_found = False
+    for child in module.modules():
+        own = ["p"] if isinstance(child, nn.modules.dropout._DropoutNd) else []
+        for name, value in vars(child).items():
+            said = "drop" in name or (building_role(name) == "dropout" and name != "p")
+            own += [name] * (said and isinstance(value, float) and 0.0 <= value < 1.0)
+        for name in own:
+            setattr(child, name, p)
+        any_found = any_found or bool(own)
+    return any_found
+
+
+def unregistered(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Plain lists that hold modules or parameters which PyTorch does not know of."""
+    known = {id(one) for one in (*module.parameters(), *module.modules())}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            held = list(value.values()) if isinstance(value, dict) else list(value)
+            lost = [one for one in held if isinstance(one, nn.Module | nn.Parameter)]
+            if any(id(one) not in known for one in lost):
+                yield f"{path}.{name}" if path else name, held
 
 
 def rotations(module: nn.Module, head_dim: int, parameters: Iterable[str] = ()) -> list[Rotation]:

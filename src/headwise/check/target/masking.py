@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .call_adapter import SHAPES, Caller, MaskForm
-from .subject import Subject
+from .checked_target import Target
 
 ZERO = 1e-12
 """An influence below this share of the largest is none."""
@@ -16,29 +16,25 @@ SMALL = 0.1
 """Size of the inputs here: scores stay small, so that no weight is 0 but by a mask."""
 
 
-def learn_causality(subject: Subject, wanted: bool | None) -> None:
-    """Settles `causal`, `causal_from` and the form of a mask that is passed."""
+def learn_causality(subject: Target, wanted: bool | None) -> None:
+    """Settle `causal`, `causal_from` and the form of a mask that is passed."""
     trial = subject.randomised().double()
-    seen = _seen_causal(trial)
     if wanted is False:
-        subject.causal, subject.causal_from = False, "given"
+        subject.causal_from = "given"
         return
-    if seen:
+    if _seen_causal(trial):
         subject.causal, subject.causal_from = True, "given" if wanted else "seen"
         return
-    form = _causal_form(trial)
+    subject.mask_form = _causal_form(trial)
     subject.mask_ignored = trial.mask_ignored
-    if form is not None:
-        subject.causal, subject.mask_form = True, form
-        subject.causal_from = "given" if wanted else "mask"
-        subject.notes.append(f"a causal mask is passed as {form}")
-        return
-    named = not subject.caller.named("mask") and _named_causal(subject)
-    if wanted or named:
+    if subject.mask_form is not None:
+        subject.causal, subject.causal_from = True, "given" if wanted else "mask"
+        subject.notes.append(f"a causal mask is passed as {subject.mask_form}")
+    elif wanted or (not subject.caller.named("mask") and _named_causal(subject)):
         subject.causal, subject.causal_from = True, "given" if wanted else "named"
 
 
-def _influence(subject: Subject, scale: float) -> Tensor | None:
+def _influence(subject: Target, scale: float) -> Tensor | None:
     try:
         found = subject.influence(subject.input(tokens=5, batch=1, scale=scale))
     except Exception:
@@ -46,7 +42,7 @@ def _influence(subject: Subject, scale: float) -> Tensor | None:
     return found.nan_to_num(0.0)
 
 
-def _leak(subject: Subject, scale: float) -> float | None:
+def _leak(subject: Target, scale: float) -> float | None:
     """Influence of later tokens as a share of all influence on other tokens."""
     found = _influence(subject, scale)
     if found is None:
@@ -55,20 +51,18 @@ def _leak(subject: Subject, scale: float) -> float | None:
     return float(later / (later + earlier)) if later + earlier > 0 else 0.0
 
 
-def _seen_causal(subject: Subject) -> bool:
+def _seen_causal(subject: Target) -> bool:
     """Whether the zeros among the influences tell of a causal mask, be it a mistaken one."""
     found = _influence(subject, SMALL)
     if found is None or found.max() == 0:
         return False
     none = found <= ZERO * found.max()
-    tokens = len(found)
-    above = int(none.triu(1).sum())
-    below = int(none.tril(-1).sum())
-    pairs = tokens * (tokens - 1) // 2
+    above, below = int(none.triu(1).sum()), int(none.tril(-1).sum())
+    pairs = len(found) * (len(found) - 1) // 2
     return above > below or below == pairs > above
 
 
-def _causal_form(subject: Subject) -> MaskForm | None:
+def _causal_form(subject: Target) -> MaskForm | None:
     """The form in which the call understands a causal mask; the nearest where none is exact.
 
     The nearest is found at the usual size, where scores differ: a fill with 0 hides nothing where
@@ -98,7 +92,7 @@ def _causal_form(subject: Subject) -> MaskForm | None:
     return None if best is None else best[1]
 
 
-def _quiet(subject: Subject) -> Tensor | None:
+def _quiet(subject: Target) -> Tensor | None:
     try:
         return subject(subject.input(tokens=5)).detach()
     except Exception:
@@ -114,7 +108,7 @@ def _forms(caller: Caller) -> list[MaskForm]:
     return forms
 
 
-def _named_causal(subject: Subject) -> bool:
+def _named_causal(subject: Target) -> bool:
     """Whether its name, its arguments or a triangular buffer say that it should be causal."""
     target = subject.caller.target
     name = (type(target).__name__ if subject.function is None else target.__name__).lower()

@@ -1,50 +1,64 @@
-"""Taking whatever is to be checked: a module, a class or factory, or a plain function."""
+"""Resolve whatever is to be checked: a module, a class or factory, or a plain function."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .call_adapter import Caller, MaskForm, Unusable, tensors_in
-from .construct import Sizes, build, facts, input_width, matrix_width, shown, signature
-from .functions import advice, of_function
-from .masking import learn_causality
+from ..findings.rules import found
+from .call_adapter import Caller, MaskForm, UnusableResult, tensors_in
+from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
+from .construct import BuildSizes, build, facts, input_width, matrix_width, shown, signature
+from .masking import ZERO, learn_causality
 from .names import building_role, calling_role
-from .subject import BATCH, TOKENS, Broken, Subject, copied, told
+
+AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
+"""Which axes a function's tensors have."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller said of the target, beside the target itself."""
+
+    sizes: BuildSizes
+    causal: bool | None = None
+    seed: int = 0
+    call: Callable[..., Any] | None = None
 
 
 def take(
     thing: Any,
     *args: Any,
-    embed_dim: int | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
     causal: bool | None = None,
     seed: int = 0,
     call: Callable[[Any, Tensor], Any] | None = None,
     **arguments: Any,
-) -> Subject:
-    """The subject for whatever was given.
+) -> Target:
+    """Make the target for whatever `check` was given, with its arguments."""
+    names = ("embed_dim", "num_heads", "num_kv_heads")
+    sizes = BuildSizes(*(arguments.pop(name, None) for name in names), causal=causal)
+    return resolve(thing, args, arguments, Request(sizes, causal, seed, call))
+
+
+def resolve(
+    thing: Any, args: tuple[Any, ...], arguments: dict[str, Any], request: Request
+) -> Target:
+    """Make the target for a module, a class or factory, or a function of q, k and v.
 
     Args:
-        thing: a module, a class or factory, or a function of q, k and v.
         args, arguments: the constructor's (a function's own, by name).
-        embed_dim, num_heads, num_kv_heads, causal: where they are known.
-        seed: of all random numbers.
-        call: `call(thing, x)` calls it, where nothing else does.
 
     Raises:
         ValueError: something must be given that cannot be worked out.
         Broken: it cannot be built, or its first call fails.
     """
-    sizes = Sizes(embed_dim, num_heads, num_kv_heads, causal=causal)
     thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
     if isinstance(thing, nn.Module) or _is_object(thing):
         if args or arguments:
@@ -52,17 +66,19 @@ def take(
                 f"check({type(thing).__name__}(…), {shown(arguments) or '…'}): this is built "
                 "already; arguments of its constructor go with the class, not with an instance"
             )
-        return _of_instance(thing, sizes, causal, seed, call)
+        return _of_instance(thing, request)
     if not callable(thing):
         raise ValueError(
             f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with "
             "its arguments, or a function of q, k and v"
         )
+    width = request.sizes.embed_dim or 24
     if _is_function_of_qkv(thing, arguments):
-        return of_function(thing, sizes, causal, seed, arguments)
-    if _is_function_of_x(thing, sizes.embed_dim or 24, arguments):
-        return _of_instance(thing, replace(sizes, embed_dim=embed_dim or 24), causal, seed, call)
-    return _of_factory(thing, args, arguments, sizes, causal, seed, call)
+        return _of_function(thing, arguments, request)
+    if _is_function_of_x(thing, width, arguments):
+        sizes = replace(request.sizes, embed_dim=width)
+        return _of_instance(thing, replace(request, sizes=sizes))
+    return _of_factory(thing, args, arguments, request)
 
 
 def _is_object(thing: Any) -> bool:
@@ -90,7 +106,7 @@ def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
         return False
     parameters = [p for p in signature(thing) if p.name not in arguments]
     if not parameters:  # builtins tell nothing; Python's own factories without arguments do
-        return not inspect.isfunction(thing) and not isinstance(thing, type)
+        return not inspect.isfunction(thing)
     roles = [calling_role(p.name) for p in parameters[:3]]
     if roles[:2] == ["query", "key"] or set(roles) == {"query", "key", "value"}:
         return True
@@ -99,32 +115,30 @@ def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
     return len(required) == 3 and len(unknown) >= 2
 
 
-def _of_instance(
-    thing: Any, sizes: Sizes, causal: bool | None, seed: int, call: Callable[..., Any] | None
-) -> Subject:
-    known = facts(thing)
-    width = sizes.embed_dim or _width_of(thing, known)
+# --- modules and factories ------------------------------------------------------------------------
+
+
+def _of_instance(thing: Any, request: Request) -> Target:
+    known, label = facts(thing), f"check({type(thing).__name__}(…))"
+    width = request.sizes.embed_dim or _width_of(thing, known)
     if width is None:
         raise ValueError(
-            f"check({type(thing).__name__}(…)): the width of its input cannot be found; give it: "
+            f"{label}: the width of its input cannot be found; give it: "
             "hw.check(module, embed_dim=24)"
         )
-    heads = sizes.num_heads or known.get("heads") or _heads_of(thing)
+    heads = request.sizes.num_heads or known.get("heads") or _heads_of(thing)
     if heads is None:
         raise ValueError(
-            f"check({type(thing).__name__}(…)): how many heads it has cannot be found; give it: "
+            f"{label}: how many heads it has cannot be found; give it: "
             f"hw.check(module, embed_dim={width}, num_heads=3)"
         )
     if isinstance(thing, nn.Module) and any(p.is_meta for p in thing.parameters()):
         raise ValueError(
-            f"check({type(thing).__name__}(…)): its weights are on the device meta and have no "
-            "numbers; give one that is on the CPU or a GPU"
+            f"{label}: its weights are on the device meta and have no numbers; give one that is "
+            "on the CPU or a GPU"
         )
-    target = copied(thing)
-    if isinstance(target, nn.Module):
-        target = target.eval().cpu()
     name = f"{type(thing).__name__}(…)"
-    return _settled(target, name, width, heads, known, sizes, causal, seed, call, {}, {})
+    return _settled(copied(thing), name, width, heads, known, request)
 
 
 def _width_of(thing: Any, known: dict[str, Any]) -> int | None:
@@ -135,11 +149,10 @@ def _width_of(thing: Any, known: dict[str, Any]) -> int | None:
 
 def _heads_of(thing: Any) -> int | None:
     """From a list of heads, or 1 where nothing in the constructor speaks of heads."""
-    if isinstance(thing, nn.Module):
-        for child in thing.modules():
-            parts = list(child) if isinstance(child, nn.ModuleList) else []
-            if parts and all(any(True for _ in part.parameters()) for part in parts):
-                return len(parts)
+    for child in thing.modules() if isinstance(thing, nn.Module) else ():
+        parts = list(child) if isinstance(child, nn.ModuleList) else []
+        if parts and all(any(True for _ in part.parameters()) for part in parts):
+            return len(parts)
     roles = {building_role(p.name) for p in signature(type(thing))}
     return None if roles & {"heads", "config"} else 1
 
@@ -148,70 +161,35 @@ def _of_factory(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
     arguments: dict[str, Any],
-    sizes: Sizes,
-    causal: bool | None,
-    seed: int,
-    call: Callable[..., Any] | None,
-) -> Subject:
+    request: Request,
+) -> Target:
     label = getattr(factory, "__name__", None) or type(factory).__name__
 
-    def make(seed: int = seed, **changes: Any) -> Subject:
-        wanted = replace(sizes, changes=changes)
-        own = {
-            name: value
-            for name, value in arguments.items()
-            if building_role(name) not in changes or building_role(name) is None
-        }
+    def make(seed: int = request.seed, **changes: Any) -> Target:
+        sizes = replace(request.sizes, changes=changes)
+        own = {name: v for name, v in arguments.items() if building_role(name) not in changes}
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                built = build(factory, args, own, wanted)
-        except ValueError as error:
-            if str(error).startswith("check("):
-                raise
-            raise _not_built(label, error) from error
+                target, named, roles = build(factory, args, own, sizes)
         except Exception as error:
-            raise _not_built(label, error) from error
-        if not callable(built.thing):
-            raise Broken(
-                "builds",
-                f"{label} gives a {type(built.thing).__name__}, which cannot be called.",
-                "Give a class derived from nn.Module, or a function that returns a module.",
-            )
-        target = built.thing
+            if isinstance(error, ValueError) and str(error).startswith("check("):
+                raise
+            raise Broken(found("builds", "fails", label=label, error=told(error))) from error
+        if not callable(target):
+            kind = type(target).__name__
+            raise Broken(found("builds", "result", label=label, kind=kind))
         if not isinstance(target, nn.Module) and _is_function_of_qkv(target, {}):
-            return of_function(target, sizes, causal, seed, {})
-        if isinstance(target, nn.Module):
-            target = target.eval().cpu()
-        known = {**facts(target), **built.roles}
-        width = built.roles.get("width") or _width_of(target, known)
-        heads = built.roles.get("heads") or facts(target).get("heads") or _heads_of(target)
-        name = f"{label}({built})"
-        width = width or sizes.embed_dim or 24
-        subject = _settled(
-            target,
-            name,
-            width,
-            heads or 1,
-            known,
-            sizes,
-            causal,
-            seed,
-            call,
-            built.arguments,
-            built.roles,
-        )
+            return _of_function(target, {}, replace(request, call=None))
+        known = facts(target)
+        heads = roles.get("heads") or known.get("heads") or _heads_of(target) or 1
+        known |= roles
+        width = roles.get("width") or _width_of(target, known) or sizes.embed_dim or 24
+        name = f"{label}({shown(named)})"
+        subject = _settled(target, name, width, heads, known, request, roles)
         return replace(subject, factory=make)
 
     return make()
-
-
-def _not_built(label: str, error: BaseException) -> Broken:
-    return Broken(
-        "builds",
-        f"{label} cannot be built: {told(error)}.",
-        "Make the constructor run first; everything else is checked after that.",
-    )
 
 
 def _settled(
@@ -220,67 +198,59 @@ def _settled(
     width: int,
     heads: int,
     known: dict[str, Any],
-    sizes: Sizes,
-    causal: bool | None,
-    seed: int,
-    call: Callable[..., Any] | None,
-    arguments: dict[str, Any],
-    roles: dict[str, Any],
-) -> Subject:
-    head_dim = sizes.head_dim or known.get("head_dim") or max(1, width // heads)
-    caller = Caller(target, head_dim=head_dim, heads=heads, custom=call)
-    subject = Subject(
+    request: Request,
+    roles: dict[str, Any] | None = None,
+) -> Target:
+    """The subject for a target whose sizes are known: how it is called, and whether causal."""
+    parameters = ()
+    if isinstance(target, nn.Module):
+        target = target.eval().cpu()
+        parameters = target.parameters()
+    sizes, call = request.sizes, request.call
+    said = sizes.head_dim or known.get("head_dim")
+    dim = said or max(1, width // heads)
+    subject = Target(
         name=name,
-        caller=caller,
+        caller=Caller(target, head_dim=dim, heads=heads, custom=call),
         embed_dim=width,
         num_heads=heads,
         num_kv_heads=sizes.num_kv_heads or known.get("kv_heads"),
-        head_dim=head_dim,
+        head_dim=dim,
         context_length=known.get("context"),
-        dtype=_dtype_of(target),
-        seed=seed,
-        arguments=arguments,
-        roles=roles,
+        dtype=next((p.dtype for p in parameters if p.is_floating_point()), torch.float32),
+        seed=request.seed,
+        roles=roles or {},
     )
-    missing = [] if call is not None else caller.missing()
-    if missing:
-        raise ValueError(
-            f"check({name}): what its call wants for {', '.join(missing)} cannot be worked out; "
-            f"say how to call it: hw.check(…, call=lambda layer, x: layer(x, {missing[0]}=…))"
-        )
     if call is None:
-        _check_widths(subject, known)
+        _refuse_other_calls(subject, known.get("kv_width", width))
     _first_call(subject)
-    learn_causality(subject, causal)
-    result = subject.result(subject.input())
-    subject.returns_weights = result.weights is not None
-    if "head_dim" not in known and sizes.head_dim is None and subject.out_dim % heads == 0:
+    learn_causality(subject, request.causal)
+    if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
 
 
-def _check_widths(subject: Subject, known: dict[str, Any]) -> None:
-    """Keys of another width than queries cannot come from the same x."""
-    width = known.get("kv_width", subject.embed_dim)
-    if width == subject.embed_dim:
-        return
-    feeds = ", ".join(["x"] + [f"x[..., :{width}]"] * (2 if subject.caller.separate else 1))
-    raise ValueError(
-        f"check({subject.name}): its keys are {width} wide and its queries {subject.embed_dim}, so "
-        f"it cannot attend to its own input; say how to call it: hw.check(…, call=lambda layer, "
-        f"x: layer({feeds}))"
-    )
-
-
-def _dtype_of(target: Any) -> torch.dtype:
-    parameters = target.parameters() if isinstance(target, nn.Module) else ()
-    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+def _refuse_other_calls(subject: Target, kv_width: int) -> None:
+    """Ask how to call what wants unknown arguments, or keys of another width than queries."""
+    missing, width = subject.caller.missing(), subject.embed_dim
+    if missing:
+        raise ValueError(
+            f"check({subject.name}): what its call wants for {', '.join(missing)} cannot be worked "
+            f"out; say how to call it: hw.check(…, call=lambda layer, x: layer(x, {missing[0]}=…))"
+        )
+    if kv_width != width:
+        feeds = ["x"] + [f"x[..., :{kv_width}]"] * (2 if subject.caller.separate else 1)
+        raise ValueError(
+            f"check({subject.name}): its keys are {kv_width} wide and its queries {width}, so it "
+            "cannot attend to its own input; say how to call it: hw.check(…, call=lambda layer, "
+            f"x: layer({', '.join(feeds)}))"
+        )
 
 
 # --- the first call -------------------------------------------------------------------------------
 
 
-def _first_call(subject: Subject) -> None:
+def _first_call(subject: Target) -> None:
     """Finds the layout in which x goes in, and the width of the output."""
     caller = subject.caller
     if getattr(caller.target, "batch_first", True) is False:
@@ -297,7 +267,7 @@ def _first_call(subject: Subject) -> None:
                 errors.append(error)
                 continue
             subject.out_dim = result.out.shape[-1]
-            if layout == "batch" and caller.custom is None and _is_time_first(subject):
+            if subject.bare and _is_time_first(subject):
                 caller.layout = "time"
                 subject.notes.append("it takes x as [T, B, E]")
             if room is not None:
@@ -305,36 +275,27 @@ def _first_call(subject: Subject) -> None:
             if layout == "single":
                 subject.notes.append("it takes one sequence [T, E] at a time, without a batch")
             return
-        if isinstance(errors[0], Unusable):
+        if isinstance(errors[0], UnusableResult):
             break
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
-    if isinstance(error, Unusable):
-        raise Broken(
-            "shape",
-            f"For x {shape} it {error}; the output must be [{BATCH}, {TOKENS}, out_dim].",
-            "Join the heads again before returning: out.transpose(1, 2).reshape(B, T, -1); and "
-            "return the output, or (output, weights).",
-        ) from error
-    raise Broken(
-        "runs",
-        f"The call on x {shape} fails: {told(error)}.",
-        advice(error),
-    ) from error
+    if isinstance(error, UnusableResult):
+        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
+    raise _not_run(f"x {shape}", error) from error
 
 
 def _open_forms(caller: Caller) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
-    names = [name for name in caller.named("mask") if caller.required(name)]
-    names += [name for name in caller.named("padding") if caller.required(name)]
+    names = [*caller.named("mask"), *caller.named("padding")]
     return [
         MaskForm(name, kind, shape)
         for name in names
+        if caller.required(name)
         for kind in ("may", "added", "ones")
         for shape in ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]")
     ]
 
 
-def _is_time_first(subject: Subject) -> bool:
+def _is_time_first(subject: Target) -> bool:
     """Whether what is mixed lies along the first axis, and nothing along the second."""
     x = subject.input().detach().requires_grad_(True)
     try:
@@ -345,3 +306,94 @@ def _is_time_first(subject: Subject) -> bool:
     except Exception:
         return False
     return bool(slope[:-1, -1].sum() > 0) and bool((slope[:, :-1] == 0).all())
+
+
+def _not_run(what: str, error: BaseException) -> Broken:
+    """A first call that fails, with what its error says of the reason."""
+    text, way = str(error), "other"
+    if "mat1 and mat2" in text or "size mismatch" in text:
+        way = "matrices"
+    elif ("view" in text and "contiguous" in text) or "view size" in text:
+        way = "view"
+    elif "must match" in text or "shape" in text or "expected" in text.lower():
+        way = "shapes"
+    elif isinstance(error, (NameError, AttributeError)):
+        way = "name"
+    return Broken(found("runs", way, what=what, error=told(error)))
+
+
+# --- functions of q, k and v: projections of our own go before them -------------------------------
+
+
+def _of_function(
+    function: Callable[..., Any], arguments: dict[str, Any], request: Request
+) -> Target:
+    sizes = request.sizes.settle(request.sizes.num_kv_heads is not None)
+    embed, heads = sizes.embed_dim or 24, sizes.num_heads or 3
+    groups, dim = sizes.num_kv_heads or heads, max(1, embed // heads)
+    label = getattr(function, "__name__", type(function).__name__)
+    caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
+    if missing := caller.missing():
+        raise ValueError(
+            f"check({label}): what it wants for {', '.join(missing)} cannot be worked out; give it "
+            f"by name: hw.check(…, {missing[0]}=…)"
+        )
+    subject = Target(
+        name=f"{label}(q, k, v{', ' * bool(arguments)}{shown(arguments)})",
+        caller=caller,
+        embed_dim=embed,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=dim,
+        seed=request.seed,
+        projections=_projections(embed, heads, groups, dim, request.seed),
+    )
+    subject = _with_axes(subject)
+    learn_causality(subject, request.causal)
+    subject.out_dim = subject(subject.input()).shape[-1]
+    return subject
+
+
+def _projections(embed: int, heads: int, groups: int, dim: int, seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed + 2)
+    rows = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
+    scale = 1.5 / embed**0.5
+    return {
+        part: torch.randn(count, embed, generator=draw, dtype=torch.float64) * scale
+        for part, count in rows.items()
+    }
+
+
+def _with_axes(subject: Target) -> Target:
+    """The subject with the axes of its tensors: tried in turn, told by who depends on whom."""
+    errors: list[BaseException] = []
+    chosen: Target | None = None
+    for axes in AXES:
+        trial = replace(subject, axes=axes)
+        if axes in ("flat", "single"):  # one head
+            own = _projections(trial.embed_dim, 1, 1, trial.head_dim or 8, trial.seed)
+            one = replace(trial.caller, heads=1)
+            trial = replace(trial, num_heads=1, num_kv_heads=1, projections=own, caller=one)
+        try:
+            trial(trial.input())
+            mixes = _mixes_tokens(trial)
+        except Exception as error:
+            errors.append(error)
+            continue
+        chosen = trial if mixes or chosen is None else chosen
+        if mixes:
+            break
+    if chosen is None:
+        error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
+        if isinstance(error, UnusableResult):
+            raise Broken(found("shape", "function", x=shape, error=error)) from error
+        raise _not_run(f"q, k and v {shape}", error) from error
+    chosen.notes.append(f"q, k and v are given as {AXES[chosen.axes]}")
+    return chosen
+
+
+def _mixes_tokens(subject: Target) -> bool:
+    """Whether some output depends on another token: else the axes are taken for one another."""
+    influence = subject.influence(subject.input(tokens=5, batch=1)).nan_to_num(1.0)
+    off = influence.tril(-1) + influence.triu(1)
+    return bool(off.max() > ZERO * influence.max())

@@ -1,11 +1,12 @@
 """Whatever is to be checked, as one callable on x `[B, T, E]`.
 
-A `Subject` knows its sizes, whether it is causal, and how it wants to be called; `taking.take`
+A `Target` knows its sizes, whether it is causal, and how it wants to be called; `resolve.take`
 makes one. What the user gave is never written to; everything runs on copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import linecache
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.verdict import Finding
-from .call_adapter import Caller, MaskForm, Result
+from .call_adapter import Caller, MaskForm, Result, stacked
+from .introspect import set_dropout
 
 BATCH, TOKENS = 2, 7
 
@@ -29,14 +31,14 @@ CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
 class Broken(Exception):
     """What is to be checked cannot be built or called; `finding` says why."""
 
-    def __init__(self, rule: str, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.finding = Finding(rule, "error", message, hint)
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
 
 
 @dataclass
-class Subject:
-    """One attention, ready to be called; `taking.take` makes it.
+class Target:
+    """One attention, ready to be called; `resolve.take` makes it.
 
     Attributes:
         name: as a call, for people.
@@ -50,7 +52,7 @@ class Subject:
         function: a plain function of q, k and v; None for modules.
         projections: only for functions: the weights `q`, `k`, `v` `[heads · D, E]` that the
             subject itself applies before it.
-        arguments: the constructor's arguments, as given or worked out.
+        roles: the constructor's arguments, as given or worked out, by role.
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
         notes: what was worked out, for people.
@@ -66,19 +68,15 @@ class Subject:
     context_length: int | None = None
     causal: bool = False
     causal_from: CausalFrom = "unknown"
-    returns_weights: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
     projections: dict[str, Tensor] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Any] = field(default_factory=dict)
     mask_form: MaskForm | None = None
     open_form: MaskForm | None = None
     mask_ignored: bool = False
-    axes: str = (
-        "heads"  # of a function: "heads" [B, H, T, D], "tokens" [B, T, H, D], "flat" [B, T, D]
-    )
-    factory: Callable[..., Subject] | None = None
+    axes: str = "heads"  # of a function's tensors, a name of `resolve.AXES`
+    factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not
     notes: list[str] = field(default_factory=list)
 
@@ -107,65 +105,41 @@ class Subject:
         """The attention weights as they come back, `[B, H, T, T]` or `[B, T, T]`, or None."""
         return self.result(x).weights
 
-    def result(
-        self,
-        x: Tensor,
-        source: Tensor | None = None,
-        allowed: Tensor | None = None,
-        **keywords: Any,
-    ) -> Result:
-        """Output and weights, with keys and values from `source`, and a mask `[B, T, S]` of who
-        may attend (default: the causal one where the subject is called with one).
+    def result(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
+        """Output and weights, with keys and values from `source`, and the mask that is passed.
 
         x itself is not handed on, so that nothing can write to it.
         """
         x = x.clone()
-        keywords = {**self.mask_for(x, source, allowed), **keywords}
+        keywords = {**self.mask_for(x, source), **keywords}
         if self.projections is None:
             return self.caller(x, source, **keywords)
         return self._function(x, x if source is None else source, keywords)
 
-    def mask_for(
-        self, x: Tensor, source: Tensor | None = None, allowed: Tensor | None = None
-    ) -> dict[str, Any]:
+    def mask_for(self, x: Tensor, source: Tensor | None = None) -> dict[str, Any]:
         """The mask that a call on x wants, by its argument's name; nothing where it wants none."""
-        form = self.mask_form if self.causal or allowed is not None else None
-        form = form or self.open_form
+        form = (self.mask_form if self.causal else None) or self.open_form
         if form is None:
             return {}
         keys = x.shape[1] if source is None else source.shape[1]
-        if allowed is None:
-            allowed = torch.ones(len(x), x.shape[1], keys, dtype=torch.bool, device=x.device)
-            allowed = allowed.tril(keys - x.shape[1]) if self.causal else allowed
+        allowed = torch.ones(len(x), x.shape[1], keys, dtype=torch.bool, device=x.device)
+        allowed = allowed.tril(keys - x.shape[1]) if self.causal else allowed
         return {form.argument: form.make(allowed, x.dtype, self.num_heads)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
         """A function's own result on q `[B, H, T, D]`, k and v `[B, G, S, D]`."""
-        feeds = [q, k, v]
-        if self.axes == "tokens":
-            feeds = [t.transpose(1, 2) for t in feeds]
-        if self.axes == "flat":
-            feeds = [t.squeeze(1) for t in feeds]
+        turned = {"tokens": lambda t: t.transpose(1, 2), "heads": lambda t: t}
+        feeds = [turned.get(self.axes, lambda t: t.squeeze(1))(t) for t in (q, k, v)]
         if self.axes == "single":
-            return self._loop(feeds, keywords)
-        raw = self.caller.feed((feeds[0], feeds[1], feeds[2]), True, **keywords)
-        shape = tuple(feeds[0].shape)
-        out, weights = self.caller.parts(raw, shape, self._memory(feeds[0], feeds[1]))
-        if self.axes == "tokens":
-            out = out.transpose(1, 2)
-        return Result(out.unsqueeze(1) if self.axes == "flat" else out, weights, raw)
+            rows = zip(*feeds, strict=True)
+            result = stacked(self._fed(row, keywords) for row in rows)
+        else:
+            result = self._fed((feeds[0], feeds[1], feeds[2]), keywords)
+        out = result.out.transpose(1, 2) if self.axes == "tokens" else result.out
+        return replace(result, out=out.unsqueeze(1) if self.axes in ("flat", "single") else out)
 
-    def _memory(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return (*q.shape[:-2], k.shape[-2], 0)
-
-    def _loop(self, feeds: list[Tensor], keywords: dict[str, Any]) -> Result:
-        rows = []
-        for q, k, v in zip(*(t.squeeze(1) for t in feeds), strict=True):
-            raw = self.caller.feed((q, k, v), True, **keywords)
-            rows.append(self.caller.parts(raw, tuple(q.shape), tuple(k.shape)))
-        weights = [w for _, w in rows if w is not None]
-        every = torch.stack(weights) if len(weights) == len(rows) else None
-        return Result(torch.stack([out for out, _ in rows]).unsqueeze(1), every, rows)
+    def _fed(self, feeds: tuple[Tensor, Tensor, Tensor], keywords: dict[str, Any]) -> Result:
+        return self.caller.read(self.caller.feed(feeds, True, **keywords), feeds[0], feeds[1])
 
     def _function(
         self, x: Tensor, source: Tensor, keywords: dict[str, Any], values: Tensor | None = None
@@ -251,21 +225,20 @@ class Subject:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def fresh(self) -> Subject:
+    def fresh(self) -> Target:
         """An independent copy."""
         return self._with(copied(self.caller.target))
 
-    def _with(self, target: Any, **changes: Any) -> Subject:
+    def _with(self, target: Any, **changes: Any) -> Target:
         return replace(self, caller=replace(self.caller, target=target), **changes)
 
-    def to(self, dtype: torch.dtype) -> Subject:
+    def to(self, dtype: torch.dtype) -> Target:
         """A copy with weights and inputs in another dtype."""
-        target = copied(self.caller.target)
-        if isinstance(target, nn.Module):
-            target = target.to(dtype)
-        return self._with(target, dtype=dtype)
+        own = self.fresh()
+        target = own.caller.target if own.module is None else own.module.to(dtype)
+        return own._with(target, dtype=dtype)
 
-    def double(self) -> Subject:
+    def double(self) -> Target:
         """A copy in float64; in the subject's own dtype where it cannot be called in float64."""
         wide = self.to(torch.float64)
         try:
@@ -274,14 +247,34 @@ class Subject:
             return self.fresh()
         return wide
 
-    def randomised(self, seed: int = 1) -> Subject:
+    def randomised(self, seed: int = 1) -> Target:
         """A copy with fresh random parameters, so that no zeros hide anything."""
-        target = copied(self.caller.target)
-        if isinstance(target, nn.Module):
-            randomise(target, seed)
-        return self._with(target)
+        own = self.fresh()
+        if own.module is not None:
+            randomise(own.module, seed)
+        return own
 
-    def rebuilt(self, **changes: Any) -> Subject | None:
+    def training(self, p: float) -> Target | None:
+        """A copy in training mode with dropout p; None where it has no dropout for a p above 0."""
+        own = self.fresh()
+        if own.module is None or (not set_dropout(own.module, p) and p):
+            return None
+        own.module.train()
+        return own
+
+    def dropping(self) -> Target | None:
+        """A copy in eval mode with dropout 0.5, from its constructor where that takes one; None
+        where it has no dropout."""
+        own = None
+        if "dropout" in self.roles:
+            with contextlib.suppress(Broken, ValueError):
+                own = self.rebuilt(dropout=0.5)
+        own = self.training(0.5) if own is None else own.to(self.dtype)
+        if own is not None and own.module is not None:
+            own.module.eval()
+        return own
+
+    def rebuilt(self, **changes: Any) -> Target | None:
         """From its constructor again, with roles changed (`dropout=0.5`); None for instances.
 
         Raises:
