@@ -66,20 +66,16 @@ def check(
     from .findings.triage import joined
     from .probes import run as probe
     from .target.checked_target import Broken
-    from .target.construct import BuildSizes
-    from .target.resolve import Request, resolve
+    from .target.construct import name_of
+    from .target.resolve import resolve
 
-    sizes = BuildSizes(embed_dim, num_heads, num_kv_heads, causal=causal)
-    request = Request(sizes, causal, seed, call)
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    arguments |= {**sizes, "causal": causal, "seed": seed, "call": call}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         try:
-            subject = resolve(thing, args, arguments, request)
+            subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            return Verdict(_name(thing), (broken.finding,))
+            return Verdict(name_of(thing), (broken.finding,))
         results = joined(diagnose(subject), probe(subject))
         return Verdict(subject.name, results, tuple(subject.notes))
-
-
-def _name(thing: Any) -> str:
-    return getattr(thing, "__name__", None) or type(thing).__name__

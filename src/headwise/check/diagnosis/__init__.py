@@ -38,8 +38,8 @@ def run(subject: Target) -> list[Finding]:
     """What the oracle finds: named mistakes, or that the output is what the definition gives.
 
     >>> from headwise.systems.split import MultiHeadAttn
-    >>> from headwise.check.target.resolve import take
-    >>> subject = take(MultiHeadAttn, d_in=24, d_out=24, num_heads=3)
+    >>> from headwise.check.target.resolve import resolve
+    >>> subject = resolve(MultiHeadAttn, d_in=24, d_out=24, num_heads=3)
     >>> [(finding.rule, finding.severity) for finding in run(subject)]
     [('definition', 'passed')]
     """

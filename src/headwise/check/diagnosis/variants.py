@@ -2,7 +2,7 @@
 
 A `Variant` with nothing switched is what the textbook computes with these weights, and goes
 through `headwise.definition`. Every field of it is one decision that people get wrong, and every
-other value one way of getting it wrong; what they are called in words stands in `mistakes.py`.
+other value one way of getting it wrong; what they are called in words stands in `faults.toml`.
 """
 
 from __future__ import annotations
@@ -130,15 +130,42 @@ MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 }
 """Whether query i sees key j of t tokens."""
 
-SOFTMAXES = (
-    *("keys", "queries", "heads", "batch", "heads, NaN to 0", "batch, NaN to 0", "both", "twice"),
-    *("none", "sum", "exp", "sigmoid", "relu", "log"),
-)
-"""The axis (where nothing but −inf lies along it, the result is NaN), twice over the keys, or
-something else instead of it."""
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "keys": lambda s: s.softmax(-1),
+    "queries": lambda s: s.softmax(-2),
+    "heads": lambda s: s.softmax(1),
+    "batch": lambda s: s.softmax(0),
+    "heads, NaN to 0": lambda s: s.softmax(1).nan_to_num(),
+    "batch, NaN to 0": lambda s: s.softmax(0).nan_to_num(),
+    "both": lambda s: s.flatten(-2).softmax(-1).view_as(s),
+    "twice": lambda s: s.softmax(-1).softmax(-1),
+    "none": lambda s: s.nan_to_num(neginf=0.0),
+    "sum": lambda s: _shares(s.nan_to_num(neginf=0.0)),
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "log": lambda s: s.log_softmax(-1),
+}
+"""The weights of scores: a softmax along an axis (where nothing but −inf lies along it, the result
+is NaN), twice over the keys, or something else instead of it."""
 
-MERGES = ("heads", "view", "strided", "sum", "mean", "first", "last", "sum for each")
-"""Side by side, in three orders; or one for all; or their sum in each one's place."""
+MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads": lambda heads: heads.transpose(1, 2).flatten(2),
+    "view": lambda heads: heads.reshape(len(heads), heads.shape[2], -1),
+    "strided": lambda heads: heads.permute(0, 2, 3, 1).flatten(2),
+    "sum": lambda heads: heads.sum(1),
+    "mean": lambda heads: heads.mean(1),
+    "first": lambda heads: heads[:, 0],
+    "last": lambda heads: heads[:, -1],
+    "sum for each": lambda heads: MERGES["heads"](heads.sum(1, keepdim=True).expand_as(heads)),
+}
+"""`[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; or one for all; or their sum in
+each one's place."""
+
+
+def _shares(scores: Tensor) -> Tensor:
+    return scores / scores.sum(-1, keepdim=True)
+
 
 Parts = dict[str, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -167,7 +194,7 @@ def rebuild(
         RuntimeError: shapes do not fit each other.
     """
     q, k, v = heads or heads_of(reading, x, variant)
-    out = merged(attend(q, k, v, variant, sizes_of(reading, x)), variant)
+    out = MERGES[variant.merge](attend(q, k, v, variant, sizes_of(reading, x)))
     return _with(x, _projected(reading.out, out, variant), variant, reading.norms.get("x"))
 
 
@@ -224,25 +251,6 @@ def allowed_of(mask: str, queries: int, keys: int) -> Tensor:
     if mask.startswith("window "):
         return (j <= i) & (i - j < int(mask.removeprefix("window ")))
     return MASKS[mask](i, j, keys)
-
-
-def merged(heads: Tensor, variant: Variant) -> Tensor:
-    """`[B, H, T, Dv]` to `[B, T, …]`."""
-    batch, number, tokens, width = heads.shape
-    how = variant.merge
-    if how == "sum":
-        return heads.sum(1)
-    if how == "mean":
-        return heads.mean(1)
-    if how in ("first", "last"):
-        return heads[:, 0 if how == "first" else -1]
-    if how == "sum for each":
-        heads = heads.sum(1, keepdim=True).expand_as(heads)
-    if how == "view":
-        return heads.reshape(batch, tokens, number * width)
-    if how == "strided":
-        return heads.permute(0, 2, 3, 1).flatten(2)
-    return heads.transpose(1, 2).flatten(2)
 
 
 def _features(reading: Projections, x: Tensor, variant: Variant) -> Parts:
@@ -322,34 +330,10 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Varia
         scores = scores + allowed * float(variant.fill.removeprefix("added "))
     elif variant.fill != "after":
         scores = scores.masked_fill(hidden, float(variant.fill))
-    weights = _softmax(scores, variant.softmax)
+    weights = SOFTMAXES[variant.softmax](scores)
     if variant.fill == "after":
         weights = weights.masked_fill(hidden, 0.0)
     return weights * scale if variant.scale == "after" else weights
-
-
-def _softmax(scores: Tensor, how: str) -> Tensor:
-    axes = {"keys": -1, "queries": -2, "heads": 1, "batch": 0}
-    axis, _, cleaned = how.partition(", ")
-    if axis in axes:
-        weights = torch.softmax(scores, dim=axes[axis])
-        return weights.nan_to_num() if cleaned else weights
-    if how == "twice":
-        return torch.softmax(torch.softmax(scores, dim=-1), dim=-1)
-    if how == "both":
-        return torch.softmax(scores.flatten(-2), dim=-1).view_as(scores)
-    if how == "log":
-        return torch.log_softmax(scores, dim=-1)
-    shaped = scores.nan_to_num(neginf=0.0) if how in ("none", "sum") else scores
-    if how == "sum":
-        return shaped / shaped.sum(-1, keepdim=True)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "none": lambda s: s,
-        "exp": torch.exp,
-        "sigmoid": torch.sigmoid,
-        "relu": torch.relu,
-    }
-    return ways[how](shaped)
 
 
 def _projected(out: Matrix | None, heads: Tensor, variant: Variant) -> Tensor:

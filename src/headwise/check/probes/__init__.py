@@ -82,8 +82,8 @@ def run(subject: Target) -> list[Finding]:
     """Try every rule that applies: a finding for each.
 
     >>> import headwise as hw
-    >>> from headwise.check.target.resolve import take
-    >>> subject = take(hw.MultiHeadAttention, 24, num_heads=3)
+    >>> from headwise.check.target.resolve import resolve
+    >>> subject = resolve(hw.MultiHeadAttention, 24, num_heads=3)
     >>> {finding.severity for finding in run(subject)} <= {"passed", "skipped"}
     True
     """

@@ -11,7 +11,7 @@ from ..diagnosis.faults import faults, words_of
 from ..diagnosis.fit import FITS
 from ..diagnosis.projections import Matrix, Projections
 from ..diagnosis.search import double, single
-from ..diagnosis.variants import Variant, attend, error, merged, rebuild, sizes_of
+from ..diagnosis.variants import MERGES, Variant, attend, error, rebuild, sizes_of
 from ..findings.verdict import Finding
 
 CAUSAL = Variant(mask="causal")
@@ -55,7 +55,7 @@ def from_weights(reading: Projections, x: Tensor) -> Give:
 
 def from_heads(q: Tensor, k: Tensor, v: Tensor) -> Give:
     """What variants give for queries, keys and values `[B, H, T, D]`, as `[B, H, T, D]`."""
-    sizes = sizes_of(heads_reading(q), merged(q, CAUSAL))
+    sizes = sizes_of(heads_reading(q), MERGES["heads"](q))
 
     def give(variant: Variant) -> Tensor:
         heads = {"q": q, "k": k, "v": v}

@@ -1,7 +1,7 @@
 """Whatever is to be checked, as one callable on x `[B, T, E]`.
 
-A `Target` knows its sizes, whether it is causal, and how it wants to be called; `resolve.take`
-makes one. What the user gave is never written to; everything runs on copies.
+A `Target` knows its sizes, whether it is causal, and how it wants to be called; `resolve` makes
+one. What the user gave is never written to; everything runs on copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Broken(Exception):
 
 @dataclass
 class Target:
-    """One attention, ready to be called; `resolve.take` makes it.
+    """One attention, ready to be called; `resolve` makes it.
 
     Attributes:
         name: as a call, for people.
@@ -49,7 +49,6 @@ class Target:
             context length, a triangular buffer), by a "mask" that is passed, or "unknown": all
             tokens see each other, and nothing says that they should not.
         module: a private copy; None for functions.
-        function: a plain function of q, k and v; None for modules.
         projections: only for functions: the weights `q`, `k`, `v` `[heads · D, E]` that the
             subject itself applies before it.
         roles: the constructor's arguments, as given or worked out, by role.
@@ -91,11 +90,6 @@ class Target:
     def module(self) -> nn.Module | None:
         """The private copy that is called; None for functions."""
         return self.caller.target if isinstance(self.caller.target, nn.Module) else None
-
-    @property
-    def function(self) -> Callable[..., Any] | None:
-        """The plain function of q, k and v; None for modules."""
-        return self.caller.target if self.caller.function else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output `[B, T, out_dim]` for x `[B, T, embed_dim]`."""

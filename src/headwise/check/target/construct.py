@@ -157,12 +157,7 @@ def build(
         name = missing.args[0]
         raise ValueError(_question(factory, [name], "config field")) from None
     named = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
-    roles: dict[str, Any] = {}
-    for name, value in _flat(named):
-        role = building_role(name)
-        if role is not None and role != "config":
-            roles.setdefault(role, value)
-    return thing, named, roles
+    return thing, named, _by_role(_flat(named))
 
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -176,13 +171,32 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
 def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Arguments, and the fields of those that are configurations."""
     for name, value in arguments.items():
-        if isinstance(value, Config):
-            yield from {**value, **value._asked}.items()
-        elif building_role(name) == "config":
-            fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            yield from fields.items()
+        if isinstance(value, Config) or building_role(name) == "config":
+            yield from _fields(value).items()
         else:
             yield name, value
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    """The fields of a configuration, or the attributes of anything else."""
+    if isinstance(config, Config):
+        return {**config, **config._asked}
+    fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _by_role(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """The first value of each role."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        role = building_role(str(name))
+        if role not in (None, "config"):
+            found.setdefault(role, value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _learnt(
@@ -194,11 +208,7 @@ def _learnt(
 ) -> BuildSizes:
     """The sizes, with those that stand among the arguments under other names."""
     named = dict(zip((p.name for p in parameters), args, strict=False)) | dict(given)
-    numbers: dict[str, int] = {}
-    for name, value in _flat(named):
-        role = building_role(name)
-        if role is not None and isinstance(value, int) and not isinstance(value, bool):
-            numbers.setdefault(role, value)
+    numbers = _by_role(pair for pair in _flat(named) if _is_number(pair[1]))
     pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
     pairs |= {"head_dim": "head_dim", "context_length": "context"}
     known = {
@@ -247,7 +257,7 @@ def _work_out(
     if rest and not free:
         known = ", ".join(p.name for p in parameters) or "none"
         raise ValueError(
-            f"check({_name(factory)}, {shown(rest)}): the constructor has no argument "
+            f"check({name_of(factory)}, {shown(rest)}): the constructor has no argument "
             f"{', '.join(rest)}; it has {known}"
         )
     return kwargs | rest
@@ -294,7 +304,7 @@ def _can_be_built(kind: type) -> bool:
 
 
 def _question(factory: Callable[..., Any], names: Iterable[str], what: str) -> str:
-    name, unknown = _name(factory), list(names)
+    name, unknown = name_of(factory), list(names)
     plural = "s" if len(unknown) > 1 else ""
     call = ", ".join(f"{one}=…" for one in unknown)
     flags = " ".join(f"--{one} …" for one in unknown)
@@ -305,8 +315,9 @@ def _question(factory: Callable[..., Any], names: Iterable[str], what: str) -> s
     )
 
 
-def _name(factory: Callable[..., Any]) -> str:
-    return getattr(factory, "__name__", None) or type(factory).__name__
+def name_of(thing: Any) -> str:
+    """What it is called, or what its class is."""
+    return getattr(thing, "__name__", None) or type(thing).__name__
 
 
 def facts(thing: Any) -> dict[str, Any]:
@@ -315,19 +326,11 @@ def facts(thing: Any) -> dict[str, Any]:
     >>> facts(nn.MultiheadAttention(24, 3))["heads"]
     3
     """
-    found: dict[str, Any] = {}
     configs = (getattr(thing, name, None) for name in ("config", "cfg", "args", "params"))
     inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
-    for place in (thing, *configs, *inside):
-        fields = place if isinstance(place, Mapping) else getattr(place, "__dict__", {})
-        if isinstance(place, Config):
-            fields = {**place, **place._asked}
-        for name, value in fields.items() if isinstance(fields, Mapping) else ():
-            role = building_role(str(name))
-            number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            if role is not None and number:
-                found.setdefault(role, value)
-    return found
+    places = (_fields(place) for place in (thing, *configs, *inside))
+    pairs = (pair for fields in places for pair in fields.items())
+    return _by_role(pair for pair in pairs if _is_number(pair[1]) and pair[1] > 0)
 
 
 def input_width(module: nn.Module) -> int | None:

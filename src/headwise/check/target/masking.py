@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .call_adapter import SHAPES, Caller, MaskForm
 from .checked_target import Target
+from .construct import name_of
 
 ZERO = 1e-12
 """An influence below this share of the largest is none."""
@@ -111,7 +112,7 @@ def _forms(caller: Caller) -> list[MaskForm]:
 def _named_causal(subject: Target) -> bool:
     """Whether its name, its arguments or a triangular buffer say that it should be causal."""
     target = subject.caller.target
-    name = (type(target).__name__ if subject.function is None else target.__name__).lower()
+    name = name_of(target).lower()
     if any(word in name for word in ("causal", "masked", "decoder")):
         return True
     if "context" in subject.roles or subject.roles.get("causal") is True:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, MaskForm, UnusableResult, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
-from .construct import BuildSizes, build, facts, input_width, matrix_width, shown, signature
+from .construct import (
+    BuildSizes,
+    build,
+    facts,
+    input_width,
+    matrix_width,
+    name_of,
+    shown,
+    signature,
+)
 from .masking import ZERO, learn_causality
 from .names import building_role, calling_role
 
@@ -25,7 +35,7 @@ AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", 
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller said of the target, beside the target itself."""
+    """What was said of the target, beside the target itself and its own arguments."""
 
     sizes: BuildSizes
     causal: bool | None = None
@@ -33,32 +43,28 @@ class Request:
     call: Callable[..., Any] | None = None
 
 
-def take(
+def resolve(
     thing: Any,
     *args: Any,
+    embed_dim: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
     causal: bool | None = None,
     seed: int = 0,
     call: Callable[[Any, Tensor], Any] | None = None,
     **arguments: Any,
 ) -> Target:
-    """Make the target for whatever `check` was given, with its arguments."""
-    names = ("embed_dim", "num_heads", "num_kv_heads")
-    sizes = BuildSizes(*(arguments.pop(name, None) for name in names), causal=causal)
-    return resolve(thing, args, arguments, Request(sizes, causal, seed, call))
-
-
-def resolve(
-    thing: Any, args: tuple[Any, ...], arguments: dict[str, Any], request: Request
-) -> Target:
     """Make the target for a module, a class or factory, or a function of q, k and v.
 
     Args:
-        args, arguments: the constructor's (a function's own, by name).
+        thing: and all others, as `check` takes them.
 
     Raises:
         ValueError: something must be given that cannot be worked out.
         Broken: it cannot be built, or its first call fails.
     """
+    sizes = BuildSizes(embed_dim, num_heads, num_kv_heads, causal=causal)
+    request = Request(sizes, causal, seed, call)
     thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
     if isinstance(thing, nn.Module) or _is_object(thing):
         if args or arguments:
@@ -163,7 +169,7 @@ def _of_factory(
     arguments: dict[str, Any],
     request: Request,
 ) -> Target:
-    label = getattr(factory, "__name__", None) or type(factory).__name__
+    label = name_of(factory)
 
     def make(seed: int = request.seed, **changes: Any) -> Target:
         sizes = replace(request.sizes, changes=changes)
@@ -285,14 +291,9 @@ def _first_call(subject: Target) -> None:
 
 def _open_forms(caller: Caller) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
-    names = [*caller.named("mask"), *caller.named("padding")]
-    return [
-        MaskForm(name, kind, shape)
-        for name in names
-        if caller.required(name)
-        for kind in ("may", "added", "ones")
-        for shape in ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]")
-    ]
+    names = filter(caller.required, [*caller.named("mask"), *caller.named("padding")])
+    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]")
+    return [MaskForm(*form) for form in product(names, ("may", "added", "ones"), shapes)]
 
 
 def _is_time_first(subject: Target) -> bool:
@@ -331,7 +332,7 @@ def _of_function(
     sizes = request.sizes.settle(request.sizes.num_kv_heads is not None)
     embed, heads = sizes.embed_dim or 24, sizes.num_heads or 3
     groups, dim = sizes.num_kv_heads or heads, max(1, embed // heads)
-    label = getattr(function, "__name__", type(function).__name__)
+    label = name_of(function)
     caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
     if missing := caller.missing():
         raise ValueError(
