@@ -18,7 +18,8 @@ from typing import Any
 from .. import check
 from ..findings.rules import found
 from ..findings.verdict import Finding, Verdict
-from .loading import CHECKING, IMPORTING, UnusableFile, chosen, ended_by, load, thing_name
+from ..target.checked_target import Broken
+from .loading import CHECKING, IMPORTING, chosen, ended_by, load, thing_name
 from .sandbox import CodeLine, Limits, Outcome, run
 
 Report = Callable[[float], object]
@@ -153,7 +154,7 @@ def _child(
         send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
         verdict = check(thing, **arguments)
         send({"verdict": verdict.to_json(), "subject": verdict.subject})
-    except UnusableFile as error:
+    except Broken as error:
         send(alone(error.finding))
     except ValueError as error:
         send({"refused": f"{path.name}: {error}"})

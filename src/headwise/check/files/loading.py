@@ -23,6 +23,7 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
+from ..target.checked_target import Broken
 from .syntax import Source
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
@@ -31,31 +32,23 @@ RECURSION = sys.getrecursionlimit()
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 
 
-class UnusableFile(Exception):
-    """The file cannot be imported; `finding` says why."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
-
-
 def parsed(path: Path) -> Source:
     """The file's text and its tree.
 
     Raises:
-        UnusableFile: it is no Python.
+        Broken: it is no Python.
     """
     try:
         return Source(path.read_bytes().decode("utf-8-sig"), str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnusableFile(_no_python(error)) from None
+        raise Broken(_no_python(error)) from None
 
 
 def load(path: Path) -> ModuleType:
     """Import a file as if it were run from its own folder; inside a package, as a part of it.
 
     Raises:
-        UnusableFile: it is no Python, or importing it fails.
+        Broken: it is no Python, or importing it fails.
     """
     parsed(path)
     folder, name = path.parent, path.stem
@@ -76,13 +69,13 @@ def load(path: Path) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     except SystemExit as error:
-        raise UnusableFile(left(error, path, IMPORTING)) from None
+        raise Broken(left(error, path, IMPORTING)) from None
     except MemoryError:
         raise
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        raise UnusableFile(_failed_import(error, path)) from None
+        raise Broken(_failed_import(error, path)) from None
     _usual_settings()
     return module
 
@@ -200,7 +193,7 @@ def _no_python(error: Exception) -> Finding:
 
 
 def _failed_import(error: BaseException, path: Path) -> Finding:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ") + "."
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ")
     name, way = getattr(error, "name", None) or "", "other"
     if isinstance(error, ModuleNotFoundError) and name:
         way = "module"

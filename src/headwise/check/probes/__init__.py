@@ -6,74 +6,51 @@ from ..findings.rules import skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import UnusableResult
 from ..target.checked_target import Target
-from .advice import asserts, buffer, context, half, heads_divide, init, parameter_count
-from .arguments import cache, cross, mask, padding
-from .behaviour import (
-    batch,
-    causality,
-    equal_tokens,
-    finite,
-    gradients,
-    large_inputs,
-    one_token,
-    order,
-    past_used,
-    prefix,
-    shape,
-    weights,
-)
+from . import advice, arguments, behaviour, robustness
 from .probe_context import Failed, Probe, ProbeContext
-from .robustness import (
-    contiguous,
-    deterministic,
-    dropout,
-    input_kept,
-    move,
-    registered,
-    reload,
-    train_eval,
-)
 
-FIRST: dict[str, Probe] = {
-    "shape": shape,
-    "finite": finite,
-    "deterministic": deterministic,
-}
+
+def _by_rule(*probes: Probe) -> dict[str, Probe]:
+    """Probes by their rules, which have their names."""
+    return {probe.__name__.strip("_").replace("_", "-"): probe for probe in probes}
+
+
+FIRST = _by_rule(behaviour.shape, behaviour.finite, robustness.deterministic)
 """Where one of these fails, numbers are not compared any more."""
 
-NUMBERS: dict[str, Probe] = {
-    "causality": causality,
-    "past-used": past_used,
-    "prefix": prefix,
-    "batch": batch,
-    "equal-tokens": equal_tokens,
-    "one-token": one_token,
-    "order": order,
-    "weights": weights,
-    "mask": mask,
-    "padding": padding,
-    "cross": cross,
-    "cache": cache,
-    "gradients": gradients,
-    "large-inputs": large_inputs,
-    "input-kept": input_kept,
-    "contiguous": contiguous,
-    "reload": reload,
-    "train-eval": train_eval,
-    "dropout": dropout,
-    "half": half,
-    "context": context,
-}
+NUMBERS = _by_rule(
+    behaviour.causality,
+    behaviour.past_used,
+    behaviour.prefix,
+    behaviour.batch,
+    behaviour.equal_tokens,
+    behaviour.one_token,
+    behaviour.order,
+    behaviour.weights,
+    arguments.mask,
+    arguments.padding,
+    arguments.cross,
+    arguments.cache,
+    behaviour.gradients,
+    behaviour.large_inputs,
+    robustness.input_kept,
+    robustness.contiguous,
+    robustness.reload,
+    robustness.train_eval,
+    robustness.dropout,
+    advice.half,
+    advice.context,
+)
 
-ALWAYS: dict[str, Probe] = {
-    "registered": registered,
-    "move": move,
-    "heads-divide": heads_divide,
-    "init": init,
-    "parameter-count": parameter_count,
-    "buffer": buffer,
-    "assert": asserts,
-}
+ALWAYS = _by_rule(
+    robustness.registered,
+    robustness.move,
+    advice.heads_divide,
+    advice.init,
+    advice.parameter_count,
+    advice.buffer,
+    advice.assert_,
+)
 
 PROBES = {**FIRST, **NUMBERS, **ALWAYS}
 

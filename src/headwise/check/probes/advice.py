@@ -63,7 +63,7 @@ def _uneven(ctx: ProbeContext) -> Target | BaseException | None:
         return error
 
 
-def asserts(ctx: ProbeContext) -> Finding | None:
+def assert_(ctx: ProbeContext) -> Finding | None:
     """assert where a user is at fault."""
     errors: dict[str, Any] = {"a head count that does not divide the width": _uneven(ctx)}
     if (ctx.subject.context_length or LONGEST + 1) <= LONGEST:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache import KVCache
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import PADDING_SHAPES, Caller, MaskForm, tensors_in
 from ..target.checked_target import Target, told
 from .behaviour import NOTHING, POSITIONS, named
-from .probe_context import Failed, ProbeContext
+from .probe_context import Failed, ProbeContext, failing
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -35,10 +36,8 @@ def mask(ctx: ProbeContext) -> Finding | None:
     allowed = torch.rand(1, tokens, tokens, generator=draw) > 0.5
     allowed |= torch.eye(tokens, dtype=torch.bool)
     trial = _masked(ctx.exact, allowed)
-    try:
+    with failing(f"x [1, {tokens}, {ctx.x.shape[-1]}] with {form}"):
         influence = trial.influence(ctx.exact.input(tokens, 1)).nan_to_num(0.0)
-    except Exception as error:
-        raise Failed(f"x [1, {tokens}, {ctx.x.shape[-1]}] with {form}", error) from error
     leaks = (influence > NOTHING * influence.max()) & ~allowed[0]
     if not bool(leaks.any()):
         return passed("mask", f"The mask is followed: {form}.")
@@ -202,7 +201,7 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
         if type(target).__module__.split(".")[0] == "transformers":
             yield lambda name=name: _dynamic_cache(subject, name)
         elif "KVCache" in str(caller.parameters[name].annotation):
-            yield lambda name=name: _our_cache(subject, name)
+            yield lambda name=name: _kept(subject, {name: KVCache()}, {})
         else:
             yield lambda name=name: _handed_back(subject, name, flags)
             yield lambda name=name: _kept(subject, {name: {}}, flags)
@@ -233,18 +232,10 @@ def _attend_cached(subject: Target) -> Chunk:
     return step
 
 
-def _our_cache(subject: Target, name: str) -> Chunk:
-    from ...cache import KVCache
-
-    kept = KVCache()
-    return lambda x, first: _called(subject, x, first, **{name: kept}).out
-
-
 def _dynamic_cache(subject: Target, name: str) -> Chunk:
-    kept = sys.modules["transformers"].DynamicCache()
+    kept = {name: sys.modules["transformers"].DynamicCache()}
     form = subject.mask_form or MaskForm("attention_mask", "added", "[B, 1, T, S]")
-    subject = replace(subject, mask_form=form)
-    return lambda x, first: _called(subject, x, first, **{name: kept}).out
+    return _kept(replace(subject, mask_form=form), kept, {})
 
 
 def _handed_back(subject: Target, name: str, flags: dict[str, bool]) -> Chunk:
@@ -273,7 +264,7 @@ def _present(raw: Any, out: Tensor, length: int) -> Any:
 
 
 def _kept(subject: Target, kept: dict[str, Any], flags: dict[str, bool]) -> Chunk:
-    """A dictionary that the call fills, or a cache that the module keeps itself."""
+    """A cache that the call fills, or one that the module keeps itself."""
 
     def step(x: Tensor, first: int) -> Tensor:
         out = _called(subject, x, first, **kept, **flags).out

@@ -11,7 +11,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.checked_target import Target
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
-from .probe_context import Failed, ProbeContext
+from .probe_context import ProbeContext, failing
 
 NOTHING = 1e-30
 """An influence below this share of the largest is none; masks and softmax leave exact zeros."""
@@ -185,11 +185,8 @@ def _equal_values(ctx: ProbeContext, same: Tensor, expected: Tensor) -> Finding 
     subject = ctx.exact
     if subject.projections is None and not (subject.caller.separate and subject.bare):
         return None
-    try:
-        with torch.no_grad():
-            out = subject.of_values(ctx.x, same)
-    except Exception as error:
-        raise Failed(f"queries and keys {list(ctx.x.shape)} and equal values", error) from error
+    with failing(f"queries and keys {list(ctx.x.shape)} and equal values"), torch.no_grad():
+        out = subject.of_values(ctx.x, same)
     return None if ctx.near(out, expected) else found("equal-tokens", "values")
 
 
@@ -240,13 +237,11 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     named = [(n, p) for n, p in own.module.named_parameters() if p.requires_grad]
     if not named:
         return skipped("gradients", "It has no parameters that are trained.")
-    try:
+    with failing(f"x {list(ctx.x.shape)} with gradients"):
         out = own(ctx.x)
         draw = torch.Generator().manual_seed(9)
         along = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out)
         slopes = torch.autograd.grad((out * along).sum(), [p for _, p in named], allow_unused=True)
-    except RuntimeError as error:
-        raise Failed(f"x {list(ctx.x.shape)} with gradients", error) from error
     pairs = zip(named, slopes, strict=True)
     missing = [dead for (name, one), slope in pairs if (dead := _dead(ctx, name, one, slope))]
     if not missing:
@@ -286,16 +281,12 @@ def large_inputs(ctx: ProbeContext) -> Finding | None:
     half = ctx.random.dtype.itemsize < 4  # which overflows by itself
     subject = ctx.random.to(torch.float32) if half else ctx.random
     x = (subject.input() * 1000).requires_grad_(True)
-    try:
+    with failing(f"x {list(x.shape)} * 1000"):
         out = subject(x)
-    except Exception as error:
-        raise Failed(f"x {list(x.shape)} * 1000", error) from error
     fine = bool(out.isfinite().all())
     if fine and out.requires_grad:
-        try:
+        with failing(f"x {list(x.shape)} with gradients"):
             slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
-        except RuntimeError as error:
-            raise Failed(f"x {list(x.shape)} with gradients", error) from error
         fine = slope is None or bool(slope.isfinite().all())
     return passed("large-inputs") if fine else found("large-inputs", "overflow")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +31,15 @@ class Failed(Exception):
         self.error = error
 
 
+@contextmanager
+def failing(call: str) -> Iterator[None]:
+    """Make what is raised within a `Failed` of this call: whatever somebody's code raises."""
+    try:
+        yield
+    except Exception as error:
+        raise Failed(call, error) from error
+
+
 class ProbeContext:
     """What the probes share.
 
@@ -54,10 +64,8 @@ class ProbeContext:
     @cached_property
     def influence(self) -> Tensor:
         """Who depends on whom, `[T, T]`; inputs are small, so that no weight is 0 but by a mask."""
-        try:
+        with failing(f"x {list(self.x[:1].shape)} with gradients"):
             return self.exact.influence(0.1 * self.x)
-        except RuntimeError as error:
-            raise Failed(f"x {list(self.x[:1].shape)} with gradients", error) from error
 
     @cached_property
     def beyond(self) -> Tensor | Exception:
@@ -80,12 +88,9 @@ class ProbeContext:
         source: Tensor | None = None,
         **rest: Any,
     ) -> Result:
-        try:
-            with torch.no_grad():
-                return (subject or self.exact).result(x, source, **rest)
-        except Exception as error:  # whatever somebody's code raises is a finding
-            beside = "" if source is None else f" with keys and values from {list(source.shape)}"
-            raise Failed(f"x {list(x.shape)}{beside}", error) from error
+        beside = "" if source is None else f" with keys and values from {list(source.shape)}"
+        with failing(f"x {list(x.shape)}{beside}"), torch.no_grad():
+            return (subject or self.exact).result(x, source, **rest)
 
     def near(self, a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
         """Whether two outputs are equal but for rounding.

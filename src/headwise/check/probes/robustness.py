@@ -13,7 +13,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Broken, copied, randomise, told
 from ..target.introspect import unregistered
 from .behaviour import bent
-from .probe_context import Failed, ProbeContext
+from .probe_context import Failed, ProbeContext, failing
 
 
 def deterministic(ctx: ProbeContext) -> Finding | None:
@@ -37,11 +37,8 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         subject.attend(q, k, v, **subject.mask_for(x))
     else:
         given, kept = [ctx.x], [x]
-        try:
-            with torch.no_grad():
-                subject.caller(x, **subject.mask_for(x))
-        except Exception as error:
-            raise Failed(f"x {list(x.shape)}", error) from error
+        with failing(f"x {list(x.shape)}"), torch.no_grad():
+            subject.caller(x, **subject.mask_for(x))
     if all(torch.equal(a, b) for a, b in zip(kept, given, strict=True)):
         return passed("input-kept")
     return found("input-kept", "x" if subject.projections is None else "qkv")

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from ..files import Report, alone, judged, split_target
-from ..files.loading import IMPORTING, UnusableFile, ended_by, load, parsed
+from ..files.loading import IMPORTING, ended_by, load, parsed
 from ..files.sandbox import Limits, run
 from ..files.syntax import Blank, Source
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
+from ..target.checked_target import Broken
 from .base import Step, StepPart, Trial
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
@@ -114,7 +115,7 @@ def _child(send: Send, file: str, name: str) -> None:
     path = Path(file)
     try:
         source = parsed(path)
-    except UnusableFile as error:
+    except Broken as error:
         send(alone(error.finding))
         return
     step = _variant(name, source)
@@ -195,7 +196,7 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         return
     try:
         trial.module = load(trial.path)
-    except UnusableFile as error:
+    except Broken as error:
         yield error.finding
         return
     for part in step.parts:

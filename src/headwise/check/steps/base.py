@@ -11,8 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from ..files.syntax import Source
+from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 
+Shape = tuple[int, ...]
 # What a part's test yields: findings of the part's own rule, most often one.
 Test = Callable[["Trial", "StepPart"], Iterator[Finding]]
 Whole = Callable[["Trial"], Iterator[Finding]]
@@ -121,6 +123,15 @@ class Trial:
         for word in self.names.get(name, name).split("."):
             thing = getattr(thing, word)
         return thing
+
+
+def judge_shape(
+    part: StepPart, out: Any, given: Shape, want: Shape, said: str, **words: Any
+) -> Finding:
+    """Make the finding on what a part gives for an input of shape `given`, by its shape alone."""
+    if shape_of(out) == str(want):
+        return passed(part.rule, said)
+    return found(part.rule, "shape", got=shape_of(out), given=given, want=want, **words)
 
 
 def shape_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
-from .base import StepPart, Test, Trial, shape_of
+from .base import StepPart, Test, Trial, judge_shape, shape_of
 
 # The tutorial's sizes, in which no two axes are alike.
 B, T, E, H, D = 2, 8, 768, 12, 64
@@ -69,14 +69,11 @@ def judge_sizes(layer: Any) -> Iterator[Finding]:
 def _projection(trial: Trial, part: StepPart) -> Iterator[Finding]:
     packed, out = part.short == "c_attn", trial.made["give"](part.short)
     given, want = (B, T, E), (B, T, 3 * E if packed else E)
-    if shape_of(out) == str(want):
-        what = "queries, keys and values" if packed else "the output"
-        yield passed(part.rule, f"`{part.short}` makes {what}: {given} to {want}.")
-        return
+    what = "queries, keys and values" if packed else "the output"
     times = "3 * self.embed_dim" if packed else "self.embed_dim"
     hint = f"It is a linear layer from self.embed_dim to {times}, with a bias."
-    words = {"name": part.short, "got": shape_of(out), "given": given, "want": want}
-    yield found(part.rule, "shape", **words, hint=hint)
+    said = f"`{part.short}` makes {what}: {given} to {want}."
+    yield judge_shape(part, out, given, want, said, name=part.short, hint=hint)
 
 
 def _split(trial: Trial, part: StepPart) -> Iterator[Finding]:

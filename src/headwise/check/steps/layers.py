@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import check
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
-from .base import Step, StepPart, Test, Trial, shape_of, step
+from .base import Step, StepPart, Test, Trial, judge_shape, step
 
 B, T = 2, 7
 WIDTH, HEADS, CONTEXT = 24, 3, 16
@@ -39,11 +39,8 @@ def _projection(trial: Trial, part: StepPart) -> Iterator[Finding]:
     """A layer from d_in to d_out."""
     width, given = WIDTHS.get(part.owner, WIDTH), (B, T, WIDTH)
     out = getattr(trial.made[part.owner], part.short)(torch.randn(given))
-    if shape_of(out) == str((B, T, width)):
-        yield passed(part.rule, f"`{part.name}` makes {width} features of {WIDTH}.")
-        return
-    words = {"name": part.name, "got": shape_of(out), "given": given, "want": (B, T, width)}
-    yield found(part.rule, "shape", **words, hint=part.hint)
+    said = f"`{part.name}` makes {width} features of {WIDTH}."
+    yield judge_shape(part, out, given, (B, T, width), said, name=part.name, hint=part.hint)
 
 
 def _buffer(trial: Trial, part: StepPart) -> Iterator[Finding]:
@@ -60,11 +57,8 @@ def _shape(trial: Trial, part: StepPart) -> Iterator[Finding]:
     """What comes out has the right shape."""
     given, want = (B, T, WIDTH), (B, T, WIDTHS.get(part.owner, WIDTH))
     out = trial.made[part.owner](torch.randn(given))
-    if shape_of(out) == str(want):
-        yield passed(part.rule, f"`{part.owner}` makes {want} of {given}.")
-        return
-    words = {"name": part.owner, "got": shape_of(out), "given": given, "want": want}
-    yield found(part.rule, "shape", **words)
+    said = f"`{part.owner}` makes {want} of {given}."
+    yield judge_shape(part, out, given, want, said, name=part.owner)
 
 
 def _heads(trial: Trial, part: StepPart) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
 
 
 class Broken(Exception):
-    """What is to be checked cannot be built or called; `finding` says why."""
+    """What is to be checked cannot be imported, built or called; `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)

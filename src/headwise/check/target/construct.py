@@ -148,15 +148,14 @@ def build(
         ValueError: an argument that has to be asked for.
         Exception: whatever the constructor raises.
     """
-    parameters = signature(factory)
-    sizes = _learnt(sizes, factory, parameters, args, given)
-    kwargs = _work_out(factory, parameters, args, given, sizes)
+    made = _Constructor(factory, args, given)
+    sizes = made.learn(sizes)
+    kwargs = made.work_out(sizes)
     try:
         thing = factory(*args, **kwargs)
     except Missing as missing:
-        name = missing.args[0]
-        raise ValueError(_question(factory, [name], "config field")) from None
-    named = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
+        raise made.question([missing.args[0]], "config field") from None
+    named = made.placed | kwargs
     return thing, named, _by_role(_flat(named))
 
 
@@ -199,68 +198,89 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _learnt(
-    sizes: BuildSizes,
-    factory: Callable[..., Any],
-    parameters: list[inspect.Parameter],
-    args: tuple[Any, ...],
-    given: Mapping[str, Any],
-) -> BuildSizes:
-    """The sizes, with those that stand among the arguments under other names."""
-    named = dict(zip((p.name for p in parameters), args, strict=False)) | dict(given)
-    numbers = _by_role(pair for pair in _flat(named) if _is_number(pair[1]))
-    pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
-    pairs |= {"head_dim": "head_dim", "context_length": "context"}
-    known = {
-        name: numbers.get(role) for name, role in pairs.items() if getattr(sizes, name) is None
-    }
-    grouped = any(building_role(parameter.name) == "kv_heads" for parameter in parameters)
-    return dataclasses.replace(sizes, **known).settle(grouped)
-
-
 SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"}
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 
-def _work_out(
-    factory: Callable[..., Any],
-    parameters: list[inspect.Parameter],
-    args: tuple[Any, ...],
-    given: Mapping[str, Any],
-    sizes: BuildSizes,
-) -> dict[str, Any]:
-    kwargs: dict[str, Any] = {}
-    rest = dict(given)
-    unknown: list[str] = []
-    free = False
-    for parameter in parameters[len(args) :]:
-        name, role = parameter.name, building_role(parameter.name)
-        if parameter.kind is parameter.VAR_KEYWORD:
-            free = True
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        required = parameter.default is parameter.empty
-        if name in rest:
-            kwargs[name] = rest.pop(name)
-        elif role == "config" and required:
-            kwargs[name], rest = _config(factory, parameter, sizes, rest), {}
-        elif role == "config":
-            continue
-        elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
-            value = sizes.value(role)
-            if value is not Unknown:
-                kwargs[name] = value
-        elif required:
-            unknown.append(name)
-    if unknown:
-        raise ValueError(_question(factory, unknown, "argument"))
-    if rest and not free:
-        known = ", ".join(p.name for p in parameters) or "none"
-        raise ValueError(
-            f"check({name_of(factory)}, {shown(rest)}): the constructor has no argument "
-            f"{', '.join(rest)}; it has {known}"
+@dataclass
+class _Constructor:
+    """A class or factory, and what of its call is given."""
+
+    factory: Callable[..., Any]
+    args: tuple[Any, ...]
+    given: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.parameters = signature(self.factory)
+        self.names = [parameter.name for parameter in self.parameters]
+        self.placed = dict(zip(self.names, self.args, strict=False))
+
+    def learn(self, sizes: BuildSizes) -> BuildSizes:
+        """The sizes, with those that stand among the arguments under other names."""
+        given = _flat({**self.placed, **self.given})
+        numbers = _by_role(pair for pair in given if _is_number(pair[1]))
+        pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+        pairs |= {"head_dim": "head_dim", "context_length": "context"}
+        unknown = [name for name in pairs if getattr(sizes, name) is None]
+        known = {name: numbers.get(pairs[name]) for name in unknown}
+        grouped = any(building_role(name) == "kv_heads" for name in self.names)
+        return dataclasses.replace(sizes, **known).settle(grouped)
+
+    def work_out(self, sizes: BuildSizes) -> dict[str, Any]:
+        """The arguments by name: those that are given, and those that their names tell."""
+        kwargs, rest, unknown, free = {}, dict(self.given), [], False
+        for parameter in self.parameters[len(self.args) :]:
+            name, role = parameter.name, building_role(parameter.name)
+            if parameter.kind is parameter.VAR_KEYWORD:
+                free = True
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            required = parameter.default is parameter.empty
+            if name in rest:
+                kwargs[name] = rest.pop(name)
+            elif role == "config" and required:
+                kwargs[name], rest = self._config(name, sizes, rest), {}
+            elif role == "config":
+                continue
+            elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
+                value = sizes.value(role)
+                if value is not Unknown:
+                    kwargs[name] = value
+            elif required:
+                unknown.append(name)
+        if unknown:
+            raise self.question(unknown, "argument")
+        if rest and not free:
+            known = ", ".join(self.names) or "none"
+            raise ValueError(
+                f"check({name_of(self.factory)}, {shown(rest)}): the constructor has no argument "
+                f"{', '.join(rest)}; it has {known}"
+            )
+        return kwargs | rest
+
+    def _config(self, name: str, sizes: BuildSizes, given: Mapping[str, Any]) -> Any:
+        """The configuration: of the annotated class if it has one, else one that answers to all."""
+        try:
+            target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
+            kind = typing.get_type_hints(target).get(name)
+        except Exception:  # an annotation that cannot be read is no annotation
+            kind = None
+        if not inspect.isclass(kind) or not _can_be_built(kind):
+            return Config(sizes, given)
+        made = _Constructor(kind, (), given)
+        kwargs = made.work_out(sizes)
+        return kind(**{name: value for name, value in kwargs.items() if name in made.names})
+
+    def question(self, unknown: list[str], what: str) -> ValueError:
+        """What has to be asked for."""
+        name, plural = name_of(self.factory), "s" if len(unknown) > 1 else ""
+        call = ", ".join(f"{one}=…" for one in unknown)
+        flags = " ".join(f"--{one} …" for one in unknown)
+        return ValueError(
+            f"check({name}): what is to be given for the {what}{plural} {', '.join(unknown)} "
+            f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
+            f"the command line {flags}"
         )
-    return kwargs | rest
 
 
 def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
@@ -277,42 +297,10 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     return role in SET_ALWAYS and default is not None
 
 
-def _config(
-    factory: Callable[..., Any],
-    parameter: inspect.Parameter,
-    sizes: BuildSizes,
-    given: Mapping[str, Any],
-) -> Any:
-    """The configuration: of the annotated class if there is one, else one that answers to all."""
-    try:
-        target = factory.__init__ if inspect.isclass(factory) else factory
-        kind = typing.get_type_hints(target).get(parameter.name)
-    except Exception:  # an annotation that cannot be read is no annotation
-        kind = None
-    if inspect.isclass(kind) and _can_be_built(kind):
-        parameters = signature(kind)
-        names = {p.name for p in parameters}
-        kwargs = _work_out(kind, parameters, (), {k: v for k, v in given.items()}, sizes)
-        return kind(**{name: value for name, value in kwargs.items() if name in names})
-    return Config(sizes, given)
-
-
 def _can_be_built(kind: type) -> bool:
     """Whether an annotation names a class of its own, not a dictionary or a protocol."""
     known = kind.__module__ in ("builtins", "typing") or issubclass(kind, Mapping)
     return not known and not getattr(kind, "_is_protocol", False)
-
-
-def _question(factory: Callable[..., Any], names: Iterable[str], what: str) -> str:
-    name, unknown = name_of(factory), list(names)
-    plural = "s" if len(unknown) > 1 else ""
-    call = ", ".join(f"{one}=…" for one in unknown)
-    flags = " ".join(f"--{one} …" for one in unknown)
-    return (
-        f"check({name}): what is to be given for the {what}{plural} {', '.join(unknown)} cannot "
-        f"be worked out from the name{plural}; give it: hw.check({name}, {call}), or on the "
-        f"command line {flags}"
-    )
 
 
 def name_of(thing: Any) -> str:
