@@ -15,64 +15,44 @@ from torch.overrides import TorchFunctionMode
 from ..findings.rules import ALL
 from ..target.checked_target import Target, is_users
 
+FUSED = "scaled_dot_product_attention"
+
 
 @dataclass(frozen=True)
 class LineCall:
-    """One call of PyTorch's, and the line of the user's file that made it."""
+    """One call of PyTorch's, and the line of the user's file that made it, if one did."""
 
     name: str
-    file: str
-    line: int
+    place: tuple[str, int] | None
     square: bool  # whether its result is [..., T, T], as scores and weights are
+    drops: bool  # whether it drops numbers
 
 
-class Lines(TorchFunctionMode):
-    """Records the calls that a forward pass makes from files that are not libraries'."""
+class Calls(TorchFunctionMode):
+    """Records the calls that a forward pass makes, and switches off those that drop numbers."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, dropless: bool = False) -> None:
         super().__init__()
-        self.tokens = tokens
-        self.calls: list[LineCall] = []
+        self.tokens, self.dropless = tokens, dropless
+        self.made: list[LineCall] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        place = _users_line()
-        if place is not None:
-            square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
-            self.calls.append(LineCall(_name(func), *place, square))
-        return result
-
-
-class Dropouts(TorchFunctionMode):
-    """Records calls that drop numbers, and switches them off where asked to."""
-
-    def __init__(self, off: bool) -> None:
-        super().__init__()
-        self.off = off
-        self.dropped: list[tuple[str, str]] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = _name(func)
-        if "dropout" in name:
-            working = kwargs.get("training", args[2] if len(args) > 2 else True)
-            if working and self.off:
-                return args[0] if args else kwargs["input"]
-            if working:
-                self.dropped.append((f"F.{name}", _quoted(_users_line())))
-        if name == "scaled_dot_product_attention":
+        name, kwargs = _name(func), dict(kwargs or {})
+        if name == FUSED:
             kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            args = args[:3]
-            if kwargs.get("dropout_p", 0.0) > 0.0:
-                if self.off:
-                    kwargs["dropout_p"] = 0.0
-                else:
-                    self.dropped.append((name, _quoted(_users_line())))
-        return func(*args, **kwargs)
+            args, drops = args[:3], kwargs.get("dropout_p", 0.0) > 0.0
+            kwargs |= {"dropout_p": 0.0} if drops and self.dropless else {}
+        else:
+            training = kwargs.get("training", args[2] if len(args) > 2 else True)
+            drops = "dropout" in name and bool(training)
+            if drops and self.dropless:
+                return args[0] if args else kwargs["input"]
+        result = func(*args, **kwargs)
+        square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
+        self.made.append(LineCall(name, _users_line(), square, drops))
+        return result
 
 
 def lines_of(subject: Target, x: Tensor, rule: str) -> str:
@@ -81,20 +61,19 @@ def lines_of(subject: Target, x: Tensor, rule: str) -> str:
     if not suspects:
         return ""
     try:
-        with Lines(x.shape[1]) as seen:
+        with Calls(x.shape[1]) as calls:
             subject(x)
     except Exception:  # where it fails there is nothing to quote
         return ""
     for name in suspects["calls"]:
-        square = suspects.get("square", False) and name != "scaled_dot_product_attention"
-        calls = [call for call in seen.calls if call.name == name and (call.square or not square)]
-        if calls:
-            call = calls[-1 if suspects.get("last") else 0]
-            return _quoted((call.file, call.line))
+        square = suspects.get("square", False) and name != FUSED
+        fits = [call for call in calls.made if call.name == name and (call.square or not square)]
+        if places := [call.place for call in fits if call.place is not None]:
+            return quoted(places[-1 if suspects.get("last") else 0])
     return ""
 
 
-def _quoted(place: tuple[str, int] | None) -> str:
+def quoted(place: tuple[str, int] | None) -> str:
     if place is None:
         return ""
     code = linecache.getline(*place).strip()

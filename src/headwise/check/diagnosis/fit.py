@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..target.checked_target import Target
-from .call_lines import Dropouts
+from .call_lines import Calls
 from .projections import Matrix, Projections, Unreadable, read
 from .variants import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
 
@@ -123,7 +123,7 @@ def _seen(variant: Variant, x: Tensor) -> Tensor:
 
 def undropped(subject: Target, x: Tensor, drops: bool) -> Tensor:
     """What a subject gives; with `drops`, everything that drops numbers switched off."""
-    with Dropouts(off=True) if drops else nullcontext():
+    with Calls(x.shape[1], dropless=True) if drops else nullcontext():
         return subject(x)
 
 

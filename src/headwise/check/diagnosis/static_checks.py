@@ -9,7 +9,7 @@ from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.introspect import unregistered
-from .call_lines import Dropouts
+from .call_lines import FUSED, Calls, LineCall, quoted
 from .projections import Projections
 
 
@@ -18,19 +18,19 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     trial = subject.dropping() or subject.fresh()
     x = trial.input(tokens=min(7, trial.context_length or 7))
 
-    def differs(off: bool) -> tuple[bool, list[tuple[str, str]]]:
-        with Dropouts(off=off) as calls:
+    def differs(dropless: bool) -> tuple[bool, list[LineCall]]:
+        with Calls(x.shape[1], dropless) as calls:
             once, again = trial(x).nan_to_num(), trial(x).nan_to_num()
-        return not torch.equal(once, again), calls.dropped
+        return not torch.equal(once, again), [call for call in calls.made if call.drops]
 
     try:
-        random, dropped = differs(off=False)
-        if not random or not dropped or differs(off=True)[0]:
+        random, dropping = differs(dropless=False)
+        if not random or not dropping or differs(dropless=True)[0]:
             return [], False
     except Exception:
         return [], False
-    call, line = dropped[0]
-    way = "fused" if call == "scaled_dot_product_attention" else "called"
+    name, line = dropping[0].name, quoted(dropping[0].place)
+    way, call = ("fused", name) if name == FUSED else ("called", f"F.{name}")
     return [found("dropout-in-eval", way, call=call, line=line)], True
 
 

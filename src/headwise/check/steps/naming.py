@@ -66,7 +66,7 @@ def from_heads(q: Tensor, k: Tensor, v: Tensor) -> Give:
 
 
 def heads_reading(q: Tensor) -> Projections:
-    """BuildSizes for words where there are no projections."""
+    """Sizes for words where there are no projections."""
     heads, dim = q.shape[1], q.shape[-1]
     names = {"q": "query", "k": "key", "v": "value"}
     sources = tuple(Matrix(name, part, torch.empty(0, 0)) for part, name in names.items())

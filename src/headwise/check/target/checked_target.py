@@ -13,6 +13,7 @@ import linecache
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -346,7 +347,9 @@ def told(error: BaseException) -> str:
     return f"{said} (line {own[-1].lineno} of {Path(own[-1].filename).name}{code})"
 
 
+@cache
 def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor ours."""
     here = str(Path(__file__).parents[1])
     inside = ("site-packages", "dist-packages", "<frozen", "<@beartype", here)
     standard = str(Path(inspect.__file__).parent)

@@ -309,7 +309,7 @@ def name_of(thing: Any) -> str:
 
 
 def facts(thing: Any) -> dict[str, Any]:
-    """BuildSizes that an object tells by its attributes, its config's and its children's, by role.
+    """Sizes that an object tells by its attributes, its config's and its children's, by role.
 
     >>> facts(nn.MultiheadAttention(24, 3))["heads"]
     3
