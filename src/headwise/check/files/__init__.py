@@ -11,7 +11,8 @@ import ast
 import linecache
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..target.checked_target import Broken
 from .loading import CHECKING, IMPORTING, chosen, ended_by, load, thing_name
 from .sandbox import CodeLine, Limits, Outcome, run
 
+Send = Callable[[dict[str, Any]], None]
 Report = Callable[[float], object]
 SAID = 6  # lines that are shown of what a file printed before it ended
 
@@ -142,22 +144,31 @@ def _at(where: list[CodeLine], path: Path) -> str:
 
 
 def _child(
-    send: Callable[[dict[str, Any]], None],
+    send: Send,
     file: str,
     name: str | None,
     arguments: Mapping[str, Any],
 ) -> None:
     path = Path(file)
-    try:
+    with telling(send, path):
         module = load(path)
-        thing = chosen(module, path, name)
-        send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
-        verdict = check(thing, **arguments)
-        send({"verdict": verdict.to_json(), "subject": verdict.subject})
-    except Broken as error:
-        send(alone(error.finding))
-    except ValueError as error:
-        send({"refused": f"{path.name}: {error}"})
+        try:
+            thing = chosen(module, path, name)
+            send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
+            verdict = check(thing, **arguments)
+        except ValueError as error:
+            send({"refused": f"{path.name}: {error}"})
+        else:
+            send({"verdict": verdict.to_json(), "subject": verdict.subject})
+
+
+@contextmanager
+def telling(send: Send, path: Path) -> Iterator[None]:
+    """Send what ends a check of the file as a finding."""
+    try:
+        yield
+    except Broken as broken:
+        send(alone(broken.finding))
     except MemoryError:
         raise
     except BaseException as error:

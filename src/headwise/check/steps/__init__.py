@@ -16,24 +16,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
-from ..files import Report, alone, judged, split_target
-from ..files.loading import IMPORTING, ended_by, load, parsed
+from ..files import Report, Send, alone, judged, split_target, telling
+from ..files.loading import IMPORTING, load, parsed
 from ..files.sandbox import Limits, run
 from ..files.syntax import Blank, Source
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
-from ..target.checked_target import Broken
 from .base import Step, StepPart, Trial
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
-
-Send = Callable[[dict[str, Any]], None]
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 
@@ -113,23 +109,13 @@ def usual_limits(name: str, target: str) -> Limits:
 
 def _child(send: Send, file: str, name: str) -> None:
     path = Path(file)
-    try:
+    with telling(send, path):
         source = parsed(path)
-    except Broken as error:
-        send(alone(error.finding))
-        return
-    step = _variant(name, source)
-    send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
-    trial = Trial(step, source, path, _names(step, source))
-    for finding in _read(trial):
-        send(alone(finding))
-    try:
-        for finding in _run(trial, send):
+        step = _variant(name, source)
+        send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
+        trial = Trial(step, source, path, _names(step, source))
+        for finding in chain(_read(trial), _run(trial, send)):
             send(alone(finding))
-    except MemoryError:
-        raise
-    except BaseException as error:
-        send(alone(ended_by(error, path)))
 
 
 def _variant(name: str, source: Source) -> Step:
@@ -194,11 +180,7 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         yield from _unused(trial)
         yield skipped("step-whole", f"Only the syntax was read: {reason}.")
         return
-    try:
-        trial.module = load(trial.path)
-    except Broken as error:
-        yield error.finding
-        return
+    trial.module = load(trial.path)
     for part in step.parts:
         if part.test is None or part.name in trial.waiting:
             continue
