@@ -6,8 +6,33 @@ from ..findings.rules import skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import UnusableResult
 from ..target.checked_target import Target
-from . import advice, arguments, behaviour, robustness
+from .advice import assert_, buffer, context, half, heads_divide, init, parameter_count
+from .arguments import cache, cross, mask, padding
+from .behaviour import (
+    batch,
+    causality,
+    equal_tokens,
+    finite,
+    gradients,
+    large_inputs,
+    one_token,
+    order,
+    past_used,
+    prefix,
+    shape,
+    weights,
+)
 from .probe_context import Failed, Probe, ProbeContext
+from .robustness import (
+    contiguous,
+    deterministic,
+    dropout,
+    input_kept,
+    move,
+    registered,
+    reload,
+    train_eval,
+)
 
 
 def _by_rule(*probes: Probe) -> dict[str, Probe]:
@@ -15,41 +40,41 @@ def _by_rule(*probes: Probe) -> dict[str, Probe]:
     return {probe.__name__.strip("_").replace("_", "-"): probe for probe in probes}
 
 
-FIRST = _by_rule(behaviour.shape, behaviour.finite, robustness.deterministic)
+FIRST = _by_rule(shape, finite, deterministic)
 """Where one of these fails, numbers are not compared any more."""
 
 NUMBERS = _by_rule(
-    behaviour.causality,
-    behaviour.past_used,
-    behaviour.prefix,
-    behaviour.batch,
-    behaviour.equal_tokens,
-    behaviour.one_token,
-    behaviour.order,
-    behaviour.weights,
-    arguments.mask,
-    arguments.padding,
-    arguments.cross,
-    arguments.cache,
-    behaviour.gradients,
-    behaviour.large_inputs,
-    robustness.input_kept,
-    robustness.contiguous,
-    robustness.reload,
-    robustness.train_eval,
-    robustness.dropout,
-    advice.half,
-    advice.context,
+    causality,
+    past_used,
+    prefix,
+    batch,
+    equal_tokens,
+    one_token,
+    order,
+    weights,
+    mask,
+    padding,
+    cross,
+    cache,
+    gradients,
+    large_inputs,
+    input_kept,
+    contiguous,
+    reload,
+    train_eval,
+    dropout,
+    half,
+    context,
 )
 
 ALWAYS = _by_rule(
-    robustness.registered,
-    robustness.move,
-    advice.heads_divide,
-    advice.init,
-    advice.parameter_count,
-    advice.buffer,
-    advice.assert_,
+    registered,
+    move,
+    heads_divide,
+    init,
+    parameter_count,
+    buffer,
+    assert_,
 )
 
 PROBES = {**FIRST, **NUMBERS, **ALWAYS}
