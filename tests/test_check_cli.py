@@ -235,11 +235,11 @@ def test_files_beside_it_packages_and_borrowed_names(
 ) -> None:
     write(
         tmp_path,
-        "from dataclasses import dataclass\n@dataclass\nclass BuildSizes:\n    width: int = 24\n",
+        "from dataclasses import dataclass\n@dataclass\nclass Sizes:\n    width: int = 24\n",
         "sizes.py",
     )
-    text = "from sizes import BuildSizes\n" + RIGHT.replace(
-        "d_model, n_heads)", "d_model=BuildSizes.width, n_heads=3)", 1
+    text = "from sizes import Sizes\n" + RIGHT.replace(
+        "d_model, n_heads)", "d_model=Sizes.width, n_heads=3)", 1
     )
     assert checked(capsys, write(tmp_path, text, "math.py"))["passed"]
     write(tmp_path, "", "outer/__init__.py")
@@ -308,7 +308,11 @@ WORST = {
         "at line 2.*'Modul' is not",
     ),
     "missing module": ("import step_01\n", "file-import", "No module named 'step_01'"),
-    "raises": ("1 / 0\n", "file-import", r"line 1: `1 / 0`: ZeroDivisionError: division by zero\.$"),
+    "raises": (
+        "1 / 0\n",
+        "file-import",
+        r"line 1: `1 / 0`: ZeroDivisionError: division by zero\.$",
+    ),
     "asks": ("name = input('who? ')\n", "file-import", "EOFError"),
     "interrupts": (called("raise KeyboardInterrupt"), "file-call", "KeyboardInterrupt"),
     "is no Python": ("def f(:\n    pass\n", "file-syntax", r"Line 1 is not Python: .*`def f\(:`"),
