@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
-from headwise.check.building import Config, Sizes
-from headwise.check.rules import RULES
-from headwise.check.subject import Broken
-from headwise.check.taking import take
+from headwise.check.findings.rules import RULES
+from headwise.check.target.checked_target import Broken
+from headwise.check.target.construct import BuildSizes, Config
+from headwise.check.target.resolve import resolve
 from headwise.layers.attention import MultiHeadAttention
 from headwise.testing import assert_attention
 from headwise.tutorial.implementations.per_head import CausalAttention, NotebookCausalAttention
@@ -84,18 +84,18 @@ def named(*names: str) -> type[Attention]:
     ],
 )
 def test_arguments_are_worked_out_from_their_names(names: tuple[str, ...]) -> None:
-    subject = take(named(*names))
+    subject = resolve(named(*names))
     assert (subject.embed_dim, subject.num_heads, subject.out_dim) == (24, 3, 24)
     assert subject.causal
-    wished = take(named(*names), embed_dim=20, num_heads=4)
+    wished = resolve(named(*names), embed_dim=20, num_heads=4)
     assert (wished.embed_dim, wished.num_heads) == (20, 4)
 
 
 def test_own_names_and_positions_are_heeded() -> None:
-    assert take(named("dim", "heads"), dim=30).embed_dim == 30
-    assert take(named("dim", "heads"), 30, 5).num_heads == 5
-    assert take(named("dim", "heads"), num_heads=8).embed_dim == 40  # H = D would hide mistakes
-    assert take(named("dim", "heads"), embed_dim=9).num_heads != 3
+    assert resolve(named("dim", "heads"), dim=30).embed_dim == 30
+    assert resolve(named("dim", "heads"), 30, 5).num_heads == 5
+    assert resolve(named("dim", "heads"), num_heads=8).embed_dim == 40  # H = D would hide mistakes
+    assert resolve(named("dim", "heads"), embed_dim=9).num_heads != 3
 
 
 def test_a_configuration_answers_to_every_name() -> None:
@@ -114,15 +114,15 @@ def test_a_configuration_answers_to_every_name() -> None:
             self.build(config.n_embd, config.flavour)
 
     for layer in (ByAttribute, ByKey):
-        subject = take(layer)
+        subject = resolve(layer)
         assert (subject.embed_dim, subject.num_heads) == (24, 3)
-        assert take(layer, num_heads=4).num_heads == 4
-    assert "n_embd=24" in take(ByAttribute).name
+        assert resolve(layer, num_heads=4).num_heads == 4
+    assert "n_embd=24" in resolve(ByAttribute).name
     with pytest.raises(ValueError, match=r"config field flavour .* give it: .*flavour=…"):
-        take(Asking)
-    assert take(Asking, flavour=3, num_heads=3).embed_dim == 24
+        resolve(Asking)
+    assert resolve(Asking, flavour=3, num_heads=3).embed_dim == 24
     mine = {"emb_dim": 30, "n_heads": 5, "context_length": 4}
-    subject = take(ByKey, cfg=mine)
+    subject = resolve(ByKey, cfg=mine)
     assert (subject.embed_dim, subject.num_heads, subject.context_length) == (30, 5, 4)
 
 
@@ -139,14 +139,14 @@ def test_an_annotated_configuration_is_built() -> None:
             self.build(config.n_embd, config.n_head, config.bias)
 
     Typed.__init__.__annotations__["config"] = Options
-    subject = take(Typed)
+    subject = resolve(Typed)
     assert (subject.embed_dim, subject.num_heads) == (24, 3)
     assert isinstance(subject.module, Typed)
     assert subject.module.to_q.bias is None  # a default that nobody overrides stays
 
 
 def test_a_config_copies_and_knows_what_it_was_asked() -> None:
-    config = Config(Sizes(24, 3), {"flavour": "dark"})
+    config = Config(BuildSizes(24, 3), {"flavour": "dark"})
     assert config.flavour == config["flavour"] == "dark"
     assert dict(config) == {"flavour": "dark"}
     with pytest.raises(AttributeError, match="no field 'taste'"):
@@ -204,11 +204,11 @@ def test_a_call_that_wants_more_is_asked_for() -> None:
 
 def test_an_instance_needs_nothing_else() -> None:
     layer = MultiHeadAttn(d_in=20, d_out=30, context_length=5, dropout=0.1, num_heads=5)
-    subject = take(layer)
+    subject = resolve(layer)
     sizes = (subject.embed_dim, subject.out_dim, subject.num_heads, subject.context_length)
     assert sizes == (20, 30, 5, 5)
     assert check(layer, embed_dim=20, num_heads=5, causal=True).passed
-    assert take(CausalAttention(6, 4, 9, 0.0)).num_heads == 1
+    assert resolve(CausalAttention(6, 4, 9, 0.0)).num_heads == 1
 
 
 def test_layers_of_other_dtypes_and_compiled_ones() -> None:
@@ -260,7 +260,7 @@ def test_a_layer_that_cannot_be_copied_deeply_is_checked_too() -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_the_layout_is_found(batch_first: bool) -> None:
-    subject = take(nn.MultiheadAttention(24, 3, batch_first=batch_first))
+    subject = resolve(nn.MultiheadAttention(24, 3, batch_first=batch_first))
     assert subject.caller.layout == ("batch" if batch_first else "time")
 
     class TimeFirst(Attention):
@@ -270,7 +270,7 @@ def test_the_layout_is_found(batch_first: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.attend(x.transpose(0, 1)).transpose(0, 1)
 
-    turned = take(TimeFirst)
+    turned = resolve(TimeFirst)
     assert turned.caller.layout == "time"
     assert turned.causal
     assert any("[T, B, E]" in note for note in turned.notes)
@@ -287,7 +287,7 @@ def test_one_sequence_at_a_time_is_found() -> None:
             weights = torch.softmax(self.q(x) @ self.k(x).T / self.k.out_features**0.5, dim=-1)
             return weights[:, :tokens] @ self.v(x)
 
-    subject = take(Single)
+    subject = resolve(Single)
     assert subject.caller.layout == "single"
     assert check(Single).passed
 
@@ -321,7 +321,7 @@ def three_axes(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     ],
 )
 def test_functions_of_q_k_and_v(function: Any, axes: str) -> None:
-    subject = take(function)
+    subject = resolve(function)
     assert subject.axes == axes
     assert subject.projections is not None
     assert check(function).passed
@@ -341,12 +341,12 @@ def test_a_function_of_x_and_an_object_with_a_call() -> None:
 
 
 def test_masks_are_passed_as_they_are_understood() -> None:
-    hidden = take(heads_first)
+    hidden = resolve(heads_first)
     assert hidden.mask_form is not None
     assert hidden.mask_form.kind == "hidden"
     assert hidden.causal_from == "mask"
     assert "True where a key is hidden" in hidden.notes[-1]
-    plain = take(heads_first, causal=False)
+    plain = resolve(heads_first, causal=False)
     assert (plain.causal, plain.mask_form) == (False, None)
 
     class Insisting(Attention):
@@ -375,9 +375,9 @@ def test_causality_is_seen_named_or_unknown() -> None:
     class CausalLeaking(Leaking):
         pass
 
-    assert take(named("dim", "heads")).causal_from == "seen"
-    assert take(Leaking).causal_from == "unknown"
-    assert take(CausalLeaking).causal_from == "named"
+    assert resolve(named("dim", "heads")).causal_from == "seen"
+    assert resolve(Leaking).causal_from == "unknown"
+    assert resolve(CausalLeaking).causal_from == "named"
     assert check(Leaking).passed
     assert not check(Leaking, causal=True).passed
     assert not check(CausalLeaking).passed
@@ -423,7 +423,7 @@ def test_what_cannot_be_built_or_called_ends_in_a_verdict() -> None:
     assert "self.to_q(x) @ self.to_k(x)" in verdict.findings[0].message
     assert verdict.findings[0].hint
     with pytest.raises(Broken):
-        take(Uncalled)
+        resolve(Uncalled)
 
 
 def test_a_verdict_survives_json() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import Finding, check
-from headwise.check.calling import KINDS, SHAPES, MaskForm
-from headwise.check.joining import joined
-from headwise.check.names import building_role, calling_role
-from headwise.check.taking import take
+from headwise.check.findings.triage import joined
+from headwise.check.target.call_adapter import KINDS, SHAPES, MaskForm
+from headwise.check.target.names import building_role, calling_role
+from headwise.check.target.resolve import resolve
 
 UNDERSTOOD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "may": lambda scores, mask: scores.masked_fill(~mask, -torch.inf),
@@ -91,7 +91,7 @@ def masked(kind: str, shape: str, argument: str) -> type[Layer]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", UNDERSTOOD)
 def test_every_form_of_a_causal_mask_is_found(kind: str, shape: str) -> None:
-    subject = take(masked(kind, shape, "attn_mask"))
+    subject = resolve(masked(kind, shape, "attn_mask"))
     assert subject.causal
     assert subject.mask_form is not None
     assert subject.mask_form.argument == "attn_mask"
@@ -123,9 +123,9 @@ def test_lengths_and_flags_are_passed() -> None:
             return self.attend(x, causal) if is_causal else self.attend(x)
 
     assert "how many tokens" in check(Lengths)["padding"].message
-    subject = take(Flag)
+    subject = resolve(Flag)
     assert (subject.causal, subject.causal_from) == (True, "mask")
-    assert not take(Flag, causal=False).causal
+    assert not resolve(Flag, causal=False).causal
 
 
 def test_the_nearest_form_is_taken_where_none_hides_everything() -> None:
@@ -135,7 +135,7 @@ def test_the_nearest_form_is_taken_where_none_hides_everything() -> None:
                 return self.attend(x)
             return self.attend(x, lambda s: s.masked_fill(mask == 0, 0.0))
 
-    subject = take(ZeroFill)
+    subject = resolve(ZeroFill)
     assert subject.mask_form is not None
     assert subject.mask_form.kind == "may"
     verdict = check(ZeroFill)
@@ -245,7 +245,7 @@ def test_a_small_room_is_found() -> None:
             lower = self.get_buffer("lower")[: x.shape[1], : x.shape[1]]
             return self.attend(x, lambda scores: scores.masked_fill(lower == 0, -torch.inf))
 
-    subject = take(Small)
+    subject = resolve(Small)
     assert subject.most_tokens == 4
     assert subject.input().shape == (2, 4, 24)
     assert check(Small).passed
@@ -259,7 +259,7 @@ def test_results_of_every_shape_are_read() -> None:
             out = self.o((weights @ v).transpose(1, 2).flatten(2))
             return {"weights": weights, "nothing": None, "out": [out]}
 
-    subject = take(Reversed)
+    subject = resolve(Reversed)
     assert subject.out_dim == 24
     weights = subject.weights(subject.input())
     assert weights is not None

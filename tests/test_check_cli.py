@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -10,14 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 
 from headwise.check.files import check_file, literal, split_target
-from headwise.check.lessons import ALL, lesson
-from headwise.check.sandbox import Limits, run
-from headwise.cli.main import main
+from headwise.check.files.sandbox import Limits, run
+from headwise.check.findings.rules import ALL, lesson
+from headwise.cli import main
 from sessions import pattern, sessions
 
 PAGE = Path(__file__).parents[1] / "docs" / "checking.md"
@@ -123,7 +125,7 @@ def test_the_shell_sees_the_exit_codes(tmp_path: Path) -> None:
 HEADS = """
 import torch
 from torch import nn
-from headwise.systems import per_head
+from headwise.tutorial.implementations import per_head
 
 class Head(per_head.CausalAttention):
     pass
@@ -306,7 +308,11 @@ WORST = {
         "at line 2.*'Modul' is not",
     ),
     "missing module": ("import step_01\n", "file-import", "No module named 'step_01'"),
-    "raises": ("1 / 0\n", "file-import", "at line 1: `1 / 0`: ZeroDivisionError"),
+    "raises": (
+        "1 / 0\n",
+        "file-import",
+        r"line 1: `1 / 0`: ZeroDivisionError: division by zero\.$",
+    ),
     "asks": ("name = input('who? ')\n", "file-import", "EOFError"),
     "interrupts": (called("raise KeyboardInterrupt"), "file-call", "KeyboardInterrupt"),
     "is no Python": ("def f(:\n    pass\n", "file-syntax", r"Line 1 is not Python: .*`def f\(:`"),
@@ -548,7 +554,7 @@ def test_limits_are_positive_and_jobs_end() -> None:
         with pytest.raises(ValueError, match=f"{name} must be over 0"):
             Limits(**{name: -1.0})
     told: list[float] = []
-    done = run("headwise.check.sandbox:_echo", {"text": "here"}, report=told.append)
+    done = run("headwise.check.files.sandbox:_echo", {"text": "here"}, report=told.append)
     assert (done.messages, done.ended, done.code) == (["here"], "done", 0)
     assert told == sorted(told) or len(told) > 1
 
@@ -565,6 +571,31 @@ def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == lesson("causality") + "\n"
     assert "did you mean causality" in refused(capsys, "--explain", "causalty")
     assert "takes nothing beside it" in refused(capsys, "--explain", "causality", "mine.py")
+
+
+def test_every_finding_has_its_words() -> None:
+    """Ways that the code names are in the table, with a word for every brace; and none is idle."""
+    source = Path(__file__).parents[1] / "src" / "headwise" / "check"
+    trees = [ast.parse(path.read_text("utf-8")) for path in source.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    named = 0
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id == "found":
+            rule, way, *_ = [getattr(argument, "value", None) for argument in call.args]
+            given = {keyword.arg for keyword in call.keywords}
+            if isinstance(rule, str) and isinstance(way, str):
+                words = ALL[rule].ways[way]
+                texts = [*Formatter().parse(words.message), *Formatter().parse(words.hint)]
+                needed = {re.split(r"[.\[]", field)[0] for _, field, _, _ in texts if field}
+                assert None in given or needed <= given, (rule, way)
+                named += 1
+    assert named > 60
+    said = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    for rule in ALL.values():
+        for way, words in rule.ways.items():
+            assert words.message, (rule.id, way)
+            assert way in said, (rule.id, way)
 
 
 def test_help_shows_an_example_and_the_limits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import headwise as hw
 from headwise.check import RULES, check
-from headwise.check.ingredients import rotations
-from headwise.check.mistakes import Mistake
-from headwise.check.oracle import Variant, error, rebuild
-from headwise.check.projections import Reading, Unreadable, parts_of, read
-from headwise.check.rearranged import mistakes
+from headwise.check.diagnosis.faults import Fault, faults
+from headwise.check.diagnosis.projections import Projections, Unreadable, parts_of, read
+from headwise.check.diagnosis.variants import Variant, error, rebuild
+from headwise.check.target.introspect import rotations
 from headwise.tutorial.implementations import fused, per_head, split, variants
 
 E, H, D, T = 20, 6, 5, 7
@@ -61,7 +60,7 @@ def test_rotary_positions_softcap_and_windows_are_rebuilt() -> None:
 # ---- the mistakes ----
 
 
-def readings() -> Iterator[tuple[str, Reading]]:
+def readings() -> Iterator[tuple[str, Projections]]:
     """A reading of each style, with biases, grouped heads and square matrices among them."""
     yield "grouped", read(some(num_kv_heads=2), E, H)
     torch.manual_seed(2)
@@ -75,15 +74,15 @@ def readings() -> Iterator[tuple[str, Reading]]:
     yield "per head", read(per_head.MultiHeadedAttentionWrapper(20, 8, 16, 0.0, 3).double(), 20)
 
 
-Outputs = list[tuple[Mistake, Tensor]]
+Outputs = list[tuple[Fault, Tensor]]
 
 
-def outputs(reading: Reading) -> tuple[Tensor, Outputs]:
+def outputs(reading: Projections) -> tuple[Tensor, Outputs]:
     """The right output for one input, and what every known mistake makes of it."""
     x = torch.randn(2, T, reading.embed_dim, dtype=torch.float64)
     base = Variant(mask="causal")
     found = []
-    for mistake in mistakes(reading, base):
+    for mistake in faults(reading, base):
         try:
             found.append((mistake, rebuild(reading, x, mistake.on(base))))
         except (RuntimeError, ValueError):
@@ -91,7 +90,7 @@ def outputs(reading: Reading) -> tuple[Tensor, Outputs]:
     return rebuild(reading, x, base), found
 
 
-def hides_enough(mistake: Mistake) -> bool:
+def hides_enough(mistake: Fault) -> bool:
     """Whether a number hides scores as small as those of this test."""
     fill = mistake.change.get("fill", "")
     return fill.startswith("-") and float(fill) <= -3
@@ -102,7 +101,7 @@ ALIKE = ({"√E", "√HD"}, {"E", "HD"})
 
 
 @pytest.mark.parametrize(("style", "reading"), list(readings()), ids=lambda value: str(value)[:10])
-def test_every_mistake_is_seen_and_told_from_all_others(style: str, reading: Reading) -> None:
+def test_every_mistake_is_seen_and_told_from_all_others(style: str, reading: Projections) -> None:
     right, found = outputs(reading)
     assert len(found) > 70
     seen: Outputs = []
@@ -120,10 +119,10 @@ def test_every_mistake_is_seen_and_told_from_all_others(style: str, reading: Rea
 
 
 @pytest.mark.parametrize(("style", "reading"), list(readings()), ids=lambda value: str(value)[:10])
-def test_words_can_be_filled_in(style: str, reading: Reading) -> None:
+def test_words_can_be_filled_in(style: str, reading: Projections) -> None:
     names = {part: reading.name(part) for part in "qkvo"}
     sizes = dict.fromkeys(("E", "H", "G", "R", "D", "Dv", "W", "T"), 5)
-    for mistake in mistakes(reading, Variant()):
+    for mistake in faults(reading, Variant()):
         for text in (mistake.message, mistake.hint):
             said = text.format(**names, **sizes)
             assert said.endswith((".", "`")), said

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.check import probes
-from headwise.check.rules import PROBE_RULES, RULES
-from headwise.check.taking import take
-from headwise.check.verdict import Finding
+from headwise.check.findings.rules import PROBE_RULES, RULES
+from headwise.check.findings.verdict import Finding
+from headwise.check.target.resolve import resolve
 
 
 class Right(nn.Module):
@@ -409,7 +409,7 @@ class CachedInFront(Cached):
 
 @functools.cache
 def results_of(thing: Any) -> list[Finding]:
-    return probes.run(take(thing))
+    return probes.run(resolve(thing))
 
 
 def found(thing: Any, rule: str) -> Finding:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from headwise.check.files import judged
-from headwise.check.sandbox import Limits, Run
+from headwise.check.files.sandbox import Limits, Outcome
+from headwise.check.files.syntax import Source
+from headwise.check.findings.verdict import Verdict
 from headwise.check.steps import STEPS, _child, check_step, template
-from headwise.check.syntax import Source
-from headwise.check.verdict import Verdict
-from headwise.cli.main import main
+from headwise.cli import main
 
 SYSTEMS = Path(__file__).parents[1] / "src" / "headwise" / "systems"
 SOLUTIONS = {
@@ -141,7 +141,7 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follow]:
         messages: list[Any] = []
         _child(messages.append, str(path), name)
         json.dumps(messages)
-        return judged(Run(messages), path, Limits())
+        return judged(Outcome(messages), path, Limits())
 
     yield run
     for name in set(sys.modules) - before:
@@ -504,7 +504,7 @@ def test_without_max_the_step_says_so_and_reads_the_syntax(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     messages = [json.loads(line) for line in done.stdout.splitlines()]
-    verdict = judged(Run(messages), path, Limits())
+    verdict = judged(Outcome(messages), path, Limits())
     assert "step gpt2-max, by its syntax alone" in verdict.subject
     assert "Modular MAX is not installed here" in verdict["step-whole"].message
     lines = [one.message for one in verdict.errors]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from headwise.check.findings.verdict import Verdict
 from headwise.check.steps import check_step, template
-from headwise.check.verdict import Verdict
 from headwise.tutorial.implementations import max_gpt2
 
 FILLED = {

@@ -7,20 +7,25 @@ diagnosis (which reads them), and joins what they found in a `Verdict`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .diagnosis import run as diagnose
-from .joining import joined
-from .probes import run as probe
-from .rules import RULES, explain
-from .subject import Broken
-from .taking import take
-from .verdict import Example, Finding, Verdict
+from .findings.verdict import Example, Finding, Verdict
+
+if TYPE_CHECKING:
+    from .findings.rules import RULES, explain
 
 __all__ = ["RULES", "Example", "Finding", "Verdict", "check", "explain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RULES", "explain"):  # their rows are read when somebody asks for them
+        from .findings import rules
+
+        return getattr(rules, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def check(
@@ -57,16 +62,20 @@ def check(
     >>> verdict.passed, verdict.findings
     (True, ())
     """
-    wishes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    from .diagnosis import run as diagnose
+    from .findings.triage import joined
+    from .probes import run as probe
+    from .target.checked_target import Broken
+    from .target.construct import name_of
+    from .target.resolve import resolve
+
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    arguments |= {**sizes, "causal": causal, "seed": seed, "call": call}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         try:
-            subject = take(thing, *args, causal=causal, seed=seed, call=call, **wishes, **arguments)
+            subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            return Verdict(_name(thing), (broken.finding,))
+            return Verdict(name_of(thing), (broken.finding,))
         results = joined(diagnose(subject), probe(subject))
         return Verdict(subject.name, results, tuple(subject.notes))
-
-
-def _name(thing: Any) -> str:
-    return getattr(thing, "__name__", None) or type(thing).__name__

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ..check.files import Report, check_file
-from ..check.lessons import lesson
-from ..check.sandbox import Limits
+from ..check.files.sandbox import Limits
+from ..check.findings.rules import lesson
+from ..check.findings.verdict import Verdict
 from ..check.steps import check_step, usual_limits, write_template
-from ..check.verdict import Verdict
 
 
 def command(

@@ -14,23 +14,22 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
-from ..files import Report, alone, judged, split_target
-from ..loading import IMPORTING, Unusable, ended_by, load, parsed
-from ..sandbox import Limits, run
-from ..syntax import Blank, Source
-from ..verdict import Finding, Verdict
-from .base import Part, Step, Test, Trial
+from ..files import Report, Send, alone, judged, split_target, telling
+from ..files.loading import IMPORTING, load, parsed
+from ..files.sandbox import Limits, run
+from ..files.syntax import Blank, Source
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Finding, Verdict
+from .base import Step, StepPart, Trial
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
-
-Send = Callable[[dict[str, Any]], None]
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 
@@ -110,23 +109,13 @@ def usual_limits(name: str, target: str) -> Limits:
 
 def _child(send: Send, file: str, name: str) -> None:
     path = Path(file)
-    try:
+    with telling(send, path):
         source = parsed(path)
-    except Unusable as error:
-        send(alone(error.finding))
-        return
-    step = _variant(name, source)
-    send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
-    trial = Trial(step, source, path, _names(step, source))
-    for finding in _read(trial):
-        send(alone(finding))
-    try:
-        for finding in _run(trial, send):
+        step = _variant(name, source)
+        send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
+        trial = Trial(step, source, path, _names(step, source))
+        for finding in chain(_read(trial), _run(trial, send)):
             send(alone(finding))
-    except MemoryError:
-        raise
-    except BaseException as error:
-        send(alone(ended_by(error, path)))
 
 
 def _variant(name: str, source: Source) -> Step:
@@ -150,42 +139,36 @@ def _read(trial: Trial) -> Iterator[Finding]:
     missing = {name: line for name, line in source.unbound.items() if name not in parts}
     for name, line in missing.items():
         hint = step.imports.get(name, f"Import or define `{name}` further up.")
-        said = f"Line {line} uses `{name}`, which the file neither imports nor defines."
-        yield Finding("step-imports", "error", said, hint)
+        yield found("step-imports", "unbound", name=name, line=line, hint=hint)
     trial.runs = not missing
     if not missing:
-        yield Finding("step-imports", "passed", "Every name that is used is imported or defined.")
+        yield passed("step-imports", "Every name that is used is imported or defined.")
     blank = False
     for part in step.parts:
-        owner, _, short = part.name.rpartition(".")
-        name = trial.names[part.name]
-        if owner and not source.has(trial.names[owner]):
+        name, owner = trial.names[part.name], trial.names.get(part.owner, "")
+        if owner and not source.has(owner):
             trial.waiting.append(part.name)  # its class is not there: said already
         elif not source.has(name):
             trial.waiting.append(part.name)
-            said = f"`{short}` is not there yet" + (
-                f" in `{trial.names[owner]}`." if owner else "."
-            )
-            yield Finding("step-parts", "error", said, part.hint)
-        left_over = source.blanks(name)
-        if left_over:
+            where = f" in `{owner}`" if owner else ""
+            yield found("step-parts", "missing", name=part.short, where=where, hint=part.hint)
+        if left_over := source.blanks(name):
             blank = True
             trial.waiting.append(part.name)
-            yield from _blanks(part, left_over)
+            yield from _blanks(part, step, left_over)
     if not blank:
-        yield Finding("step-blanks", "passed", "No placeholder is left.")
+        yield passed("step-blanks", "No placeholder is left.")
 
 
-def _blanks(part: Part, blanks: list[Blank]) -> Iterator[Finding]:
+def _blanks(part: StepPart, step: Step, blanks: list[Blank]) -> Iterator[Finding]:
     """A finding for each line that has blanks, with the hint that fits."""
     for line, row in groupby(blanks, key=lambda blank: blank.line):
         first, *others = row
-        said = f"Line {line}: {first.says}."
+        says, hint = first.says, step.blanks.get(first.local, part.hint)
         if others:
             names = [f"`{blank.local}`" for blank in (first, *others)]
-            said = f"Line {line}: {', '.join(names[:-1])} and {names[-1]} are still None."
-        hint = part.locals.get(first.local, part.hint)
-        yield Finding("step-blanks", "error", said, hint)
+            says = f"{', '.join(names[:-1])} and {names[-1]} are still None"
+        yield found("step-blanks", "blank", line=line, says=says, hint=hint)
 
 
 def _run(trial: Trial, send: Send) -> Iterator[Finding]:
@@ -195,13 +178,9 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
     if reason is not None:
         send({"subject": f"{trial.path.name}, step {step.name}, by its syntax alone"})
         yield from _unused(trial)
-        yield Finding("step-whole", "skipped", f"Only the syntax was read: {reason}.")
+        yield skipped("step-whole", f"Only the syntax was read: {reason}.")
         return
-    try:
-        trial.module = load(trial.path)
-    except Unusable as error:
-        yield error.finding
-        return
+    trial.module = load(trial.path)
     for part in step.parts:
         if part.test is None or part.name in trial.waiting:
             continue
@@ -209,19 +188,18 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         if needs:
             trial.waiting.append(part.name)
             names = " and ".join(f"`{_short(need, part)}`" for need in needs)
-            yield Finding(part.rule, "skipped", f"`{part.short}` waits for {names}.")
+            yield skipped(part.rule, f"`{part.short}` waits for {names}.")
             continue
         send({"phase": f"while `{part.short}` was tried"})
-        for finding in _tried(part.test, trial, part):
+        for finding in _tried(partial(part.test, trial, part), trial, part):
             if finding.severity == "error" and part.name not in trial.waiting:
                 trial.waiting.append(part.name)
             yield finding
     if trial.waiting:
-        said = "The whole is checked once every part is right."
-        yield Finding("step-whole", "skipped", said)
+        yield skipped("step-whole", "The whole is checked once every part is right.")
         return
     send({"phase": "while the whole was checked"})
-    yield from _tried(step.whole, trial, Part("the whole", "step-whole", ""))
+    yield from _tried(partial(step.whole, trial), trial, StepPart("the whole", "step-whole", ""))
 
 
 def _unused(trial: Trial) -> Iterator[Finding]:
@@ -236,10 +214,10 @@ def _unused(trial: Trial) -> Iterator[Finding]:
             yield Finding(part.rule, "warning", said, part.hint)
         else:
             said = f"`{part.short}` uses {', '.join(f'`{name}`' for name in part.uses)}."
-            yield Finding(part.rule, "passed", said)
+            yield passed(part.rule, said)
 
 
-def _needs(trial: Trial, part: Part) -> list[str]:
+def _needs(trial: Trial, part: StepPart) -> list[str]:
     """The unfinished parts that a part's code uses, and its class where that cannot be built."""
     source, owner = trial.source, part.name.rpartition(".")[0]
     if source.function(trial.names[part.name]) is None:  # a class or a layer: it is only built
@@ -258,15 +236,17 @@ def _needs(trial: Trial, part: Part) -> list[str]:
     return found
 
 
-def _short(need: str, part: Part) -> str:
+def _short(need: str, part: StepPart) -> str:
     owner, _, short = need.rpartition(".")
     return short if owner == part.name.rpartition(".")[0] else need
 
 
-def _tried(test: Test, trial: Trial, part: Part) -> Iterator[Finding]:
+def _tried(
+    test: Callable[[], Iterator[Finding]], trial: Trial, part: StepPart
+) -> Iterator[Finding]:
     """The test's findings; what it raises is one, too."""
     try:
-        yield from test(trial)
+        yield from test()
     except MemoryError:
         raise
     except Exception as error:

@@ -1,22 +1,27 @@
-"""What a step is made of, and what goes through it."""
+"""Hold what a step is made of, and what goes through it; the rows stand in `steps.toml`."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..syntax import Source
-from ..verdict import Finding
+from ..files.syntax import Source
+from ..findings.rules import found, passed
+from ..findings.verdict import Finding
 
+Shape = tuple[int, ...]
 # What a part's test yields: findings of the part's own rule, most often one.
-Test = Callable[["Trial"], Iterator[Finding]]
+Test = Callable[["Trial", "StepPart"], Iterator[Finding]]
+Whole = Callable[["Trial"], Iterator[Finding]]
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Something that a step asks for.
 
     Args:
@@ -25,7 +30,6 @@ class Part:
         hint: what is to be written there.
         test: how it is tried; None: it is enough that it is there, the whole shows the rest.
         also: other names that will do.
-        locals: hints for variables of the template that are still None.
         uses: parts that its code is expected to use; asked only where nothing can be run.
     """
 
@@ -34,8 +38,11 @@ class Part:
     hint: str
     test: Test | None = None
     also: tuple[str, ...] = ()
-    locals: Mapping[str, str] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def short(self) -> str:
@@ -50,6 +57,7 @@ class Step:
         name: as `--step` and `--new` take it.
         about: one line.
         parts: in the order in which one writes them.
+        blanks: hints for variables of the template that are still None.
         imports: the line that imports a name.
         whole: the last test, of everything together.
         refuses: says why nothing can be run here, or None.
@@ -57,10 +65,43 @@ class Step:
 
     name: str
     about: str
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
+    blanks: Mapping[str, str]
     imports: Mapping[str, str]
-    whole: Test
-    refuses: Callable[[], str | None] = lambda: None
+    whole: Whole
+    refuses: Callable[[], str | None]
+
+
+_ROWS = tomllib.loads((files("headwise.check.steps") / "steps.toml").read_text("utf-8"))
+
+
+def step(
+    name: str,
+    tests: Mapping[str, Test],
+    whole: Whole,
+    refuses: Callable[[], str | None] = lambda: None,
+    first: str = "",
+) -> Step:
+    """Make a step of its rows and of the tests that they name; the part `first` is tried first."""
+    row = _ROWS[name]
+    like = _ROWS[row.get("like", name)]
+
+    def said(text: str) -> str:
+        for word, by in row.get("words", {}).items():
+            text = text.replace(f"{{{word}}}", by)
+        return text
+
+    parts = []
+    for part in like["parts"]:
+        test, also, uses = (part.get(key) for key in ("test", "also", "uses"))
+        words = part["name"], part["rule"], said(part["hint"])
+        parts.append(
+            StepPart(*words, tests[test] if test else None, tuple(also or ()), tuple(uses or ()))
+        )
+    parts.sort(key=lambda part: part.name != first)
+    blanks = {name: said(hint) for name, hint in like["blanks"].items()}
+    imports = _ROWS["imports"][row["library"]]
+    return Step(name, row["about"], tuple(parts), blanks, imports, whole, refuses)
 
 
 @dataclass
@@ -78,18 +119,19 @@ class Trial:
 
     def get(self, name: str) -> Any:
         """What the file has under a part's name."""
-        found: Any = self.module
+        thing: Any = self.module
         for word in self.names.get(name, name).split("."):
-            found = getattr(found, word)
-        return found
+            thing = getattr(thing, word)
+        return thing
 
 
-def passed(rule: str, message: str) -> Finding:
-    return Finding(rule, "passed", message)
-
-
-def wrong(rule: str, message: str, hint: str) -> Finding:
-    return Finding(rule, "error", message, hint)
+def judge_shape(
+    part: StepPart, out: Any, given: Shape, want: Shape, said: str, **words: Any
+) -> Finding:
+    """Make the finding on what a part gives for an input of shape `given`, by its shape alone."""
+    if shape_of(out) == str(want):
+        return passed(part.rule, said)
+    return found(part.rule, "shape", got=shape_of(out), given=given, want=want, **words)
 
 
 def shape_of(value: Any) -> str:

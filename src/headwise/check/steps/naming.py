@@ -1,22 +1,19 @@
-"""Naming the mistake where `check` cannot run the code itself, by what the known ones give."""
+"""Name the mistake where `check` cannot run the code itself, by what the known ones give."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from ..mistakes import Mistake
-from ..oracle import Variant, attend, error, merged, rebuild, sizes_of
-from ..projections import Matrix, Reading
-from ..rearranged import mistakes
-from ..verdict import Finding
+from ..diagnosis.faults import faults, words_of
+from ..diagnosis.fit import FITS
+from ..diagnosis.projections import Matrix, Projections
+from ..diagnosis.search import double, single
+from ..diagnosis.variants import MERGES, Variant, attend, error, rebuild, sizes_of
+from ..findings.verdict import Finding
 
-FITS = 1e-4  # largest share of the output that is rounding
-SECONDS = 2.5  # how long pairs of mistakes are tried
 CAUSAL = Variant(mask="causal")
 
 Give = Callable[[Variant], Tensor]
@@ -27,8 +24,8 @@ def is_right(give: Give, out: Tensor) -> bool:
     return error(out, give(CAUSAL)) <= FITS
 
 
-def named(give: Give, out: Tensor, reading: Reading, tokens: int) -> Finding | None:
-    """The known mistake, or two of them, that give this output.
+def named(give: Give, out: Tensor, reading: Projections, tokens: int) -> Finding | None:
+    """The known mistake, or the first of two, that gives this output.
 
     Args:
         give: what a variant gives for the same input.
@@ -36,43 +33,29 @@ def named(give: Give, out: Tensor, reading: Reading, tokens: int) -> Finding | N
         reading: the projections, for the words.
         tokens: T of the input.
     """
-    rows = list(mistakes(reading, CAUSAL))
-    for row in rows:
-        if _gives(give, row.on(CAUSAL), out):
-            return _finding(row, reading, tokens)
-    until = time.monotonic() + SECONDS
-    for first, second in combinations(rows, 2):
-        if time.monotonic() > until:
-            return None
-        if first.adds_to(second) and _gives(give, second.on(first.on(CAUSAL)), out):
-            return _finding(first, reading, tokens)
-    return None
 
+    def fits(variant: Variant) -> bool:
+        try:
+            return error(out, give(variant)) <= FITS
+        except (RuntimeError, ValueError, IndexError):
+            return False
 
-def _gives(give: Give, variant: Variant, out: Tensor) -> bool:
-    try:
-        return error(out, give(variant)) <= FITS
-    except (RuntimeError, ValueError, IndexError):
-        return False
-
-
-def _finding(row: Mistake, reading: Reading, tokens: int) -> Finding:
-    words: dict[str, str | int] = {part: reading.name(part) for part in "qkvo"}
-    words |= {"E": reading.embed_dim, "H": reading.num_heads, "G": reading.num_kv_heads}
-    words |= {"R": reading.num_heads // reading.num_kv_heads, "D": reading.head_dim}
-    words |= {"Dv": reading.value_dim, "T": tokens}
-    words |= {"W": reading.num_heads * reading.head_dim}
+    known = {CAUSAL: list(faults(reading, CAUSAL))}
+    explained = single(known, fits) or double(known, fits)
+    if explained is None:
+        return None
+    row, words = explained[1][0], words_of(reading, tokens)
     return Finding(row.rule, row.severity, row.message.format(**words), row.hint.format(**words))
 
 
-def from_weights(reading: Reading, x: Tensor) -> Give:
+def from_weights(reading: Projections, x: Tensor) -> Give:
     """What variants give for x `[B, T, E]`, with the weights of a reading."""
     return lambda variant: rebuild(reading, x, variant)
 
 
 def from_heads(q: Tensor, k: Tensor, v: Tensor) -> Give:
     """What variants give for queries, keys and values `[B, H, T, D]`, as `[B, H, T, D]`."""
-    sizes = sizes_of(heads_reading(q), merged(q, CAUSAL))
+    sizes = sizes_of(heads_reading(q), MERGES["heads"](q))
 
     def give(variant: Variant) -> Tensor:
         heads = {"q": q, "k": k, "v": v}
@@ -82,9 +65,9 @@ def from_heads(q: Tensor, k: Tensor, v: Tensor) -> Give:
     return give
 
 
-def heads_reading(q: Tensor) -> Reading:
+def heads_reading(q: Tensor) -> Projections:
     """Sizes for words where there are no projections."""
     heads, dim = q.shape[1], q.shape[-1]
     names = {"q": "query", "k": "key", "v": "value"}
     sources = tuple(Matrix(name, part, torch.empty(0, 0)) for part, name in names.items())
-    return Reading(sources, None, heads, heads, dim, dim, heads * dim)
+    return Projections(sources, None, heads, heads, dim, dim, heads * dim)

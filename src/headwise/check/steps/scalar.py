@@ -1,4 +1,4 @@
-"""The step `scalar`: attention in plain Python, number by number, one token's turn at a time.
+"""Follow the step `scalar`: attention in plain Python, number by number, token by token.
 
 The numbers may be the file's own `Value`, that of `headwise.systems.scalar`, or plain floats.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..projections import Matrix, Reading
-from ..verdict import Finding
-from .base import Part, Step, Trial, passed, wrong
+from ..diagnosis.projections import Matrix, Projections
+from ..findings.rules import found, passed
+from ..findings.verdict import Finding
+from .base import StepPart, Test, Trial, step
 from .naming import from_weights, is_right, named
 
 T, E, H, D = 5, 12, 3, 4
@@ -41,49 +42,37 @@ def _near(got: Sequence[float], want: Sequence[float]) -> bool:
     )
 
 
-def _linear(trial: Trial) -> Iterator[Finding]:
+def _linear(trial: Trial, part: StepPart) -> Iterator[Finding]:
     x, weight = torch.randn(3), torch.randn(2, 3)
     got = _floats(trial.get("linear")(_numbers(trial, x), _numbers(trial, weight)))
-    if _near(got, (weight.double() @ x.double()).tolist()):
-        yield passed("step-linear", "`linear` gives a sum of products for each row of the weight.")
-        return
-    yield wrong(
-        "step-linear",
-        f"`linear` of 3 numbers by 2 rows gives {_shown(got)}; it should be "
-        f"{_shown((weight @ x).tolist())}.",
-        "One number a row: the row's products with x, added up.",
-    )
+    want = (weight.double() @ x.double()).tolist()
+    if _near(got, want):
+        yield passed(part.rule, "`linear` gives a sum of products for each row of the weight.")
+    else:
+        yield found(part.rule, "numbers", got=_shown(got), want=_shown(want))
 
 
-def _softmax(trial: Trial) -> Iterator[Finding]:
+def _softmax(trial: Trial, part: StepPart) -> Iterator[Finding]:
+    def of(scores: list[float]) -> tuple[list[float], list[float]]:
+        got = _floats(trial.get("softmax")(_numbers(trial, scores)))
+        return got, torch.tensor(scores).double().softmax(0).tolist()
+
     scores = [0.5, -1.0, 2.0]
-    softmax = trial.get("softmax")
-    got = _floats(softmax(_numbers(trial, scores)))
-    want = torch.tensor(scores).double().softmax(0).tolist()
+    got, want = of(scores)
     if not _near(got, want):
         total = f" (they add up to {sum(got):.4g})" if not math.isclose(sum(got), 1.0) else ""
-        yield wrong(
-            "step-softmax",
-            f"`softmax` of {scores} gives {_shown(got)}{total}; it should be {_shown(want)}.",
-            "exp of each score, divided by the sum of all of them.",
-        )
+        words = {"scores": scores, "got": _shown(got), "total": total, "want": _shown(want)}
+        yield found(part.rule, "numbers", **words)
         return
     try:
-        large = _floats(softmax(_numbers(trial, [1000.0, 1001.0])))
-        finite = _near(large, torch.tensor([1000.0, 1001.0]).double().softmax(0).tolist())
+        finite = _near(*of([1000.0, 1001.0]))
     except (OverflowError, ZeroDivisionError):
         finite = False
-    if not finite:
-        yield wrong(
-            "step-softmax",
-            "`softmax` is right for small scores, but not for 1000 and 1001: exp overflows.",
-            "Take the largest score from each before exp: it changes nothing else.",
-        )
-        return
-    yield passed("step-softmax", "`softmax` gives shares that add up to 1, of large scores too.")
+    said = "`softmax` gives shares that add up to 1, of large scores too."
+    yield passed(part.rule, said) if finite else found(part.rule, "large")
 
 
-def _attention(trial: Trial) -> Iterator[Finding]:
+def _attention(trial: Trial, part: StepPart) -> Iterator[Finding]:
     x = torch.randn(T, E, dtype=torch.float64)
     weights = {name: torch.randn(E, E, dtype=torch.float64) / E**0.5 for name in NAMES.values()}
     numbers = {name: _numbers(trial, weight) for name, weight in weights.items()}
@@ -99,44 +88,29 @@ def _attention(trial: Trial) -> Iterator[Finding]:
             fault = error
         met = len(rows) + (fault is not None)
         if (len(keys), len(values)) != (met, met):
-            yield wrong(
-                "step-attention",
-                f"Of {met} tokens there are {len(keys)} keys and {len(values)} values.",
-                "Append the token's own key and value to the lists, once: all that comes later "
-                "sees them.",
-            )
+            yield found(part.rule, "appended", met=met, keys=len(keys), values=len(values))
             return
         if fault is not None:
             raise fault
     widths = {len(row) for row in rows}
     if widths != {E}:
-        yield wrong(
-            "step-attention",
-            f"`attention` gives {min(widths)} numbers for a token of {E}.",
-            "Put the heads' outputs side by side, then `linear` with wo.",
-        )
+        yield found(part.rule, "width", got=min(widths), want=E)
         return
-    yield _judged(torch.tensor(rows, dtype=torch.float64)[None], x[None], weights)
+    yield _judged(part.rule, torch.tensor(rows, dtype=torch.float64)[None], x[None], weights)
 
 
-def _judged(out: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Finding:
+def _judged(rule: str, out: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Finding:
     matrices = {part: Matrix(name, part, weights[name].T) for part, name in NAMES.items()}
     sources = tuple(matrices[part] for part in "qkv")
-    reading = Reading(sources, matrices["o"], H, H, D, D, E)
+    reading = Projections(sources, matrices["o"], H, H, D, D, E)
     give = from_weights(reading, x)
     if is_right(give, out):
         said = f"`attention` gives each of {T} tokens what it sees of itself and those before."
-        return passed("step-attention", said)
-    found = named(give, out, reading, T)
-    if found is not None:
-        said = f"`attention` gives other numbers. {found.message}"
-        return Finding(found.rule, "error", said, found.hint)
-    return wrong(
-        "step-attention",
-        "`attention` gives other numbers than attention with these weights.",
-        "For each head the slice hs : hs + head_dim of query, keys and values: scores over "
-        "√head_dim, softmax, values added up in these shares. Then wo.",
-    )
+        return passed(rule, said)
+    one = named(give, out, reading, T)
+    if one is None:
+        return found(rule, "scalar")
+    return Finding(one.rule, "error", f"`attention` gives other numbers. {one.message}", one.hint)
 
 
 def _shown(numbers: Sequence[float]) -> str:
@@ -148,51 +122,12 @@ def _whole(trial: Trial) -> Iterator[Finding]:
     x = _numbers(trial, torch.randn(E))
     before = _floats(x)
     weights = [_numbers(trial, torch.randn(E, E)) for _ in NAMES]
-    once = _floats(trial.get("attention")(x, *weights, [], [], H))
-    again = _floats(trial.get("attention")(x, *weights, [], [], H))
+    once, again = (_floats(trial.get("attention")(x, *weights, [], [], H)) for _ in range(2))
     if once == again and _floats(x) == before:
         yield passed("step-whole", "The same token gives the same again, and is left as it was.")
-        return
-    yield wrong(
-        "step-whole",
-        "Called twice with the same token, `attention` gives two answers.",
-        "Make new lists for what a head gives; change neither the token nor the weights.",
-    )
+    else:
+        yield found("step-whole", "changed")
 
 
-SCALAR = Step(
-    "scalar",
-    "attention in plain Python, number by number",
-    (
-        Part(
-            *("linear", "step-linear"),
-            "One number for each row of the weight: `dot(row, x)`.",
-            _linear,
-        ),
-        Part(
-            *("softmax", "step-softmax"),
-            "Take the largest score from each, exp of each, divide by their sum.",
-            _softmax,
-        ),
-        Part(
-            *("attention", "step-attention"),
-            "Query, key and value of the token by `linear`; append key and value; for each head "
-            "scores, softmax, values; then wo.",
-            _attention,
-            locals={
-                "query": "`linear(x, wq)`.",
-                "key": "`linear(x, wk)`.",
-                "value": "`linear(x, wv)`.",
-                "scores": "For every key so far: `dot` of the two slices, over √head_dim.",
-                "shares": "`softmax(scores)`.",
-                "out": "For each place of the head: that number of every value, in these shares.",
-            },
-        ),
-    ),
-    {
-        "math": "Write at the top: `import math`.",
-        "Value": "Write at the top: `from headwise.systems.scalar import Value, dot`.",
-        "dot": "Write at the top: `from headwise.systems.scalar import Value, dot`.",
-    },
-    _whole,
-)
+TESTS: dict[str, Test] = {"linear": _linear, "softmax": _softmax, "attention": _attention}
+SCALAR = step("scalar", TESTS, _whole)

@@ -1,0 +1,150 @@
+"""Which mistake it is: the variant of attention that gives somebody's output from their weights.
+
+The module's weights are replaced by random ones (zeros hide mistakes), read, and attention is
+rebuilt from them by `variants`. Where that is what the module gives, it is right. Where not, the
+known mistakes are tried one at a time, then two; the first that gives the module's own output is
+named.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import torch
+
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Example, Finding
+from ..target.checked_target import Target
+from ..target.introspect import names_in
+from .call_lines import lines_of
+from .faults import Fault, words_of
+from .fit import FITS, Case, case_of, read_off, undropped
+from .projections import Projections, Unreadable
+from .search import FITS_LARGE, leaking, named, stated, textbook
+from .static_checks import dropout_in_eval, no_output_projection, plain_lists, shared_heads
+from .variants import Variant, error, rebuild
+
+OTHER_INGREDIENTS = re.compile(
+    r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
+    r"position|soft_?cap|softclamp|window|sink|gate|qk_norm|talking|temperature|mem_kv|num_mem|"
+    r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|local|cosine|zero_attn|"
+    r"(^|_)bias_[kv](_|$)"
+)
+"""Names of what makes an attention more than projections and a softmax."""
+
+
+def run(subject: Target) -> list[Finding]:
+    """What the oracle finds: named mistakes, or that the output is what the definition gives.
+
+    >>> from headwise.tutorial.implementations.split import MultiHeadAttn
+    >>> from headwise.check.target.resolve import resolve
+    >>> subject = resolve(MultiHeadAttn, d_in=24, d_out=24, num_heads=3)
+    >>> [(finding.rule, finding.severity) for finding in run(subject)]
+    [('definition', 'passed')]
+    """
+    with torch.no_grad():
+        lists = plain_lists(subject)
+        dropping, drops = dropout_in_eval(subject)
+        # modules that PyTorch does not know of never hear of eval mode, and drop for that
+        return [*lists, *([] if lists else dropping), *_run(subject, bool(lists), drops)]
+
+
+def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
+    try:
+        case = case_of(subject, drops)
+    except Unreadable as reason:
+        return [] if unread else [_unread(str(reason))]
+    findings = shared_heads(case.reading)
+    bases = list(textbook(subject, case.reading))
+    right = next((base for base in bases if case.fits(base)), None)
+    if right is not None:
+        leak = leaking(case, right)
+        if leak is not None:
+            return [*findings, _finding(case, subject, right, leak, large=True)]
+        return findings or [
+            _passed(case.reading, right),
+            *no_output_projection(subject, case.reading),
+        ]
+    mistaken = named(case, bases, subject.causal_from not in ("seen", "unknown"))
+    if mistaken is not None:
+        base, faults = mistaken
+        return findings + [_finding(case, subject, base, one) for one in faults]
+    return findings or [_unexplained(case, subject, bases[0])]
+
+
+def _passed(reading: Projections, base: Variant) -> Finding:
+    also = []
+    if base.rope is not None:
+        also.append("rotary positions")
+    if {"q", "k"} & set(reading.norms):
+        also.append("norms of queries and keys")
+    if base.residual:
+        also.append("the norm around it")
+    if base.softcap is not None:
+        also.append(f"scores capped at {base.softcap:g}")
+    if base.mask.startswith("window"):
+        also.append(f"a window of {base.mask.removeprefix('window ')} tokens")
+    beside = f", with {' and '.join(also)}" if also else ""
+    unnamed = "" if reading.named else ", whichever projection plays which part"
+    said = f"From its own weights ({_projections(reading)}) the definition gives the same output"
+    return passed("definition", f"{said}{beside}{unnamed}.")
+
+
+def _projections(reading: Projections) -> str:
+    return ", ".join(matrix.name for matrix in reading.matrices)
+
+
+def _unread(reason: str) -> Finding:
+    said = f"The weights cannot be read, so that only its behaviour was checked: {reason}."
+    return skipped("definition", said)
+
+
+def _finding(
+    case: Case, subject: Target, base: Variant, fault: Fault, large: bool = False
+) -> Finding:
+    names = words_of(case.reading, case.inputs[1].shape[1])
+    message, hint = fault.message.format(**names), fault.hint.format(**names)
+    line = lines_of(case.subject, case.inputs[1], fault.rule)
+    severity = fault.severity
+    if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
+        severity = "warning"
+    return Finding(fault.rule, severity, message, hint + line, _example(case, subject, base, large))
+
+
+def _example(case: Case, subject: Target, base: Variant, large: bool = False) -> Example | None:
+    """Three tokens: what it gives, and what the textbook gives from the same weights.
+
+    The module's own weights are used where the mistake shows with them, else random ones.
+    """
+    shows = FITS_LARGE if large else 10 * FITS
+    for own, times in product((True, False), (10.0, 100.0, 1e3, 1e4) if large else (1.0,)):
+        trial = subject.double() if own else case.subject
+        x = trial.input(tokens=min(3, trial.context_length or 3), batch=1, scale=times)
+        try:
+            actual = undropped(trial, x, case.drops)
+        except Exception:  # what is checked may raise anything; the probes say what and where
+            continue
+        try:
+            expected = rebuild(read_off(trial), x, base)
+        except RuntimeError:  # a projection too narrow for all heads: there is no right output
+            return None
+        if expected.shape != actual.shape or error(actual, expected) < shows:
+            continue
+        source = subject.source(x.shape[1]) + (f"; x = {times:.0f} * x" if large else "")
+        if not own:
+            source += "  # with random weights: with its own it hardly shows"
+        return Example.of(source, expected, actual)
+    return None
+
+
+def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
+    reasons = list(case.reading.extras)
+    if case.subject.module is not None:
+        kinds = [type(child).__name__ for child in case.subject.module.modules()]
+        names = dict.fromkeys([*names_in(case.subject.module), *kinds])
+        reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
+    if reasons:
+        return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
+    words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
+    return found("definition", "unexplained", _example(case, subject, base), **words)

@@ -1,0 +1,104 @@
+"""What a forward pass calls, and from which line of somebody's file, so that hints can quote it."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..findings.rules import ALL
+from ..target.checked_target import Target, is_users
+
+FUSED = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class LineCall:
+    """One call of PyTorch's, and the line of the user's file that made it, if one did."""
+
+    name: str
+    place: tuple[str, int] | None
+    square: bool  # whether its result is [..., T, T], as scores and weights are
+    drops: bool  # whether it drops numbers
+
+
+class Calls(TorchFunctionMode):
+    """Records the calls that a forward pass makes, and switches off those that drop numbers."""
+
+    def __init__(self, tokens: int, dropless: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.dropless = tokens, dropless
+        self.made: list[LineCall] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = _name(func), dict(kwargs or {})
+        if name == FUSED:
+            kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            args, drops = args[:3], kwargs.get("dropout_p", 0.0) > 0.0
+            kwargs |= {"dropout_p": 0.0} if drops and self.dropless else {}
+        else:
+            training = kwargs.get("training", args[2] if len(args) > 2 else True)
+            drops = "dropout" in name and bool(training)
+            if drops and self.dropless:
+                return args[0] if args else kwargs["input"]
+        result = func(*args, **kwargs)
+        square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
+        self.made.append(LineCall(name, _users_line(), square, drops))
+        return result
+
+
+def lines_of(subject: Target, x: Tensor, rule: str) -> str:
+    """Quote the likeliest line for a mistake of this rule, or nothing."""
+    suspects = ALL[rule].suspects
+    if not suspects:
+        return ""
+    try:
+        with Calls(x.shape[1]) as calls:
+            subject(x)
+    except Exception:  # where it fails there is nothing to quote
+        return ""
+    for name in suspects["calls"]:
+        square = suspects.get("square", False) and name != FUSED
+        fits = [call for call in calls.made if call.name == name and (call.square or not square)]
+        if places := [call.place for call in fits if call.place is not None]:
+            return quoted(places[-1 if suspects.get("last") else 0])
+    return ""
+
+
+def quoted(place: tuple[str, int] | None) -> str:
+    if place is None:
+        return ""
+    code = linecache.getline(*place).strip()
+    return f" Look at line {place[1]} of {Path(place[0]).name}: `{code}`" if code else ""
+
+
+def _users_line() -> tuple[str, int] | None:
+    """The innermost frame that belongs to the user's own file."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """`mul` for `__mul__`, `__rmul__`, `__imul__` and `mul_`, and so on."""
+    name = getattr(func, "__name__", str(func))
+    bare = name.strip("_")
+    if name.startswith("__"):
+        bare = bare.removeprefix("r" if bare[1:] in _OPERATORS else "")
+        bare = bare.removeprefix("i" if bare[1:] in _OPERATORS else "")
+    return {"truediv": "div", "true_divide": "div"}.get(bare, bare)
+
+
+_OPERATORS = {"mul", "add", "sub", "matmul", "truediv"}

@@ -1,0 +1,56 @@
+"""Check how weights are kept and numbers dropped: mistakes that leave the arithmetic right."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..findings.rules import found
+from ..findings.verdict import Finding
+from ..target.checked_target import Target
+from ..target.introspect import unregistered
+from .call_lines import FUSED, Calls, LineCall, quoted
+from .projections import Projections
+
+
+def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
+    """Whether numbers are dropped in eval mode, and by which call."""
+    trial = subject.dropping() or subject.fresh()
+    x = trial.input(tokens=min(7, trial.context_length or 7))
+
+    def differs(dropless: bool) -> tuple[bool, list[LineCall]]:
+        with Calls(x.shape[1], dropless) as calls:
+            once, again = trial(x).nan_to_num(), trial(x).nan_to_num()
+        return not torch.equal(once, again), [call for call in calls.made if call.drops]
+
+    try:
+        random, dropping = differs(dropless=False)
+        if not random or not dropping or differs(dropless=True)[0]:
+            return [], False
+    except Exception:
+        return [], False
+    name, line = dropping[0].name, quoted(dropping[0].place)
+    way, call = ("fused", name) if name == FUSED else ("called", f"F.{name}")
+    return [found("dropout-in-eval", way, call=call, line=line)], True
+
+
+def plain_lists(subject: Target) -> list[Finding]:
+    """Modules in a plain list, which PyTorch does not know of."""
+    for name, members in unregistered(subject.module) if subject.module is not None else ():
+        if all(isinstance(one, nn.Module | nn.Parameter) for one in members):
+            wanted = "ParameterList" if isinstance(members[0], nn.Parameter) else "ModuleList"
+            words = {"name": name, "count": len(members), "wanted": wanted}
+            return [found("registration", "list", **words)]
+    return []
+
+
+def shared_heads(reading: Projections) -> list[Finding]:
+    """Heads that are one object."""
+    shared = [source.name for source in reading.sources if source.shared]
+    return [found("shared-heads", "same", H=reading.num_heads, name=shared[0])] if shared else []
+
+
+def no_output_projection(subject: Target, reading: Projections) -> list[Finding]:
+    """That nothing mixes the heads, where they are made together and so belong together."""
+    joined = subject.module is None or reading.num_heads == 1 or reading.style == "per head"
+    return [] if joined or reading.out is not None else [found("output-projection", "none")]

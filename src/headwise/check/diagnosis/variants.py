@@ -1,0 +1,383 @@
+"""Attention rebuilt from its definition and somebody's weights, with mistakes to switch on.
+
+A `Variant` with nothing switched is what the textbook computes with these weights, and goes
+through `headwise.core.reference`. Every field of it is one decision that people get wrong, and
+every other value one way of getting it wrong; their names in words stand in `faults.toml`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from ...core.masks import Dense
+from ...core.reference import attention
+from ...layers.rope import RoPE
+from .projections import Matrix, Projections
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of computing multi-head attention. The defaults are the textbook's.
+
+    Attributes:
+        order: in which order a packed matrix holds q, k and v; empty: as its name says.
+        packing: `p n d` one after the other, `n p d` head by head, `n d p` number by number,
+            `d p n` with the heads innermost; empty: as its name says.
+        turned: projections (letters of q, k, v, o) whose square matrix is used the other way
+            round.
+        unbiased: projections whose bias is left out.
+        roles: whose features serve as queries, keys and values: `kqv` has q and k swapped, in `qkx`
+            the input itself is the values.
+        split: how q, k and v become heads: `heads`, `view` (no transpose after the view),
+            `strided` (the heads are the inner axis); or three of these, one for each.
+        over: attention among `tokens`, or among the `heads` of one token.
+        turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
+        share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), or all
+            read the `first`, the `first keys` or the `first values`.
+        scale: a name in `SCALES`, or a number.
+        softcap: `c` makes scores `c · tanh(score / c)`.
+        mask: a name in `MASKS`, or `window 4` for the last four keys.
+        fill: what hidden scores are set to: `-inf` or another number; `after`: hidden weights are
+            set to 0 after the softmax; `added 1`: such a number is added to what may be seen.
+        softmax: a name in `SOFTMAXES`.
+        values: `weights @ v`, or with the weights `turned`.
+        merge: a name in `MERGES`.
+        out: output projection `once`, `left out` or `twice`.
+        residual: what is added at the end: nothing, `x`, or through a norm as in a whole block.
+        rope: rotary positions of q and k: `RoPE`'s dim, base and interleaved; or None.
+        rotated: which of q, k and v are rotated.
+        normed: norms of q and k `before` or `after` the rotation.
+    """
+
+    order: str = ""
+    packing: str = ""
+    turned: str = ""
+    unbiased: str = ""
+    roles: str = "qkv"
+    split: str | tuple[str, str, str] = "heads"
+    over: str = "tokens"
+    turned_keys: str = "transposed"
+    share: str = "repeat"
+    scale: str | float = "√D"
+    softcap: float | None = None
+    mask: str = "none"
+    fill: str = "-inf"
+    softmax: str = "keys"
+    values: str = "weights"
+    merge: str = "heads"
+    out: str = "once"
+    residual: str = ""
+    rope: tuple[int, float, bool] | None = None
+    rotated: str = "qk"
+    normed: str = "before"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The sizes that a scale may be made of."""
+
+    B: int
+    T: int
+    E: int
+    H: int
+    D: int
+    Dv: int
+
+
+SCALES: dict[str, Callable[[Numbers], float]] = {
+    "√D": lambda n: n.D**-0.5,
+    "nothing": lambda n: 1.0,
+    "√E": lambda n: n.E**-0.5,
+    "√HD": lambda n: (n.H * n.D) ** -0.5,
+    "√T": lambda n: n.T**-0.5,
+    "√H": lambda n: n.H**-0.5,
+    "√B": lambda n: n.B**-0.5,
+    "√Dv": lambda n: n.Dv**-0.5,
+    "D": lambda n: 1.0 / n.D,
+    "times √D": lambda n: n.D**0.5,
+    "times √D√D": lambda n: float(n.D),
+    "times √E": lambda n: n.E**0.5,
+    "D²": lambda n: float(n.D) ** -2,
+    "E": lambda n: 1.0 / n.E,
+    "HD": lambda n: 1.0 / (n.H * n.D),
+    "T": lambda n: 1.0 / n.T,
+    "H": lambda n: 1.0 / n.H,
+    "√√D": lambda n: n.D**-0.25,
+    "√D √T": lambda n: (n.D * n.T) ** -0.5,
+    "√D √E": lambda n: (n.D * n.E) ** -0.5,
+    "after": lambda n: n.D**-0.5,
+}
+"""What a score is multiplied by; `after` multiplies the weights instead."""
+
+MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "none": lambda i, j, t: (i >= 0) & (j >= 0),
+    "causal": lambda i, j, t: j <= i,
+    "itself hidden": lambda i, j, t: j < i,
+    "one ahead": lambda i, j, t: j <= i + 1,
+    "inverted": lambda i, j, t: j > i,
+    "inverted, itself seen": lambda i, j, t: j >= i,
+    "itself only": lambda i, j, t: j == i,
+    "others": lambda i, j, t: j != i,
+    "from the end": lambda i, j, t: i + j < t,
+    "from the end, inverted": lambda i, j, t: i + j >= t - 1,
+}
+"""Whether query i sees key j of t tokens."""
+
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "keys": lambda s: s.softmax(-1),
+    "queries": lambda s: s.softmax(-2),
+    "heads": lambda s: s.softmax(1),
+    "batch": lambda s: s.softmax(0),
+    "heads, NaN to 0": lambda s: s.softmax(1).nan_to_num(),
+    "batch, NaN to 0": lambda s: s.softmax(0).nan_to_num(),
+    "both": lambda s: s.flatten(-2).softmax(-1).view_as(s),
+    "twice": lambda s: s.softmax(-1).softmax(-1),
+    "none": lambda s: s.nan_to_num(neginf=0.0),
+    "sum": lambda s: _shares(s.nan_to_num(neginf=0.0)),
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "log": lambda s: s.log_softmax(-1),
+}
+"""The weights of scores: a softmax along an axis (where nothing but −inf lies along it, the result
+is NaN), twice over the keys, or something else instead of it."""
+
+MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads": lambda heads: heads.transpose(1, 2).flatten(2),
+    "view": lambda heads: heads.reshape(len(heads), heads.shape[2], -1),
+    "strided": lambda heads: heads.permute(0, 2, 3, 1).flatten(2),
+    "sum": lambda heads: heads.sum(1),
+    "mean": lambda heads: heads.mean(1),
+    "first": lambda heads: heads[:, 0],
+    "last": lambda heads: heads[:, -1],
+    "sum for each": lambda heads: MERGES["heads"](heads.sum(1, keepdim=True).expand_as(heads)),
+}
+"""`[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; or one for all; or their sum in
+each one's place."""
+
+
+def _shares(scores: Tensor) -> Tensor:
+    return scores / scores.sum(-1, keepdim=True)
+
+
+Parts = dict[str, Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]
+
+MADE_OF = attrgetter(
+    *("order", "packing", "turned", "unbiased", "roles", "split"),
+    *("rope", "rotated", "normed", "residual"),
+)
+"""The fields of a variant that its heads depend on."""
+
+
+def sizes_of(reading: Projections, x: Tensor) -> Numbers:
+    batch, tokens, width = x.shape
+    return Numbers(batch, tokens, width, reading.num_heads, reading.head_dim, reading.value_dim)
+
+
+def rebuild(
+    reading: Projections, x: Tensor, variant: Variant, heads: Heads | None = None
+) -> Tensor:
+    """The output `[B, T, …]` of a variant with these weights.
+
+    Args:
+        heads: what `heads_of` gives, where it is known already.
+
+    Raises:
+        RuntimeError: shapes do not fit each other.
+    """
+    q, k, v = heads or heads_of(reading, x, variant)
+    out = MERGES[variant.merge](attend(q, k, v, variant, sizes_of(reading, x)))
+    return _with(x, _projected(reading.out, out, variant), variant, reading.norms.get("x"))
+
+
+def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
+    """Queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normed and rotated."""
+    if variant.residual in ("before", "before and x"):
+        x = reading.norms["x"](x)
+    features = _features(reading, x, variant)
+    split = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
+    heads = []
+    for part, whose, how in zip("qkv", variant.roles, split, strict=True):
+        grouped = part != "q" if whose == "x" else whose != "q"
+        number = reading.num_kv_heads if grouped else reading.num_heads
+        feature = features[whose]
+        norm = reading.norms.get(part)
+        if norm is not None and _width(norm) != feature.shape[-1] // number:
+            feature, norm = norm(feature), None
+        head = _split(feature, number, how)
+        if variant.normed == "before" and norm is not None:
+            head = norm(head)
+        if variant.rope is not None and part in variant.rotated:
+            head = RoPE(*variant.rope)(head)
+        if variant.normed == "after" and norm is not None:
+            head = norm(head)
+        heads.append(head)
+    q, k, v = heads
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Numbers) -> Tensor:
+    """`[B, H, T, Dv]` of queries `[B, H, T, D]` over keys and values `[B, G, S, …]`."""
+    if q.shape[-1] != k.shape[-1]:
+        raise RuntimeError(f"queries of width {q.shape[-1]} and keys of width {k.shape[-1]}")
+    k = _shared(k, q.shape[1], variant.share, "keys")
+    v = _shared(v, q.shape[1], variant.share, "values")
+    if variant.over == "heads":
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    scale = _scale(variant.scale, sizes)
+    allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
+    plain = (variant.softmax, variant.fill, variant.values) == ("keys", "-inf", "weights")
+    if plain and variant.turned_keys == "transposed" and variant.scale != "after":
+        mask = None if variant.mask == "none" else Dense(allowed[None, None])
+        out = attention(q, k, v, mask=mask, scale=scale, softcap=variant.softcap).out
+    else:
+        weights = _weights(q, k, allowed, scale, variant)
+        out = (weights.mT if variant.values == "turned" else weights) @ v
+    return out.transpose(1, 2) if variant.over == "heads" else out
+
+
+@cache
+def allowed_of(mask: str, queries: int, keys: int) -> Tensor:
+    """`[T, S]`: True where a mask lets a query see a key."""
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
+    if mask.startswith("window "):
+        return (j <= i) & (i - j < int(mask.removeprefix("window ")))
+    return MASKS[mask](i, j, keys)
+
+
+def _features(reading: Projections, x: Tensor, variant: Variant) -> Parts:
+    """What each of q, k and v is before it becomes heads, `[B, T, heads · width]`."""
+    features: Parts = {"x": x}
+    for source in reading.sources:
+        whole = _linear(source, x, variant)
+        if len(source.parts) == 1:
+            features[source.parts] = whole
+        else:
+            features |= _unpacked(whole, source.parts, reading, variant)
+    return features
+
+
+def _unpacked(whole: Tensor, parts: str, reading: Projections, variant: Variant) -> Parts:
+    heads, groups, dim = reading.num_heads, reading.num_kv_heads, reading.head_dim
+    order = [part for part in variant.order or parts if part in parts]
+    packing = variant.packing or reading.packing
+    width = {part: dim * (heads if part == "q" else groups) for part in parts}
+    if packing == "p n d":
+        pieces = whole.split([width[part] for part in order], dim=-1)
+    elif packing == "n p d":
+        shares = [heads // groups if part == "q" else 1 for part in order]
+        spread = whole.unflatten(-1, (groups, sum(shares), dim)).split(shares, dim=-2)
+        pieces = [piece.flatten(-3) for piece in spread]
+    elif packing == "n d p":
+        pieces = whole.unflatten(-1, (-1, len(parts))).unbind(-1)
+    else:  # d p n
+        spread = whole.unflatten(-1, (dim, len(parts), -1)).unbind(-2)
+        pieces = [piece.mT.flatten(-2) for piece in spread]
+    return dict(zip(order, pieces, strict=True))
+
+
+def _linear(matrix: Matrix, x: Tensor, variant: Variant) -> Tensor:
+    turned = set(matrix.parts) <= set(variant.turned)
+    out = x @ (matrix.weight.mT if turned else matrix.weight)
+    if matrix.bias is None or set(matrix.parts) <= set(variant.unbiased):
+        return out
+    return out + matrix.bias
+
+
+def _split(feature: Tensor, number: int, how: str) -> Tensor:
+    if how == "view":
+        batch, tokens, _ = feature.shape
+        return feature.reshape(batch, number, tokens, -1)
+    if how == "strided":
+        return feature.unflatten(-1, (-1, number)).permute(0, 3, 1, 2)
+    return feature.unflatten(-1, (number, -1)).transpose(1, 2)
+
+
+def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
+    groups = part.shape[1]
+    if how in ("first", f"first {whose}"):
+        return part[:, :1].expand(-1, heads, -1, -1)
+    if groups == heads:
+        return part
+    if heads % groups:
+        raise RuntimeError(f"{heads} query heads cannot share {groups}")
+    if how == "tile":
+        return part.repeat(1, heads // groups, 1, 1)
+    return part.repeat_interleave(heads // groups, dim=1)
+
+
+def _scale(scale: str | float, sizes: Numbers) -> float:
+    return SCALES[scale](sizes) if isinstance(scale, str) else scale
+
+
+def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Variant) -> Tensor:
+    """What the values are weighted with, with all that the definition does not do."""
+    turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
+    scores = q @ (turned if variant.turned_keys == "reshaped" else k.mT)
+    scores = scores if variant.scale == "after" else scores * scale
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    hidden = ~allowed
+    if variant.fill.startswith("added "):
+        scores = scores + allowed * float(variant.fill.removeprefix("added "))
+    elif variant.fill != "after":
+        scores = scores.masked_fill(hidden, float(variant.fill))
+    weights = SOFTMAXES[variant.softmax](scores)
+    if variant.fill == "after":
+        weights = weights.masked_fill(hidden, 0.0)
+    return weights * scale if variant.scale == "after" else weights
+
+
+def _projected(out: Matrix | None, heads: Tensor, variant: Variant) -> Tensor:
+    if out is None or variant.out == "left out":
+        return heads
+    once = _linear(out, heads, variant)
+    return _linear(out, once, variant) if variant.out == "twice" else once
+
+
+def _with(x: Tensor, out: Tensor, variant: Variant, norm: nn.Module | None = None) -> Tensor:
+    """What stands around the attention in a block: a residual and a norm."""
+    if variant.residual in ("x", "before and x"):
+        return out + x
+    if norm is not None and variant.residual == "x, then norm":
+        return norm(out + x)
+    if norm is not None and variant.residual == "norm":
+        return norm(out)
+    return out
+
+
+def _width(norm: nn.Module) -> int:
+    weight = next(iter(norm.parameters()), None)
+    return 0 if weight is None else weight.numel()
+
+
+# ---- comparing ----
+
+
+def error(got: Tensor, wanted: Tensor, seen: Tensor | None = None) -> float:
+    """The largest difference as a share of the largest number; inf where the two do not compare.
+
+    Args:
+        seen: `[T]`, False for tokens that a mask leaves nothing to see: they are not compared.
+    """
+    if got.shape != wanted.shape:
+        return math.inf
+    if seen is not None and not bool(seen.all()):
+        got, wanted = got[:, seen], wanted[:, seen]
+    if not got.numel():
+        return 0.0
+    top = max(float(got.abs().max()), float(wanted.abs().max()), 1e-30)
+    if math.isfinite(top):
+        return float((got - wanted).abs().max()) / top
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite) or float(finite.double().mean()) < 0.1:
+        return math.inf
+    return error(got[finite][None, None], wanted[finite][None, None])

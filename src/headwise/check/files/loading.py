@@ -1,0 +1,216 @@
+"""Importing a file that somebody wrote, and choosing in it what is to be checked.
+
+All of this runs in the sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..findings.rules import found
+from ..findings.verdict import Finding
+from ..target.checked_target import Broken
+from .syntax import Source
+
+ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
+NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words
+RECURSION = sys.getrecursionlimit()
+IMPORTING, CHECKING = "while it was imported", "while it was checked"
+
+
+def parsed(path: Path) -> Source:
+    """The file's text and its tree.
+
+    Raises:
+        Broken: it is no Python.
+    """
+    try:
+        return Source(path.read_bytes().decode("utf-8-sig"), str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Broken(_no_python(error)) from None
+
+
+def load(path: Path) -> ModuleType:
+    """Import a file as if it were run from its own folder; inside a package, as a part of it.
+
+    Raises:
+        Broken: it is no Python, or importing it fails.
+    """
+    parsed(path)
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").exists():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    sys.path.insert(0, str(folder))
+    try:
+        if "." in name:
+            importlib.import_module(name.rpartition(".")[0])
+        if _same_file(sys.modules.get(name), path):
+            return sys.modules[name]
+        if name in sys.modules:  # a file with the name of something else, such as math.py
+            name = f"_checked_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise Broken(left(error, path, IMPORTING)) from None
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if NO_MEMORY.search(str(error)):
+            raise MemoryError from error
+        raise Broken(_failed_import(error, path)) from None
+    _usual_settings()
+    return module
+
+
+def _same_file(module: ModuleType | None, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).exists() and Path(file).samefile(path)
+
+
+def _usual_settings() -> None:
+    """What a file may have changed for everybody."""
+    sys.setrecursionlimit(RECURSION)
+    warnings.resetwarnings()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
+
+
+def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
+    """What is to be checked: the name that was given, or the one attention of the file.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    if name is not None:
+        thing: Any = module
+        for part in name.split("."):
+            if not hasattr(thing, part):
+                there = ", ".join(candidates(module)) or "no class or function that fits"
+                raise ValueError(f"there is no {name} in it; it has {there}")
+            thing = getattr(thing, part)
+        return thing
+    there = candidates(module)
+    named = [each for each in there if ATTENTION.search(each)] or there
+    outermost = list(_outermost(named, parsed(path))) or named
+    if len(outermost) == 1:
+        return getattr(module, outermost[0])
+    if not outermost:
+        raise ValueError(
+            "no attention found in it: define a class that is an nn.Module, or a function of "
+            f"(q, k, v), and name it: headwise check {path.name}:MyAttention"
+        )
+    raise ValueError(
+        f"it has {', '.join(outermost)}; name the one to check: "
+        f"headwise check {path.name}:{outermost[-1]}"
+    )
+
+
+def candidates(module: ModuleType) -> list[str]:
+    """The modules and the functions of (q, k, v) that a file itself defines, in its order."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+        and getattr(value, "__name__", None) == name
+        and (_is_module_class(value) or (inspect.isfunction(value) and _takes_qkv(value)))
+    ]
+
+
+def _is_module_class(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+def _takes_qkv(function: Any) -> bool:
+    names = list(inspect.signature(function).parameters)[:3]
+    return [name[:1].lower() for name in names] == ["q", "k", "v"]
+
+
+def _outermost(names: list[str], source: Source) -> Iterator[str]:
+    """Those that no other of them uses: the wrapper rather than its heads."""
+    for name in names:
+        others = (source.definitions.get(other) for other in names if other != name)
+        mentioned = (
+            node.id
+            for other in others
+            if other is not None
+            for node in ast.walk(other)
+            if isinstance(node, ast.Name)
+        )
+        if name not in mentioned:
+            yield name
+
+
+def thing_name(thing: Any, name: str | None) -> str:
+    return name or getattr(thing, "__name__", type(thing).__name__)
+
+
+# --- what can go wrong on import ------------------------------------------------------------------
+
+
+def left(error: SystemExit, path: Path, phase: str) -> Finding:
+    """A finding on code that asked Python to end."""
+    return found("file-exit", "left", phase=phase, line=_line_of(error, path))
+
+
+def ended_by(error: BaseException, path: Path) -> Finding:
+    """A finding on what came through all the way from a call of the code."""
+    if isinstance(error, SystemExit):
+        return left(error, path, CHECKING)
+    said = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+    if where := _line_of(error, path):
+        return found("file-call", "line", line=where, error=said)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return found("file-call", "ours", error=said, line=line)
+
+
+def _no_python(error: Exception) -> Finding:
+    if isinstance(error, SyntaxError):
+        code = (error.text or "").strip()
+        said = f"{error.msg}: `{code}`" if code else error.msg
+        return found("file-syntax", "line", number=error.lineno, error=said)
+    what = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+    return found("file-syntax", "text", error=what)
+
+
+def _failed_import(error: BaseException, path: Path) -> Finding:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ")
+    name, way = getattr(error, "name", None) or "", "other"
+    if isinstance(error, ModuleNotFoundError) and name:
+        way = "module"
+        if re.match(r"(step|solution)", name):
+            name, way = name.replace(".", "/"), "step"
+        elif name in ("max.nn.module_v3", "max.experimental.nn"):
+            way = "max"
+    elif isinstance(error, NameError) and name:
+        way = "name"
+    elif isinstance(error, EOFError):
+        way = "input"
+    words = {"name": name, "python": sys.executable, "line": _line_of(error, path)}
+    return found("file-import", way, error=said, **words)
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """`, at line 3: code`: the last line of the file that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename == str(path)]
+    return f", at line {lines[-1].lineno}: `{lines[-1].line}`" if lines else ""

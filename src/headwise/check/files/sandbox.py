@@ -1,0 +1,218 @@
+"""Code that somebody else wrote, run in a process of its own, with limits.
+
+`run("module:function", arguments)` calls that function in a fresh Python and gives back what it
+reported, and how it ended. Whatever the code does in there, the caller lives: time, memory, written
+and printed bytes and processes are limited, and all that it started is ended with it.
+
+It guards against accidents (an endless loop, an `exit()`, a fork without an end), not against
+malice: the code runs with the user's own rights, like any file that is run with Python. It gets
+none of the user's secrets by its environment, and an empty home of its own.
+
+    run()  --stdin: the job-->  keeper.py  --fork-->  the job
+           <--files in a private folder: `messages` that the function reports, `trace` by
+              faulthandler when time ran out, what is `printed`, and how it `ended`--
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .keeper import GRACE, OUT_OF_MEMORY, START, TICK
+
+GIB = 2**30
+KEPT = 4096  # bytes of what the code prints that are kept
+STACK = 30  # calls that are told of
+
+# What may happen: it came to its end, went over a limit, or ended itself (an exit, a signal).
+Ending = Literal["done", "time", "memory", "output", "disk", "processes", "exit", "signal"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds from the moment the job is ready, GiB held, bytes printed, processes at once, and
+    GiB written to files."""
+
+    seconds: float = 60.0
+    memory: float = 4.0
+    output: int = 16_000_000
+    processes: int = 32
+    disk: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"Limits({name}={value}): {name} must be over 0")
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of code that was being run."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    `code` is the exit status, or the signal's number; `where` is the stack when time ran out, the
+    innermost call first; `printed` is the beginning of what was printed, `printed_bytes` all of it.
+    """
+
+    messages: list[Any] = field(default_factory=list)
+    ended: Ending = "done"
+    code: int = 0
+    seconds: float = 0.0
+    printed: str = ""
+    printed_bytes: int = 0
+    where: list[CodeLine] = field(default_factory=list)
+
+
+def run(
+    function: str,
+    arguments: Mapping[str, Any],
+    limits: Limits | None = None,
+    *,
+    report: Callable[[float], object] = lambda seconds: None,
+) -> Outcome:
+    """Call a function in a process of its own.
+
+    Args:
+        function: `"module:name"`. It is called with `send`, which takes anything JSON can hold and
+            makes it a message, and with the arguments.
+        arguments: for JSON too.
+        report: told now and then how many seconds it has run.
+
+    Raises:
+        ValueError: the system is not one that can limit processes so.
+
+    >>> run("headwise.check.files.sandbox:_echo", {"text": "hello"}).messages
+    ['hello']
+    """
+    if os.name != "posix":
+        raise ValueError(
+            "headwise check FILE.py runs on Linux and macOS; here, call hw.check(…) in Python, "
+            "which has no limits"
+        )
+    limits = limits or Limits()
+    token = secrets.token_hex(16)
+    job = {"function": function, "arguments": dict(arguments), "token": token}
+    job |= {**vars(limits), "parent": os.getpid()}
+    job |= {name: int(getattr(limits, name) * GIB) for name in ("memory", "disk")}
+    with tempfile.TemporaryDirectory(prefix="headwise-", ignore_cleanup_errors=True) as name:
+        box = Path(name)
+        (box / "home").mkdir()
+        code = _wait({**job, "box": name}, box, report)
+        return _sum_up(box, token, code)
+
+
+def _echo(send: Callable[[Any], None], text: str) -> None:
+    send(text)
+
+
+def _wait(job: dict[str, Any], box: Path, report: Callable[[float], object]) -> int:
+    """Start the keeper and wait for its end: its exit code."""
+    keeper = Path(__file__).with_name("keeper.py")
+    with (box / "printed").open("ab") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-P", str(keeper)],
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment(os.environ, box / "home"),
+        )
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps(job).encode() + b"\n")
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < 2 * START + job["seconds"] + GRACE:
+            report(spent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(TICK)
+    finally:
+        process.terminate()  # it ends all others first
+        process.wait()
+    return process.returncode
+
+
+# What the code is told of the user's environment: where programs and libraries are, the language,
+# and what settles how numbers are computed. No tokens, no keys, no agents' sockets.
+TOLD = re.compile(
+    r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON(PATH|HOME|HASHSEED|UTF8)|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"(LD|DYLD)_\w+|CUDA_\w+|(OMP|MKL|OPENBLAS)_\w+|ATEN_CPU_CAPABILITY|SSL_CERT_(FILE|DIR)|"
+    r"(HF|TRANSFORMERS)_(HUB_)?OFFLINE|HF_HUB_CACHE|TORCH_HOME|PYTHONUSERBASE|"
+    r"MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
+)
+
+
+def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What the code gets for an environment: nothing secret, and a home of its own.
+
+    >>> given = {"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "hf_secret"}
+    >>> told = environment(given, Path("/tmp/home"))
+    >>> told["PATH"], told["LC_ALL"], told["HOME"], "HF_TOKEN" in told
+    ('/bin', 'C', '/tmp/home', False)
+    """
+    caches = Path.home() / ".cache"
+    usual = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUSERBASE": site.getuserbase(),
+        "HF_HUB_CACHE": str(Path(given.get("HF_HOME", caches / "huggingface"), "hub")),
+        "TORCH_HOME": str(caches / "torch"),
+    }
+    told = {name: value for name, value in given.items() if TOLD.fullmatch(name)}
+    return {**usual, **told, "HOME": str(home), "TMPDIR": str(home)}
+
+
+def _sum_up(box: Path, token: str, code: int) -> Outcome:
+    """What the files in the box say of a run."""
+    ended, texts = box / "ended", {}
+    for name in ("messages", "trace", "printed"):
+        texts[name] = (box / name).read_bytes() if (box / name).exists() else b""
+    how, code, seconds = json.loads(ended.read_text()) if ended.exists() else ("signal", -code, 0.0)
+    printed = texts["printed"]
+    result = Outcome([], how, code, seconds, printed[:KEPT].decode(errors="replace"), len(printed))
+    thread = 0
+    for line in texts["messages"].split(b"\n"):
+        sender, _, text = line.partition(b" ")
+        if sender != token.encode():  # not from us
+            continue
+        try:
+            kind, message = json.loads(text)
+        except ValueError:  # somebody else wrote in between
+            continue
+        if kind == "ready":
+            thread = message
+        elif kind == "message":
+            result.messages.append(message)
+        elif how == "exit":
+            result.ended = "done"
+    trace = texts["trace"].decode(errors="replace")
+    if trace.startswith("Timeout"):
+        result.ended, result.code = "time", 0
+    elif how == "signal" and code == signal.SIGXFSZ:
+        result.ended = "disk"
+    elif result.ended == "exit" and code == OUT_OF_MEMORY:
+        result.ended = "memory"
+    ours = trace.partition(f"Thread 0x{thread:016x}")[2].partition("\nThread ")[0]
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', ours, re.MULTILINE)
+    result.where = [CodeLine(file, int(line), name) for file, line, name in found[:STACK]]
+    return result

@@ -1,0 +1,1 @@
+"""Rules, verdicts, and which finding follows from which."""

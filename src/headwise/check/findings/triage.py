@@ -1,0 +1,92 @@
+"""Make one list out of what the diagnosis named and what the probes saw.
+
+The mistake that is named comes first. What it explains is no finding of its own, and small advice
+waits until nothing is wrong: one thing at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .rules import RULES, skipped
+from .verdict import Finding
+
+UNNAMED = "definition"
+"""The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
+
+COMPARING = {"context", "dropout"}
+"""Rules of handling that compare numbers with others, and so fail where these are wrong."""
+
+
+def joined(named: list[Finding], probed: list[Finding]) -> tuple[Finding, ...]:
+    """Give all results, in the order in which to read them.
+
+    >>> mistake = Finding("scale", "error", "Scores are not divided.")
+    >>> seen = Finding("prefix", "error", "The first 2 tokens alone give another output.")
+    >>> [(one.rule, one.explained_by) for one in joined([mistake], [seen])]
+    [('scale', None), ('prefix', 'scale')]
+    """
+    vague = [one for one in named if one.rule == UNNAMED and one.severity == "error"]
+    sharp = [one for one in named if one not in vague]
+    certain = any(one.rule == UNNAMED and one.severity == "passed" for one in named)
+    errors = dict.fromkeys(one.rule for one in sharp if one.severity == "error")
+    reason = " and ".join(rule for rule in errors if RULES[rule].about == "numbers")
+    results = [*sharp, *(_explained(one, reason, certain) for one in probed)]
+    if vague:
+        results = _with_vague(vague[0], results, probed)
+    results = _after_each_other(results)
+    wrong = any(one.severity == "error" and one.explained_by is None for one in results)
+    return tuple(_waiting(one) if wrong else one for one in results)
+
+
+def _bad(one: Finding) -> bool:
+    return one.severity in ("error", "warning")
+
+
+def _explained(one: Finding, reason: str, certain: bool) -> Finding:
+    """Named mistakes about numbers explain whatever else is wrong about numbers; and where the
+    definition gives the same numbers, positions and all, order counts by right."""
+    if not _bad(one):
+        return one
+    if certain and one.rule == "order":
+        return skipped("order", "It knows positions, so the order of tokens counts.")
+    if reason and (RULES[one.rule].about == "numbers" or one.rule in COMPARING):
+        return replace(one, explained_by=reason)
+    return one
+
+
+def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -> list[Finding]:
+    """Where no mistake could be named, what else was seen says more, and comes first."""
+
+    def may_explain(rule: str) -> bool:
+        return RULES[rule].about == "numbers" or rule == "reload"
+
+    seen = [one for one in results if _bad(one) and one.explained_by is None]
+    told = [one for one in seen if one not in probed or may_explain(one.rule)]
+    errors = [one for one in told if one.severity == "error"]
+    if errors:
+        return [*results, replace(vague, explained_by=errors[0].rule)]
+    if told:  # the order of tokens counts: positions that are put in without a word, perhaps
+        return [*results, replace(vague, severity="warning")]
+    return [vague, *results]
+
+
+def _after_each_other(results: list[Finding]) -> list[Finding]:
+    """Mark what follows from another finding, or from writing into the input."""
+    broken = [one for one in results if _bad(one)]
+    reasons = {rule: one.rule for one in broken[::-1] for rule in RULES[one.rule].explains}
+    writes = any(one.rule == "input-kept" for one in broken)
+    done = []
+    for one in results:
+        reason = one.explained_by or reasons.get(one.rule)
+        if writes and "inplace operation" in one.message:
+            reason = "input-kept"
+        done.append(replace(one, explained_by=reason) if _bad(one) and reason else one)
+    return done
+
+
+def _waiting(one: Finding) -> Finding:
+    """Advice that can wait until nothing is wrong."""
+    if one.severity == "warning" and RULES[one.rule].later:
+        return skipped(one.rule, "Advice that waits until nothing is wrong.")
+    return one

@@ -1,0 +1,124 @@
+"""Run all probes, in the order in which their results are read."""
+
+from __future__ import annotations
+
+from ..findings.rules import skipped
+from ..findings.verdict import Finding
+from ..target.call_adapter import UnusableResult
+from ..target.checked_target import Target
+from .advice import assert_, buffer, context, half, heads_divide, init, parameter_count
+from .arguments import cache, cross, mask, padding
+from .behaviour import (
+    batch,
+    causality,
+    equal_tokens,
+    finite,
+    gradients,
+    large_inputs,
+    one_token,
+    order,
+    past_used,
+    prefix,
+    shape,
+    weights,
+)
+from .probe_context import Failed, Probe, ProbeContext
+from .robustness import (
+    contiguous,
+    deterministic,
+    dropout,
+    input_kept,
+    move,
+    registered,
+    reload,
+    train_eval,
+)
+
+
+def _by_rule(*probes: Probe) -> dict[str, Probe]:
+    """Probes by their rules, which have their names."""
+    return {probe.__name__.strip("_").replace("_", "-"): probe for probe in probes}
+
+
+FIRST = _by_rule(shape, finite, deterministic)
+"""Where one of these fails, numbers are not compared any more."""
+
+NUMBERS = _by_rule(
+    causality,
+    past_used,
+    prefix,
+    batch,
+    equal_tokens,
+    one_token,
+    order,
+    weights,
+    mask,
+    padding,
+    cross,
+    cache,
+    gradients,
+    large_inputs,
+    input_kept,
+    contiguous,
+    reload,
+    train_eval,
+    dropout,
+    half,
+    context,
+)
+
+ALWAYS = _by_rule(
+    registered,
+    move,
+    heads_divide,
+    init,
+    parameter_count,
+    buffer,
+    assert_,
+)
+
+PROBES = {**FIRST, **NUMBERS, **ALWAYS}
+
+
+def run(subject: Target) -> list[Finding]:
+    """Try every rule that applies: a finding for each.
+
+    >>> import headwise as hw
+    >>> from headwise.check.target.resolve import resolve
+    >>> subject = resolve(hw.MultiHeadAttention, 24, num_heads=3)
+    >>> {finding.severity for finding in run(subject)} <= {"passed", "skipped"}
+    True
+    """
+    ctx, results, failures = ProbeContext(subject), [], set()
+    stopped = ""
+    for rule, probe in PROBES.items():
+        if stopped and rule in NUMBERS:
+            results.append(skipped(rule, f"Not looked at before {stopped} is right."))
+            continue
+        try:
+            one = probe(ctx)
+        except Failed as failure:
+            one = Finding(rule, "error", str(failure), _what_to_do(failure))
+            if one.message in failures:
+                one = skipped(rule, "The same call fails.")
+            failures.add(str(failure))
+        if one is None:
+            continue
+        results.append(one)
+        if rule in FIRST and one.severity == "error" and not _still_numbers(rule, ctx):
+            stopped = rule
+    return results
+
+
+def _still_numbers(rule: str, ctx: ProbeContext) -> bool:
+    """Whether only a higher dropout changes outputs, so that they can be compared without."""
+    return rule == "deterministic" and ctx.near(ctx.call(ctx.x), ctx.call(ctx.x))
+
+
+def _what_to_do(failure: Failed) -> str:
+    if isinstance(failure.error, UnusableResult):
+        return (
+            "The output must be [B, T, out_dim] for every B and T: look for squeeze() without an "
+            "axis, and for sizes that are written as numbers instead of taken from x.shape."
+        )
+    return "Make this call run: it is one that users make."

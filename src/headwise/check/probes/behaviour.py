@@ -1,0 +1,322 @@
+"""Probe what is computed: no weights are needed, only inputs that are changed in one way."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Example, Finding
+from ..target.checked_target import Target
+from ..target.introspect import SPEAKS_OF_ROPE, names_in
+from .probe_context import ProbeContext, failing
+
+NOTHING = 1e-30
+"""An influence below this share of the largest is none; masks and softmax leave exact zeros."""
+
+UNCHANGED = 1e-6
+"""Share by which an output may move that nothing changed: sums may run in another order."""
+
+POSITIONS = re.compile(
+    r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|slope|relative|rel_|pos_|position|window|conv"
+)
+"""Names of what makes the order of tokens count."""
+
+BENT = re.compile("norm|gelu|relu|silu|gate|act", re.IGNORECASE)
+"""Classes of children that are not linear."""
+
+QK_NORM = re.compile(r"(?<![a-z])(q|k|qk|query|key)_?(layer)?_?norm|norm_?(q|k|qk)(?![a-z])")
+"""Names of norms of queries and keys."""
+
+SINKS = re.compile(r"sink|null_k|mem_k|bias_k|add_zero|zero_attn|memory_k|registers")
+"""Names of keys that belong to no token."""
+
+
+def shape(ctx: ProbeContext) -> Finding | None:
+    """Other batches, one token, odd lengths; and the dtype."""
+    for batch, tokens in ((1, ctx.tokens), (2, 1), (1, 1), (3, 5)):
+        x = ctx.exact.input(tokens, batch)
+        out, wanted = ctx.call(x), [*x.shape[:2], ctx.subject.out_dim]
+        if list(out.shape) != wanted:
+            return found("shape", "sizes", x=list(x.shape), out=list(out.shape), wanted=wanted)
+    x = ctx.subject.input()
+    out = ctx.call(x, ctx.subject)
+    if out.dtype != x.dtype:
+        names = (str(t.dtype).removeprefix("torch.") for t in (x, out))
+        return found("shape", "dtype", dtype=next(names), out=next(names))
+    return passed("shape")
+
+
+def finite(ctx: ProbeContext) -> Finding | None:
+    """No NaN and no infinity for ordinary inputs."""
+    if bool(ctx.out.isfinite().all()):
+        return passed("finite")
+    rows = (~ctx.out.isfinite()).any(-1).any(0).nonzero().flatten().tolist()
+    which = "every token" if len(rows) == ctx.tokens else f"token {', '.join(map(str, rows))}"
+    ends = {0: "first", ctx.tokens - 1: "last"} if ctx.subject.causal and len(rows) == 1 else {}
+    return found("finite", ends.get(rows[0], "any"), which=which)
+
+
+def causality(ctx: ProbeContext) -> Finding | None:
+    """Zeros of the Jacobian, and changed futures at ordinary and at a thousandfold scale."""
+    if not ctx.subject.causal:
+        if ctx.subject.causal_from == "given":
+            return skipped("causality", "Not asked for: causal=False.")
+        said = "Every token sees all others. If it is to be causal, say so: causal=True."
+        return skipped("causality", said)
+    influence = ctx.influence.nan_to_num(0.0)
+    seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
+    if seen:
+        return _leaks(ctx, 1.0, (seen[0][0], seen[0][1]), seen)
+    for scale in (1.0, 1000.0):
+        late = _sees_future(ctx, scale)
+        if late is not None:
+            return _leaks(ctx, scale, late, [])
+    return passed("causality")
+
+
+def _sees_future(ctx: ProbeContext, scale: float) -> tuple[int, int] | None:
+    """The first output that a changed future changes, and the first token that was changed."""
+    large = ctx.x * scale
+    pairs = ((large, ctx.call(large)), (ctx.x, ctx.out))
+    for first in range(1, ctx.tokens):
+        for x, plain in pairs:
+            changed = x.clone()
+            noise = ctx.exact.input(ctx.tokens, len(x), seed=5)[:, first:]
+            changed[:, first:] = scale * noise
+            out = ctx.call(changed)
+            size = plain[:, :first].abs().max().clamp(min=1e-30)
+            parts = (out[:, :first] - plain[:, :first]).abs().amax((0, 2)) > UNCHANGED * size
+            if bool(parts.any()):
+                return int(parts.nonzero()[0]), first
+    return None
+
+
+def _leaks(
+    ctx: ProbeContext, scale: float, where: tuple[int, int], seen: list[list[int]]
+) -> Finding:
+    (i, j), way = where, "leaks"
+    if scale > 1:
+        way = "large"
+    elif seen and all(b == a + 1 for a, b in seen) and len(seen) == ctx.tokens - 1:
+        way = "next"
+    elif seen and bool((ctx.influence.tril(-1) <= NOTHING * ctx.influence.max()).all()):
+        way = "inverted"
+    return found("causality", way, _leak_example(ctx, scale), i=i, j=j, scale=scale)
+
+
+def _leak_example(ctx: ProbeContext, scale: float) -> Example | None:
+    last = min(3, ctx.tokens) - 1
+
+    def two(subject: Target, x: Tensor) -> tuple[Tensor, Tensor]:
+        changed = scale * x
+        changed[:, -1] *= -1
+        return subject(scale * x)[:, :-1], subject(changed)[:, :-1]
+
+    times = f"x = {scale:.0f} * x; " if scale > 1 else ""
+    said = f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
+    return ctx.example(said, two) if last else None
+
+
+def past_used(ctx: ProbeContext) -> Finding | None:
+    """Non-zeros of the Jacobian."""
+    if named(ctx, re.compile("window")):
+        return skipped("past-used", "A window hides tokens that are far away.")
+    influence = ctx.influence.nan_to_num(1.0)
+    unseen = influence <= NOTHING * influence.max()
+    pairs = (unseen.tril() if ctx.subject.causal else unseen).nonzero().tolist()
+    if not pairs:
+        return passed("past-used")
+    total = ctx.tokens * (ctx.tokens + 1) // 2 if ctx.subject.causal else unseen.numel()
+    i, j = pairs[0]
+    which = f"token {j} ({len(pairs)} such pairs of {total})"
+    if all(a == b for a, b in pairs):
+        which = "its own token"
+    elif len(pairs) >= total - ctx.tokens:
+        which = "any other token"
+    return found("past-used", "unseen", i=i, which=which)
+
+
+def prefix(ctx: ProbeContext) -> Finding | None:
+    """`f(x)[:, :t]` is `f(x[:, :t])`."""
+    if not ctx.subject.causal:
+        return None
+    for tokens in range(1, ctx.tokens):
+        if not ctx.near(ctx.call(ctx.x[:, :tokens]), ctx.out[:, :tokens]):
+            break
+    else:
+        return passed("prefix")
+    last = min(3, ctx.tokens) - 1
+    said = f"f(x[:, :{last}]) and f(x)[:, :{last}] are compared"
+    example = ctx.example(said, lambda f, x: (f(x[:, :last]), f(x)[:, :last]))
+    which = f"The first {tokens} tokens alone give" if tokens > 1 else "The first token alone gives"
+    return found("prefix", "differs", example, which=which, tokens=ctx.tokens)
+
+
+def batch(ctx: ProbeContext) -> Finding | None:
+    """Each sequence alone, and the batch in another order."""
+    alone = torch.cat([ctx.call(row[None]) for row in ctx.x])
+    if ctx.near(alone, ctx.out) and ctx.near(ctx.call(ctx.x.flip(0)).flip(0), ctx.out):
+        return passed("batch")
+    said = "f(x[:1]) and f(x)[:1] are compared"
+    return found("batch", "mixed", ctx.example(said, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2))
+
+
+def equal_tokens(ctx: ProbeContext) -> Finding | None:
+    """Rows of weights sum to 1, so equal values are their own mean."""
+    if named(ctx, SINKS):
+        return skipped("equal-tokens", "It has keys that belong to no token.")
+    same = ctx.x[:, :1].expand(-1, ctx.tokens, -1)
+    out, one = ctx.call(same), ctx.call(ctx.x[:, :1])
+    if ctx.near(out, one.expand_as(out)):
+        return _equal_values(ctx, same, out) or passed("equal-tokens")
+
+    def two(subject: Target, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = subject(x[:, :1].expand_as(x))
+        return subject(x[:, :1]).expand_as(out), out
+
+    return found("equal-tokens", "tokens", ctx.example("x = x[:, :1].expand(-1, 3, -1)", two))
+
+
+def _equal_values(ctx: ProbeContext, same: Tensor, expected: Tensor) -> Finding | None:
+    """The same with different queries and keys, where values are given apart."""
+    subject = ctx.exact
+    if subject.projections is None and not (subject.caller.separate and subject.bare):
+        return None
+    with failing(f"queries and keys {list(ctx.x.shape)} and equal values"), torch.no_grad():
+        out = subject.of_values(ctx.x, same)
+    return None if ctx.near(out, expected) else found("equal-tokens", "values")
+
+
+def one_token(ctx: ProbeContext) -> Finding | None:
+    """`f(a + b) + f(0)` is `f(a) + f(b)` for sequences of one token."""
+    if named(ctx, SINKS):
+        return skipped("one-token", "It has keys that belong to no token.")
+    a, b = (ctx.exact.input(1, 2, seed=seed) for seed in (3, 4))
+    together = ctx.call(a + b) + ctx.call(torch.zeros_like(a))
+    if ctx.near(together, ctx.call(a) + ctx.call(b)):
+        return passed("one-token")
+    if other := bent(ctx):
+        return skipped("one-token", f"It holds more than attention: {other}.")
+    return found("one-token", "bends")
+
+
+def bent(ctx: ProbeContext) -> str:
+    """The first child that is not linear; norms of queries and keys stand before the softmax."""
+    module = ctx.subject.module
+    for path, child in module.named_modules() if module is not None else ():
+        last, kind = path.split(".")[-1], type(child).__name__
+        leaf = child is not module and not any(True for _ in child.children())
+        bends = "gate" in last or (BENT.search(kind) and not isinstance(child, nn.Linear))
+        if leaf and bends and not QK_NORM.search(path):
+            return kind if BENT.search(kind) else last
+    return ""
+
+
+def order(ctx: ProbeContext) -> Finding | None:
+    """The last token does not notice in which order the others stand."""
+    if ctx.tokens < 3:
+        return None
+    swapped = ctx.x[:, [*range(ctx.tokens - 2, -1, -1), ctx.tokens - 1]]
+    if ctx.near(ctx.call(swapped)[:, -1], ctx.out[:, -1]):
+        return passed("order")
+    module = ctx.subject.module
+    names = names_in(module) if module is not None else ()
+    if named(ctx, POSITIONS) or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names):
+        return skipped("order", "It knows positions, so the order of tokens counts.")
+    return found("order", "counts")
+
+
+def gradients(ctx: ProbeContext) -> Finding | None:
+    """Every parameter, and every head's part of it."""
+    own = ctx.exact.fresh()
+    if own.module is None:
+        return None
+    named = [(n, p) for n, p in own.module.named_parameters() if p.requires_grad]
+    if not named:
+        return skipped("gradients", "It has no parameters that are trained.")
+    with failing(f"x {list(ctx.x.shape)} with gradients"):
+        out = own(ctx.x)
+        draw = torch.Generator().manual_seed(9)
+        along = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out)
+        slopes = torch.autograd.grad((out * along).sum(), [p for _, p in named], allow_unused=True)
+    pairs = zip(named, slopes, strict=True)
+    missing = [dead for (name, one), slope in pairs if (dead := _dead(ctx, name, one, slope))]
+    if not missing:
+        return passed("gradients")
+    which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
+    return found("gradients", "missing", which=which)
+
+
+def _dead(ctx: ProbeContext, name: str, parameter: Tensor, slope: Tensor | None) -> str:
+    """Which part of a parameter has no gradient; empty where all of it has."""
+    if slope is None:
+        return name
+    if parameter.ndim < 2 or POSITIONS.search(name.lower()):
+        return ""
+    if bool((slope == 0).all()):
+        return name
+    if bent(ctx):  # a ReLU may be closed for all tokens
+        return ""
+    for axis in range(parameter.ndim):
+        others = [n for n in range(parameter.ndim) if n != axis]
+        rows = (slope.abs().amax(dim=others) == 0).nonzero().flatten().tolist()
+        if rows:
+            which = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else f"{rows[0]}"
+            return f"{'rows' if axis == 0 else 'columns'} {which} of {name}{_head(ctx, rows)}"
+    return ""
+
+
+def _head(ctx: ProbeContext, rows: list[int]) -> str:
+    dim = ctx.subject.head_dim or 1
+    heads = sorted({row // dim % ctx.subject.num_heads for row in rows})
+    whole = len(rows) % dim == 0 and dim > 1
+    return f" (head {', '.join(map(str, heads))})" if whole else ""
+
+
+def large_inputs(ctx: ProbeContext) -> Finding | None:
+    """A thousand times the usual size, in the subject's own dtype; outputs and gradients."""
+    half = ctx.random.dtype.itemsize < 4  # which overflows by itself
+    subject = ctx.random.to(torch.float32) if half else ctx.random
+    x = (subject.input() * 1000).requires_grad_(True)
+    with failing(f"x {list(x.shape)} * 1000"):
+        out = subject(x)
+    fine = bool(out.isfinite().all())
+    if fine and out.requires_grad:
+        with failing(f"x {list(x.shape)} with gradients"):
+            slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
+        fine = slope is None or bool(slope.isfinite().all())
+    return passed("large-inputs") if fine else found("large-inputs", "overflow")
+
+
+def weights(ctx: ProbeContext) -> Finding | None:
+    """What comes back as weights: rows over keys, sums of 1, zeros where hidden."""
+    given = ctx.result(ctx.x).weights
+    if given is None:
+        return None
+    rows, columns = given.sum(-1), given.sum(-2)
+    if ctx.near(rows, torch.ones_like(rows)) and bool((given >= 0).all()):
+        if ctx.subject.causal and bool((given.triu(1).abs() > 1e-6).any()):
+            return found("weights", "hidden")
+        return passed("weights")
+    if ctx.near(columns, torch.ones_like(columns)):
+        return found("weights", "columns")
+    if bool((given >= 0).all()) and bool((given <= 1).all()):
+        return found("weights", "rows", low=rows.min(), high=rows.max())
+    return skipped("weights", "The second result is no weights (scores, perhaps).")
+
+
+def named(ctx: ProbeContext, pattern: re.Pattern[str]) -> bool:
+    """Whether a parameter, buffer, module or set attribute has such a name."""
+    module = ctx.subject.module
+    for child in module.modules() if module is not None else ():
+        inside = [*child._parameters.items(), *child._buffers.items(), *child._modules.items()]
+        names = [type(child).__name__, *(name for name, value in inside if value is not None)]
+        for name, value in vars(child).items():
+            off = value is None or (isinstance(value, (bool, int, float)) and not value)
+            names += [name] * (not name.startswith("_") and not off)
+        if any(pattern.search(name.lower()) for name in names):
+            return True
+    return False

@@ -1,0 +1,128 @@
+"""Share what probes work with: copies of the target, its inputs, and what counts as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..findings.verdict import Example, Finding
+from ..target.call_adapter import Result, UnusableResult
+from ..target.checked_target import Target, told
+
+Probe = Callable[["ProbeContext"], Finding | None]
+"""Looks at one rule; None where the rule does not apply."""
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Share of the largest output by which two equal ones may differ; 0.1 in half precision."""
+
+
+class Failed(Exception):
+    """A call of what is checked raised an error, on an input that it must be able to take."""
+
+    def __init__(self, call: str, error: Exception) -> None:
+        odd = isinstance(error, UnusableResult)
+        said = f"For {call} it {error}." if odd else f"The call on {call} fails: {told(error)}."
+        super().__init__(said)
+        self.error = error
+
+
+@contextmanager
+def failing(call: str) -> Iterator[None]:
+    """Make what is raised within a `Failed` of this call: whatever somebody's code raises."""
+    try:
+        yield
+    except Exception as error:
+        raise Failed(call, error) from error
+
+
+class ProbeContext:
+    """What the probes share.
+
+    Attributes:
+        subject: as it was given, with its own weights.
+        random: a copy with random weights in the subject's dtype: zeros hide nothing there.
+        exact: the same in float64, where that works.
+        x, out: an input of the usual size, and what `exact` gives for it.
+    """
+
+    def __init__(self, subject: Target) -> None:
+        self.subject = subject
+        self.random = subject.randomised()
+        self.exact = self.random.double()
+        self.x = self.exact.input()
+        self.tokens = self.x.shape[1]
+
+    @cached_property
+    def out(self) -> Tensor:
+        return self.call(self.x)
+
+    @cached_property
+    def influence(self) -> Tensor:
+        """Who depends on whom, `[T, T]`; inputs are small, so that no weight is 0 but by a mask."""
+        with failing(f"x {list(self.x[:1].shape)} with gradients"):
+            return self.exact.influence(0.1 * self.x)
+
+    @cached_property
+    def beyond(self) -> Tensor | Exception:
+        """What one token more than the context gives: an output, or the error."""
+        longest = self.subject.context_length
+        assert longest is not None
+        try:
+            return self.call(self.random.input(longest + 1, 1, beyond=True), self.random)
+        except Failed as failure:
+            return failure.error
+
+    def call(self, x: Tensor, subject: Target | None = None) -> Tensor:
+        """The output for x, without a graph; `exact`'s where no other subject is named."""
+        return self.result(x, subject).out
+
+    def result(
+        self,
+        x: Tensor,
+        subject: Target | None = None,
+        source: Tensor | None = None,
+        **rest: Any,
+    ) -> Result:
+        beside = "" if source is None else f" with keys and values from {list(source.shape)}"
+        with failing(f"x {list(x.shape)}{beside}"), torch.no_grad():
+            return (subject or self.exact).result(x, source, **rest)
+
+    def near(self, a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
+        """Whether two outputs are equal but for rounding.
+
+        Many layers take their softmax in float32 whatever the dtype, so float64 is given the
+        tolerance of float32; mistakes are far larger.
+        """
+        if a.shape != b.shape or not a.isfinite().all():
+            return False
+        size = max(float(b.abs().max()), float(a.abs().max()), 1e-30)
+        allowed = factor * TOLERANCE.get(b.dtype, 0.1)
+        return float((a - b).abs().max()) <= allowed * size
+
+    def example(
+        self,
+        said: str,
+        two: Callable[[Target, Tensor], tuple[Tensor, Tensor]],
+        batch: int = 1,
+    ) -> Example | None:
+        """Three tokens on which `two(subject, x)`, which gives what is expected and what is found,
+        part: with the layer's own weights, or with random ones where it hardly shows with its own.
+
+        `said` says what was done with x.
+        """
+        for subject, weights in ((self.subject.double(), ""), (self.exact, "; random weights")):
+            x = subject.input(tokens=3, batch=batch)
+            try:
+                with torch.no_grad():
+                    expected, actual = two(subject, x)
+            except Exception:  # the finding was seen on another input; here there is none to show
+                return None
+            if not self.near(actual, expected):
+                source = f"{subject.source(x.shape[1], batch)}  # {said}{weights}"
+                return Example.of(source, expected[:1], actual[:1])
+        return None

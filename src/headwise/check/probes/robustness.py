@@ -1,0 +1,185 @@
+"""Probe how a layer bears its use: moved, saved, trained, called on other memory."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Finding
+from ..target.checked_target import Broken, copied, randomise, told
+from ..target.introspect import unregistered
+from .behaviour import bent
+from .probe_context import Failed, ProbeContext, failing
+
+
+def deterministic(ctx: ProbeContext) -> Finding | None:
+    """Twice the same in eval mode."""
+    for subject in (ctx.exact, ctx.exact.dropping()):
+        if subject is not None:
+            first, second = (ctx.call(ctx.x, subject).nan_to_num() for _ in range(2))
+            if not ctx.near(first, second):
+                return found("deterministic", "differs")
+    return passed("deterministic")
+
+
+def input_kept(ctx: ProbeContext) -> Finding | None:
+    """What goes in is the same after the call."""
+    subject, x = ctx.exact, ctx.x.clone()
+    if subject.projections is not None:
+        heads, dim = subject.num_heads, subject.head_dim or 8
+        groups = subject.num_kv_heads or heads
+        given = [torch.randn(2, n, 7, dim, dtype=x.dtype) for n in (heads, groups, groups)]
+        q, k, v = kept = [t.clone() for t in given]
+        subject.attend(q, k, v, **subject.mask_for(x))
+    else:
+        given, kept = [ctx.x], [x]
+        with failing(f"x {list(x.shape)}"), torch.no_grad():
+            subject.caller(x, **subject.mask_for(x))
+    if all(torch.equal(a, b) for a, b in zip(kept, given, strict=True)):
+        return passed("input-kept")
+    return found("input-kept", "x" if subject.projections is None else "qkv")
+
+
+def contiguous(ctx: ProbeContext) -> Finding | None:
+    """The same numbers in another memory order."""
+    if ctx.exact.projections is not None:
+        return None  # every function of q, k and v gets transposed views in all probes
+    for x in (
+        ctx.x.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.stack((ctx.x, ctx.x), dim=-1)[..., 0],
+    ):
+        try:
+            with torch.no_grad():
+                out = ctx.exact.caller(x, **ctx.exact.mask_for(x)).out
+        except Exception as error:
+            return found("contiguous", "refused", error=told(error))
+        if not ctx.near(out, ctx.out):
+            return found("contiguous", "differs")
+    return passed("contiguous")
+
+
+# --- registered, moved, saved ---------------------------------------------------------------------
+
+
+def registered(ctx: ProbeContext) -> Finding | None:
+    """No modules, parameters or tensors that nn.Module does not see."""
+    module = ctx.subject.module
+    if module is None:
+        return None
+    for name, members in unregistered(module):
+        what = "module" if any(isinstance(m, nn.Module) for m in members) else "parameter"
+        wanted = "ModuleList" if what == "module" else "ParameterList"
+        return found("registered", "list", name=name, what=what, wanted=wanted)
+    for name in _constants(ctx):
+        return found("registered", "tensor", name=name, last=name.split(".")[-1])
+    return passed("registered")
+
+
+def _constants(ctx: ProbeContext) -> list[str]:
+    """Tensors that are plain attributes, and not what the last call left there."""
+    own = ctx.exact.fresh()
+    module = own.module
+    assert module is not None
+
+    def plain() -> dict[str, int]:
+        return {
+            f"{path}.{name}" if path else name: id(value)
+            for path, child in module.named_modules()
+            for name, value in vars(child).items()
+            if isinstance(value, Tensor) and not name.startswith("_")
+        }
+
+    before = plain()
+    ctx.call(ctx.x + 1.0, own)
+    return [name for name, kept in plain().items() if before.get(name) == kept]
+
+
+def move(ctx: ProbeContext) -> Finding | None:
+    """To the device `meta`, to float64 and to bfloat16."""
+    fault = _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16) or _meta(ctx)
+    return fault or passed("move")
+
+
+def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
+    subject, short = ctx.random.to(dtype), str(dtype).removeprefix("torch.")
+    try:
+        out = ctx.call(subject.input(), subject)
+    except Failed as failure:
+        return found("move", "fails", dtype=short, error=told(failure.error))
+    return None if out.dtype == dtype else found("move", "stays", dtype=short, out=out.dtype)
+
+
+def _meta(ctx: ProbeContext) -> Finding | None:
+    target = copied(ctx.random.caller.target)
+    if isinstance(target, nn.Module):
+        target = target.to("meta")
+    own = replace(ctx.random, caller=replace(ctx.random.caller, target=target))
+    try:
+        own.result(own.input().to("meta"))
+    except Exception as error:  # only another device is a fault: `meta` has no numbers to decide on
+        if "device" in str(error) and "Cannot copy out" not in str(error):
+            return found("move", "device", error=told(error))
+    return None
+
+
+def reload(ctx: ProbeContext) -> Finding | None:
+    """A state saved from one copy and loaded into another."""
+    module = ctx.random.module
+    if module is None:
+        return None
+    try:
+        other = ctx.subject.rebuilt(seed=ctx.subject.seed + 1)
+    except Broken as broken:
+        return found("reload", "builds", error=broken)
+    other = (other or ctx.subject).fresh()
+    assert other.module is not None
+    randomise(other.module, 17)
+    try:
+        other.module.load_state_dict(copy.deepcopy(module.state_dict()))
+    except RuntimeError as error:
+        return found("reload", "loads", error=str(error).splitlines()[-1].strip())
+    x = ctx.random.input()
+    if ctx.near(ctx.call(x, other), ctx.call(x, ctx.random)):
+        return passed("reload")
+    return found("reload", "differs")
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def train_eval(ctx: ProbeContext) -> Finding | None:
+    """Training without dropout is eval."""
+    own = ctx.exact.training(0.0)
+    if own is None:
+        return None
+    if ctx.near(ctx.call(ctx.x, own), ctx.out):
+        return passed("train-eval")
+    return found("train-eval", "differs")
+
+
+def dropout(ctx: ProbeContext) -> Finding | None:
+    """Dropout 0.5: it does something in training, and nothing on average."""
+    own = ctx.exact.training(0.5)
+    if own is None:
+        return None
+    if other := bent(ctx):
+        return skipped("dropout", f"It holds more than attention: {other}.")
+    x = ctx.exact.input(tokens=5, batch=1)
+    rows = max(16, min(256, 2**26 // (x.numel() * x.shape[-1])))
+    calls = 16
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.subject.seed)
+        draws = [ctx.call(x.expand(rows, -1, -1), own) for _ in range(calls)]
+    means = torch.stack([draw.mean(0) for draw in draws]).double()
+    if bool((means.std(0) == 0).all()):
+        return found("dropout", "nothing")
+    expected = ctx.call(x)[0].double()
+    error = means.std(0) / calls**0.5
+    gap = (means.mean(0) - expected).abs()
+    if bool((gap <= 9 * error + 1e-6 * expected.abs().max()).all()):
+        return passed("dropout")
+    return found("dropout", "average")

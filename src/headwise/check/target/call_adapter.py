@@ -1,0 +1,258 @@
+"""Call what is to be checked, however its `forward` wants to be called.
+
+The parameters of the call are taken by their names (`names.calling_role`): the input once, or as
+query, key and value; masks in the form that they are understood in; positions that say nothing;
+the attention weights where they come back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.masks import Causal, Dense
+from .construct import signature
+from .names import calling_role
+
+_SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "[T, S]": lambda allowed, heads: allowed[0],
+    "[1, 1, T, S]": lambda allowed, heads: allowed[:1, None],
+    "[B, 1, T, S]": lambda allowed, heads: allowed[:, None],
+    "[B, T, S]": lambda allowed, heads: allowed,
+    "[1, T, S]": lambda allowed, heads: allowed[:1],
+    "[B, H, T, S]": lambda allowed, heads: allowed[:, None].expand(-1, heads, -1, -1),
+    "[B, S]": lambda allowed, heads: allowed[:, 0],
+    "[B, 1, 1, S]": lambda allowed, heads: allowed[:, None, :1],
+    "[B, 1, S]": lambda allowed, heads: allowed[:, :1],
+}
+SHAPES = tuple(_SHAPED)[:6]
+"""Shapes of masks; those for padding have no queries' axis, or broadcast over it."""
+PADDING_SHAPES = ("[B, S]", "[B, 1, 1, S]", "[B, 1, S]", "[B, T, S]", "[B, 1, T, S]")
+
+KINDS = {
+    "may": "True where a query may attend",
+    "hidden": "True where a key is hidden",
+    "added": "0 where a query may attend and −inf elsewhere, added to the scores",
+    "ones": "1 where a query may attend and 0 elsewhere",
+    "later": "1 where a key is hidden and 0 elsewhere",
+    "headwise": "a mask of headwise",
+    "flag": "True for causal attention",
+    "lengths": "how many tokens of each sequence are real",
+}
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How a mask is understood: by which argument, as what, in which shape."""
+
+    argument: str
+    kind: str
+    shape: str = "[T, S]"
+
+    def make(self, allowed: Tensor, dtype: torch.dtype, heads: int = 1) -> Any:
+        """The argument for `allowed`, `[B, T, S]`, True where a query may attend."""
+        if self.kind == "flag":
+            return True
+        if self.kind == "headwise":
+            queries, keys = allowed.shape[-2:]
+            causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            same = torch.equal(allowed.cpu(), causal.expand(allowed.shape))
+            return Causal() if same else Dense(allowed[:, None])
+        allowed = _SHAPED[self.shape](allowed, heads)
+        if self.kind == "added":
+            zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            return zeros.masked_fill(~allowed, -torch.inf)
+        given = ~allowed if self.kind in ("hidden", "later") else allowed
+        return (given if self.kind in ("may", "hidden") else given.to(dtype)).contiguous()
+
+    def __str__(self) -> str:
+        shape = "" if self.kind in ("flag", "headwise", "lengths") else f", {self.shape}"
+        return f"{self.argument} ({KINDS[self.kind]}{shape})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call gave: the output, the attention weights if there are any, and everything."""
+
+    out: Tensor
+    weights: Tensor | None
+    raw: Any
+
+
+class UnusableResult(Exception):
+    """A call went through, but nothing in what it returned can be the output."""
+
+
+@dataclass
+class Caller:
+    """One way to call a target on x.
+
+    `layout`: "batch" `[B, T, E]`, "time" `[T, B, E]`, or "single" `[T, E]`, one sequence at a time.
+    """
+
+    target: Callable[..., Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+    head_dim: int = 1
+    heads: int = 1
+    layout: str = "batch"
+    custom: Callable[[Any, Tensor], Any] | None = None
+    function: bool = False
+
+    def __post_init__(self) -> None:
+        parameters = signature(getattr(self.target, "forward", self.target))
+        self.parameters = {p.name: p for p in parameters}
+        self.roles = {name: calling_role(name) or "" for name in self.parameters}
+        usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in parameters if p.kind in usual]
+        self.positional = [name for name in names if name not in self.extra]
+        self.inputs = self._inputs([name for name in names if self.required(name)])
+
+    def _inputs(self, required: list[str]) -> list[str]:
+        """The parameters that take x: one, or query, key and value."""
+        if not self.parameters:
+            return []
+        names = self.positional[:3]
+        first = [self.roles[name] for name in names]
+        if self.function and (not names or not first[0]):
+            return (required or ["q", "k", "v"])[:3]
+        if set(first) == {"query", "key", "value"} or set(first[1:]) == {"key", "value"}:
+            return sorted(names, key=lambda name: {"key": 1, "value": 2}.get(self.roles[name], 0))
+        return names[:1]
+
+    def named(self, role: str) -> list[str]:
+        """The parameters of one role, in order."""
+        return [name for name, its in self.roles.items() if its == role]
+
+    def required(self, name: str) -> bool:
+        """Whether a call must give it."""
+        parameter = self.parameters[name]
+        rest = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        return parameter.default is parameter.empty and parameter.kind not in rest
+
+    def takes_values(self, name: str) -> bool:
+        """Whether a mask of headwise goes there."""
+        return "Mask" in str(self.parameters[name].annotation)
+
+    @property
+    def separate(self) -> bool:
+        """Whether queries, keys and values are given apart."""
+        return len(self.inputs) == 3
+
+    def missing(self) -> list[str]:
+        """Required parameters that nothing is known about."""
+        known = {*self.inputs, *self.extra}
+        wanted = [name for name in self.parameters if name not in known and self.required(name)]
+        return [name for name in wanted if self.roles[name] not in _FILLERS]
+
+    def __call__(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
+        """The result on x `[B, T, E]`; keys and values from `source` `[B, S, E]` if it is given.
+
+        `keywords` are further arguments of the call, masks among them.
+        """
+        memory, cross = (x, False) if source is None else (source, True)
+        if self.custom is not None:
+            return self.read(self.custom(self.target, x), x, x)
+        if self.layout == "single":
+            pairs = zip(x, memory, strict=True)
+            return stacked(
+                self.read(self.feed((row, rest, rest), cross, **keywords), row, rest)
+                for row, rest in pairs
+            )
+        swap = self.layout == "time"
+        feed, other = (t.transpose(0, 1) if swap else t for t in (x, memory))
+        return self.read(self.feed((feed, other, other), cross, **keywords), x, memory)
+
+    def feed(self, feeds: tuple[Tensor, Tensor, Tensor], cross: bool, **keywords: Any) -> Any:
+        """What the target returns for these inputs of queries, keys and values, as it is.
+
+        With `cross`, keys and values are given even where the call could do without.
+        """
+        values = {**self.extra, **keywords}
+        if self.separate:
+            for place, (name, tensor) in enumerate(zip(self.inputs, feeds, strict=True)):
+                if cross or place == 0 or self.required(name):
+                    values[name] = tensor
+        elif self.inputs:
+            values[self.inputs[0]] = feeds[0]
+        for name, role in self.roles.items():
+            if name not in values and (self.required(name) or role == "rotary"):
+                fill = _FILLERS.get(role)
+                values[name] = None if fill is None else fill(feeds[0], feeds[1], self.head_dim)
+        if cross and not self.separate:
+            values |= dict.fromkeys(self.named("context")[:1], feeds[1])
+        if not self.inputs:  # nothing is known of the signature
+            return self.target(*(feeds if self.function else feeds[:1]), **values)
+        args: list[Tensor] = []
+        for name in self.positional:
+            if name not in self.inputs or name not in values:
+                break
+            args.append(values.pop(name))
+        return self.target(*args, **values)
+
+    def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
+        """The output and the weights among what was returned for x `[…, T, E]`."""
+        swap = self.layout == "time"
+        lead = tuple(x.shape[:-1])
+        wanted = lead[::-1] if swap else lead
+        square = (lead[-1], source.shape[-2])
+        tensors = [t for t in tensors_in(raw) if t.is_floating_point()]
+        if not tensors:
+            none = "None (is a `return` missing?)"
+            said = none if raw is None else f"a {type(raw).__name__} without a tensor"
+            raise UnusableResult(f"returns {said}")
+        fits = [t for t in tensors if t.ndim == x.ndim and tuple(t.shape[:-1]) == wanted]
+        if not fits:
+            raise UnusableResult(f"returns a tensor of shape {list(tensors[0].shape)}")
+        others = [t for t in fits if tuple(t.shape[-2:]) != square]  # not (weights, output)
+        out = others[0] if others else fits[0]
+        weights = (t for t in tensors if t is not out and tuple(t.shape[-2:]) == square)
+        return Result(out.transpose(0, 1) if swap else out, next(weights, None), raw)
+
+
+def stacked(results: Iterator[Result]) -> Result:
+    """The results of single sequences as those of a batch."""
+    rows = list(results)
+    weights = [row.weights for row in rows if row.weights is not None]
+    every = torch.stack(weights) if len(weights) == len(rows) else None
+    return Result(torch.stack([row.out for row in rows]), every, [row.raw for row in rows])
+
+
+def tensors_in(raw: Any) -> Iterator[Tensor]:
+    """The tensors of a result, first come first."""
+    parts: Any = ()
+    if isinstance(raw, Tensor):
+        yield raw
+    elif isinstance(raw, Mapping):
+        parts = raw.values()
+    elif isinstance(raw, (tuple, list)):
+        parts = raw
+    elif hasattr(raw, "__dataclass_fields__"):
+        parts = [getattr(raw, name) for name in raw.__dataclass_fields__]
+    for part in parts:
+        yield from tensors_in(part)
+
+
+def _unturned(x: Tensor, source: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    ones = torch.ones(1, x.shape[-2], dim, dtype=x.dtype, device=x.device)
+    return ones, torch.zeros_like(ones)
+
+
+# What a required argument gets that has nothing to say, by its role: of the input, the sequence of
+# the keys, and a head's width.
+_FILLERS: dict[str, Callable[[Tensor, Tensor, int], Any] | None] = {
+    **dict.fromkeys(("mask", "padding", "lengths", "cache")),
+    **dict.fromkeys(("causal", "use_cache", "weights", "training"), lambda x, source, dim: False),
+    "context": lambda x, source, dim: source,
+    "rotary": _unturned,
+    "complex": lambda x, source, dim: torch.ones(
+        x.shape[-2], dim // 2, dtype=torch.complex64, device=x.device
+    ),
+    "positions": lambda x, source, dim: torch.arange(x.shape[-2], device=x.device)[None],
+    "start": lambda x, source, dim: 0,
+    "dropout": lambda x, source, dim: 0.0,
+}

@@ -1,0 +1,356 @@
+"""Whatever is to be checked, as one callable on x `[B, T, E]`.
+
+A `Target` knows its sizes, whether it is causal, and how it wants to be called; `resolve` makes
+one. What the user gave is never written to; everything runs on copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..findings.verdict import Finding
+from .call_adapter import Caller, MaskForm, Result, stacked
+from .introspect import set_dropout
+
+BATCH, TOKENS = 2, 7
+
+CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
+
+
+class Broken(Exception):
+    """What is to be checked cannot be imported, built or called; `finding` says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+@dataclass
+class Target:
+    """One attention, ready to be called; `resolve` makes it.
+
+    Attributes:
+        name: as a call, for people.
+        embed_dim, out_dim: widths of input and output.
+        num_heads, num_kv_heads, head_dim, context_length: None where not known.
+        causal: what it is taken for, through its mask argument where it has one.
+        causal_from: why: "given" by the caller, "seen" in its outputs, "named" so (class name,
+            context length, a triangular buffer), by a "mask" that is passed, or "unknown": all
+            tokens see each other, and nothing says that they should not.
+        module: a private copy; None for functions.
+        projections: only for functions: the weights `q`, `k`, `v` `[heads · D, E]` that the
+            subject itself applies before it.
+        roles: the constructor's arguments, as given or worked out, by role.
+        mask_form: how a causal mask is passed; None where none is.
+        open_form: how a mask is passed that hides nothing, for calls that insist on one.
+        notes: what was worked out, for people.
+    """
+
+    name: str
+    caller: Caller
+    embed_dim: int
+    out_dim: int = 0
+    num_heads: int = 1
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    context_length: int | None = None
+    causal: bool = False
+    causal_from: CausalFrom = "unknown"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    projections: dict[str, Tensor] | None = None
+    roles: dict[str, Any] = field(default_factory=dict)
+    mask_form: MaskForm | None = None
+    open_form: MaskForm | None = None
+    mask_ignored: bool = False
+    axes: str = "heads"  # of a function's tensors, a name of `resolve.AXES`
+    factory: Callable[..., Target] | None = None
+    room: int | None = None  # the most tokens that went in, where a usual input did not
+    notes: list[str] = field(default_factory=list)
+
+    # --- calling ----------------------------------------------------------------------------------
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a call that fits the context; `TOKENS` where the context is not known."""
+        return self.room or self.context_length or TOKENS
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The private copy that is called; None for functions."""
+        return self.caller.target if isinstance(self.caller.target, nn.Module) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output `[B, T, out_dim]` for x `[B, T, embed_dim]`."""
+        return self.result(x).out
+
+    def weights(self, x: Tensor) -> Tensor | None:
+        """The attention weights as they come back, `[B, H, T, T]` or `[B, T, T]`, or None."""
+        return self.result(x).weights
+
+    def result(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
+        """Output and weights, with keys and values from `source`, and the mask that is passed.
+
+        x itself is not handed on, so that nothing can write to it.
+        """
+        x = x.clone()
+        keywords = {**self.mask_for(x, source), **keywords}
+        if self.projections is None:
+            return self.caller(x, source, **keywords)
+        return self._function(x, x if source is None else source, keywords)
+
+    def mask_for(self, x: Tensor, source: Tensor | None = None) -> dict[str, Any]:
+        """The mask that a call on x wants, by its argument's name; nothing where it wants none."""
+        form = (self.mask_form if self.causal else None) or self.open_form
+        if form is None:
+            return {}
+        keys = x.shape[1] if source is None else source.shape[1]
+        allowed = torch.ones(len(x), x.shape[1], keys, dtype=torch.bool, device=x.device)
+        allowed = allowed.tril(keys - x.shape[1]) if self.causal else allowed
+        return {form.argument: form.make(allowed, x.dtype, self.num_heads)}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
+        """A function's own result on q `[B, H, T, D]`, k and v `[B, G, S, D]`."""
+        turned = {"tokens": lambda t: t.transpose(1, 2), "heads": lambda t: t}
+        feeds = [turned.get(self.axes, lambda t: t.squeeze(1))(t) for t in (q, k, v)]
+        if self.axes == "single":
+            rows = zip(*feeds, strict=True)
+            result = stacked(self._fed(row, keywords) for row in rows)
+        else:
+            result = self._fed((feeds[0], feeds[1], feeds[2]), keywords)
+        out = result.out.transpose(1, 2) if self.axes == "tokens" else result.out
+        return replace(result, out=out.unsqueeze(1) if self.axes in ("flat", "single") else out)
+
+    def _fed(self, feeds: tuple[Tensor, Tensor, Tensor], keywords: dict[str, Any]) -> Result:
+        return self.caller.read(self.caller.feed(feeds, True, **keywords), feeds[0], feeds[1])
+
+    def _function(
+        self, x: Tensor, source: Tensor, keywords: dict[str, Any], values: Tensor | None = None
+    ) -> Result:
+        assert self.projections is not None
+        heads = {"q": self.num_heads, "k": self.num_kv_heads or self.num_heads}
+        heads["v"] = heads["k"]
+        values = source if values is None else values
+        feeds = []
+        for part, rows in (("q", x), ("k", source), ("v", values)):
+            flat = rows @ self.projections[part].to(rows.device, rows.dtype).T
+            feeds.append(flat.unflatten(-1, (heads[part], -1)).transpose(1, 2))
+        result = self.attend(*feeds, **keywords)
+        return Result(result.out.transpose(1, 2).flatten(2), result.weights, result.raw)
+
+    @property
+    def bare(self) -> bool:
+        """Whether the call takes plain batches `[B, T, E]`, nothing turned or looped."""
+        return self.caller.custom is None and self.caller.layout == "batch"
+
+    def of_values(self, x: Tensor, values: Tensor) -> Tensor:
+        """The output for queries and keys from x and values from another `[B, T, E]`."""
+        keywords = self.mask_for(x)
+        if self.projections is not None:
+            return self._function(x, x, keywords, values).out
+        raw = self.caller.feed((x, x, values), True, **keywords)
+        return self.caller.read(raw, x, x).out
+
+    # --- inputs -----------------------------------------------------------------------------------
+
+    def input(
+        self,
+        tokens: int = TOKENS,
+        batch: int = BATCH,
+        seed: int = 0,
+        scale: float | int = 1.0,
+        beyond: bool = False,
+    ) -> Tensor:
+        """Random x `[batch, tokens, embed_dim]` in the subject's dtype, the same every time.
+
+        No more tokens than the context holds, unless `beyond` asks for them.
+        """
+        if not beyond:
+            tokens = min(tokens, self.most_tokens)
+        draw = torch.Generator().manual_seed(seed)
+        shape = (batch, tokens, self.embed_dim)
+        return (torch.randn(shape, generator=draw, dtype=torch.float64) * scale).to(self.dtype)
+
+    def source(self, tokens: int = 3, batch: int = 1, seed: int = 0) -> str:
+        """What to type for that input."""
+        shape = f"{batch}, {tokens}, {self.embed_dim}"
+        return f"torch.manual_seed({seed}); x = torch.randn({shape}, dtype=torch.float64)"
+
+    def influence(self, x: Tensor) -> Tensor:
+        """`[T, T]`: how strongly output token i depends on input token j; 0 where not at all.
+
+        By the Jacobian where there are gradients, otherwise by nudging the inputs.
+        """
+        x = x[:1].detach().clone().requires_grad_(True)
+        tokens = x.shape[1]
+        out = self(x)
+        if not out.requires_grad:
+            return self._nudged(x.detach())
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        along = torch.randn(out.shape[-1], generator=draw, dtype=torch.float64).to(out)
+        found = torch.zeros(tokens, tokens, dtype=torch.float64)
+        for i in range(tokens):
+            slope = torch.autograd.grad(out[0, i] @ along, x, retain_graph=True, allow_unused=True)[
+                0
+            ]
+            if slope is not None:
+                found[i] = slope[0].detach().double().norm(dim=-1)
+        return found
+
+    def _nudged(self, x: Tensor) -> Tensor:
+        tokens, base = x.shape[1], self(x).detach()
+        found = torch.zeros(tokens, tokens, dtype=torch.float64)
+        for j in range(tokens):
+            moved = x.clone()
+            moved[:, j] += 0.5
+            found[:, j] = (self(moved).detach() - base)[0].double().norm(dim=-1)
+        return found
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def fresh(self) -> Target:
+        """An independent copy."""
+        return self._with(copied(self.caller.target))
+
+    def _with(self, target: Any, **changes: Any) -> Target:
+        return replace(self, caller=replace(self.caller, target=target), **changes)
+
+    def to(self, dtype: torch.dtype) -> Target:
+        """A copy with weights and inputs in another dtype."""
+        own = self.fresh()
+        target = own.caller.target if own.module is None else own.module.to(dtype)
+        return own._with(target, dtype=dtype)
+
+    def double(self) -> Target:
+        """A copy in float64; in the subject's own dtype where it cannot be called in float64."""
+        wide = self.to(torch.float64)
+        try:
+            wide(wide.input())
+        except Exception:  # whatever it raises, another probe says so
+            return self.fresh()
+        return wide
+
+    def randomised(self, seed: int = 1) -> Target:
+        """A copy with fresh random parameters, so that no zeros hide anything."""
+        own = self.fresh()
+        if own.module is not None:
+            randomise(own.module, seed)
+        return own
+
+    def training(self, p: float) -> Target | None:
+        """A copy in training mode with dropout p; None where it has no dropout for a p above 0."""
+        own = self.fresh()
+        if own.module is None or (not set_dropout(own.module, p) and p):
+            return None
+        own.module.train()
+        return own
+
+    def dropping(self) -> Target | None:
+        """A copy in eval mode with dropout 0.5, from its constructor where that takes one; None
+        where it has no dropout."""
+        own = None
+        if "dropout" in self.roles:
+            with contextlib.suppress(Broken, ValueError):
+                own = self.rebuilt(dropout=0.5)
+        own = self.training(0.5) if own is None else own.to(self.dtype)
+        if own is not None and own.module is not None:
+            own.module.eval()
+        return own
+
+    def rebuilt(self, **changes: Any) -> Target | None:
+        """From its constructor again, with roles changed (`dropout=0.5`); None for instances.
+
+        Raises:
+            Broken: the constructor or the first call fails.
+        """
+        return None if self.factory is None else self.factory(**changes)
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Fresh values for every parameter: matrices keep the size of what goes through them, biases
+    are no longer zero, and gains stay near 1."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            if parameter.ndim >= 2:
+                noise = noise * (1.5 / max(1, parameter.shape[-1]) ** 0.5)
+            elif bool((parameter == 1).all()):
+                noise = 1 + 0.2 * noise
+            else:
+                noise = 0.5 * noise
+            parameter.copy_(noise.to(parameter.dtype))
+
+
+def copied(target: Any) -> Any:
+    """An independent copy of a module; anything else as it is."""
+    if not isinstance(target, nn.Module):
+        return target
+    try:
+        return copy.deepcopy(target)
+    except Exception:  # locks, generators and tensors of a graph cannot be copied deeply
+        return _rebuilt(target, {})
+
+
+def _rebuilt(module: nn.Module, done: dict[int, Any]) -> nn.Module:
+    """A copy with weights and buffers of its own, whose other attributes are shared."""
+    if id(module) in done:
+        return done[id(module)]
+    new = done[id(module)] = copy.copy(module)
+    for table in ("_parameters", "_buffers"):
+        new.__dict__[table] = {
+            name: value if value is None else done.setdefault(id(value), _own(value))
+            for name, value in getattr(module, table).items()
+        }
+    children = module._modules.items()
+    new.__dict__["_modules"] = {
+        name: child if child is None else _rebuilt(child, done) for name, child in children
+    }
+    return new
+
+
+def _own(value: Tensor) -> Tensor:
+    own = value.detach().clone()
+    return nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
+
+
+# --- faults of what is checked --------------------------------------------------------------------
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line: what, and where in the user's own file.
+
+    >>> told(ValueError("too long"))
+    'ValueError: too long'
+    """
+    text = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if not own:
+        return said
+    line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
+    code = f": `{line}`" if line else ""
+    return f"{said} (line {own[-1].lineno} of {Path(own[-1].filename).name}{code})"
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor ours."""
+    here = str(Path(__file__).parents[1])
+    inside = ("site-packages", "dist-packages", "<frozen", "<@beartype", here)
+    standard = str(Path(inspect.__file__).parent)
+    return not any(part in filename for part in inside) and not filename.startswith(standard)

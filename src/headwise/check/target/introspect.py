@@ -1,0 +1,135 @@
+"""What a module's attributes say of other ingredients: numbers, and rotary positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.rope import RoPE
+from .names import building_role
+
+Rotation = tuple[int, float, bool]
+"""`RoPE`'s dim, base and interleaved."""
+
+SPEAKS_OF_ROPE = re.compile(
+    r"rope|rotar|rotat|rot_?emb|rot_?dim|(^|_)rot(_|$)|freqs?|position_embeddings|theta|"
+    r"(^|_)(cos|sin)(_|$)"
+)
+
+
+def names_in(module: nn.Module) -> Iterator[str]:
+    """Names of attributes, buffers and children that are not switched off, and what the module's
+    own methods call.
+    """
+    for child in module.modules():
+        for name, value in {**vars(child), **child._buffers, **child._modules}.items():
+            if not name.startswith("_") and value is not None and value is not False:
+                yield name
+        for kind in _own_classes(child):
+            for name, value in vars(kind).items():
+                if not name.startswith("__") or name == "__init__":
+                    yield name
+                    yield from getattr(getattr(value, "__code__", None), "co_names", ())
+
+
+def _own_classes(module: nn.Module) -> Iterator[type]:
+    """Its classes below PyTorch's."""
+    for kind in type(module).__mro__:
+        if kind.__module__.split(".")[0] == "torch":
+            return
+        yield kind
+
+
+def numbers_in(module: nn.Module, pattern: str) -> Iterator[float]:
+    """Numbers among a module's attributes and its config's whose names fit.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> layer.window_size = 4
+    >>> list(numbers_in(layer, "window"))
+    [4.0]
+    """
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        classes = (vars(kind) for kind in _own_classes(child))
+        for holder in (vars(child), *classes, getattr(config, "__dict__", {})):
+            for name, value in holder.items():
+                values = {name: value, **(value if isinstance(value, dict) else {})}
+                for key, number in values.items():
+                    plain = isinstance(number, int | float) and not isinstance(number, bool)
+                    if plain and re.search(pattern, str(key)):
+                        yield float(number)
+
+
+def set_dropout(module: nn.Module, p: float) -> bool:
+    """Set every probability of dropping; whether there was any."""
+    any_found = False
+    for child in module.modules():
+        own = ["p"] if isinstance(child, nn.modules.dropout._DropoutNd) else []
+        for name, value in vars(child).items():
+            said = "drop" in name or (building_role(name) == "dropout" and name != "p")
+            own += [name] * (said and isinstance(value, float) and 0.0 <= value < 1.0)
+        for name in own:
+            setattr(child, name, p)
+        any_found = any_found or bool(own)
+    return any_found
+
+
+def unregistered(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Plain lists that hold modules or parameters which PyTorch does not know of."""
+    known = {id(one) for one in (*module.parameters(), *module.modules())}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            held = list(value.values()) if isinstance(value, dict) else list(value)
+            lost = [one for one in held if isinstance(one, nn.Module | nn.Parameter)]
+            if any(id(one) not in known for one in lost):
+                yield f"{path}.{name}" if path else name, held
+
+
+def rotations(module: nn.Module, head_dim: int, parameters: Iterable[str] = ()) -> list[Rotation]:
+    """Rotary positions that may be meant, where anything speaks of them.
+
+    Args:
+        parameters: names of what `forward` takes.
+    """
+    said = [*names_in(module), *parameters]
+    if head_dim < 2 or not any(SPEAKS_OF_ROPE.search(name.lower()) for name in said):
+        return []
+    found = dict.fromkeys(pair for pair in _tables(module) if pair[0] <= head_dim)
+    bases = dict.fromkeys(b for b in numbers_in(module, r"theta|rope.*base|rotary.*base") if b > 1)
+    dims = [int(n) for n in numbers_in(module, r"rot\w*_dim|rotary_ndims") if 1 < n <= head_dim]
+    for dim in dict.fromkeys([*dims, head_dim]):
+        for base in bases or ([] if found else [10000.0]):
+            found[dim - dim % 2, base] = None
+    return [(dim, base, inner) for dim, base in list(found)[:4] for inner in (False, True)]
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[int, float]]:
+    """Width and base of rotations whose frequencies, cosines or complex numbers are kept."""
+    for child in module.modules():
+        for name, value in {**vars(child), **child._buffers}.items():
+            if isinstance(value, RoPE) and value.kind == "default":
+                yield value.dim, value.base
+            if not isinstance(value, Tensor) or value.ndim == 0 or not value.numel():
+                continue
+            row = value.detach().reshape(-1, value.shape[-1])
+            if value.is_complex() and len(row) > 1:
+                radians = row[1].angle()
+            elif "freq" in name and value.ndim == 1:
+                radians = value.detach()
+            elif re.search(r"(^|_)cos(_|$)", name) and len(row) > 1:
+                radians = torch.acos(row[1].clamp(-1, 1))
+            else:
+                continue
+            radians = radians.double()
+            half = len(radians) // 2
+            if "freq" not in name and half and torch.equal(radians[:half], radians[half:]):
+                radians = radians[:half]
+            if len(radians) > 1 and 0 < radians[1] < radians[0]:
+                dim = 2 * len(radians)
+                yield dim, round(float((radians[1] / radians[0]) ** (-dim / 2)), 2)

@@ -1,0 +1,135 @@
+"""Whether a subject is causal, and in which form its call understands a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .call_adapter import SHAPES, Caller, MaskForm
+from .checked_target import Target
+from .construct import name_of
+
+ZERO = 1e-12
+"""An influence below this share of the largest is none."""
+SMALL = 0.1
+"""Size of the inputs here: scores stay small, so that no weight is 0 but by a mask."""
+
+
+def learn_causality(subject: Target, wanted: bool | None) -> None:
+    """Settle `causal`, `causal_from` and the form of a mask that is passed."""
+    trial = subject.randomised().double()
+    if wanted is False:
+        subject.causal_from = "given"
+        return
+    if _seen_causal(trial):
+        subject.causal, subject.causal_from = True, "given" if wanted else "seen"
+        return
+    subject.mask_form = _causal_form(trial)
+    subject.mask_ignored = trial.mask_ignored
+    if subject.mask_form is not None:
+        subject.causal, subject.causal_from = True, "given" if wanted else "mask"
+        subject.notes.append(f"a causal mask is passed as {subject.mask_form}")
+    elif wanted or (not subject.caller.named("mask") and _named_causal(subject)):
+        subject.causal, subject.causal_from = True, "given" if wanted else "named"
+
+
+def _influence(subject: Target, scale: float) -> Tensor | None:
+    try:
+        found = subject.influence(subject.input(tokens=5, batch=1, scale=scale))
+    except Exception:
+        return None
+    return found.nan_to_num(0.0)
+
+
+def _leak(subject: Target, scale: float) -> float | None:
+    """Influence of later tokens as a share of all influence on other tokens."""
+    found = _influence(subject, scale)
+    if found is None:
+        return None
+    later, earlier = found.triu(1).sum(), found.tril(-1).sum()
+    return float(later / (later + earlier)) if later + earlier > 0 else 0.0
+
+
+def _seen_causal(subject: Target) -> bool:
+    """Whether the zeros among the influences tell of a causal mask, be it a mistaken one."""
+    found = _influence(subject, SMALL)
+    if found is None or found.max() == 0:
+        return False
+    none = found <= ZERO * found.max()
+    above, below = int(none.triu(1).sum()), int(none.tril(-1).sum())
+    pairs = len(found) * (len(found) - 1) // 2
+    return above > below or below == pairs > above
+
+
+def _causal_form(subject: Target) -> MaskForm | None:
+    """The form in which the call understands a causal mask; the nearest where none is exact.
+
+    The nearest is found at the usual size, where scores differ: a fill with 0 hides nothing where
+    all scores are small.
+    """
+    best: tuple[float, MaskForm] | None = None
+    open_leak = _leak(subject, 1.0)
+    plain = 1.0 if open_leak is None else open_leak  # None: it insists on a mask
+    without = _quiet(subject)
+    ignored: list[str] = []
+    for form in _forms(subject.caller):
+        trial = replace(subject, causal=True, mask_form=form)
+        out = _quiet(trial)
+        if out is None:
+            continue
+        if without is not None and torch.equal(out, without):
+            ignored += [form.argument] * (form.kind != "flag")
+            continue
+        hidden, leak = _leak(trial, SMALL), _leak(trial, 1.0)
+        if hidden is None or leak is None or not torch.isfinite(out).all():
+            continue
+        if hidden <= ZERO:
+            return form
+        if leak < plain and (best is None or leak < best[0]):
+            best = leak, form
+    subject.mask_ignored = bool(ignored) and best is None
+    return None if best is None else best[1]
+
+
+def _quiet(subject: Target) -> Tensor | None:
+    try:
+        return subject(subject.input(tokens=5)).detach()
+    except Exception:
+        return None
+
+
+def _forms(caller: Caller) -> list[MaskForm]:
+    names = caller.named("mask")
+    forms = [MaskForm(name, "headwise") for name in names if caller.takes_values(name)]
+    forms += [MaskForm(name, "flag") for name in caller.named("causal")]
+    kinds = ("may", "hidden", "added", "ones", "later")
+    forms += [MaskForm(name, kind, shape) for name in names for kind in kinds for shape in SHAPES]
+    return forms
+
+
+def _named_causal(subject: Target) -> bool:
+    """Whether its name, its arguments or a triangular buffer say that it should be causal."""
+    target = subject.caller.target
+    name = name_of(target).lower()
+    if any(word in name for word in ("causal", "masked", "decoder")):
+        return True
+    if "context" in subject.roles or subject.roles.get("causal") is True:
+        return True
+    if not isinstance(target, nn.Module):
+        return False
+    tables = list(target.buffers())
+    for child in target.modules():
+        tables += [value for value in vars(child).values() if isinstance(value, Tensor)]
+    return any(_triangular(table) for table in tables)
+
+
+def _triangular(table: Tensor) -> bool:
+    """Whether a square table holds one number above its diagonal and another below."""
+    if table.ndim < 2 or table.shape[-1] != table.shape[-2] or table.shape[-1] < 2:
+        return False
+    square = table.detach().reshape(-1, *table.shape[-2:])[0]
+    ones = torch.ones(square.shape, dtype=torch.bool)
+    above, below = square[ones.triu(1)], square[ones.tril(-1)]
+    return bool((above == above[0]).all() and (below == below[0]).all() and above[0] != below[0])
