@@ -122,7 +122,9 @@ def test_a_wrong_rung_is_named_and_nothing_is_timed(
     assert main(["ladder", "--sizes", str(SMALL)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("headwise: the rung 'SDPA, flag' (systems/variants.py) does not agree")
+    assert err.startswith(
+        "headwise: the rung 'SDPA, flag' (implementations/variants.py) does not agree"
+    )
     assert err.count("\n") == 1
 
 
