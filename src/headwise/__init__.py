@@ -26,20 +26,8 @@ from .stats.base import Statistic
 from .stats.needs import RowSum
 from .stats.observe import Explanation, Seen, explain, observe
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
-from .stats.per_query import (
-    LSE,
-    Distance,
-    Entropy,
-    Map,
-    Mass,
-    MaxLogit,
-    OffsetHistogram,
-    OutputNorm,
-    Received,
-    Similarity,
-    Sink,
-    TopKeys,
-)
+from .stats.per_head import Map, MaxLogit, OffsetHistogram, Received, Similarity
+from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
 from .weights.convert import convert, detect_layout
 

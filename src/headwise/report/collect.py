@@ -16,7 +16,8 @@ from ..capture.captured import Watched
 from ..capture.session import Net, catch
 from ..stats.base import Statistic
 from ..stats.patterns import First, Induction, Previous, SameToken
-from ..stats.per_query import Entropy, Map, Mass, MaxLogit, OffsetHistogram, Received, TopKeys
+from ..stats.per_head import Map, MaxLogit, OffsetHistogram, Received
+from ..stats.per_query import Entropy, Mass, TopKeys
 from ..stats.results import Reading
 from .head_labels import naming_statistics
 from .sample import LookError, Part, Sample, told_if_it_fails

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from ..backends import Backend, Call, Figures, OnePass, choose
 from . import identities
 from .lazy import Lazy
-from .pattern_mass import Masses
 from .score_sweep import Accumulator, sweep, tiles, whole_rows
 from .scores import RowBlock, RowFigures, Scores, near
 from .view import View
@@ -238,11 +237,6 @@ class Engine:
         """A figure of whole rows, and with it all others that wait."""
         self.rows.wait(name, figure)
         return self.rows.read(name)
-
-    @property
-    def masses(self) -> Masses:
-        # Kept, it would close a cycle, and all tensors would live on until that is collected.
-        return Masses(self.scores, lambda: self.lse, self.rows)
 
     def rows_of_p(
         self, queries: Int[Tensor, " t"]

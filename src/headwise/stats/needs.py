@@ -14,18 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.index import grid
-from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
 from . import identities
 from .engine import Engine
 from .max_logit import largest_score
-from .pattern_mass import ranges_in
-from .patterns import Pattern
-from .results import CALL, KERNEL, KERNEL_PASS, OUTPUT, PAIRS, PASS, ROWS, Route
+from .results import CALL, KERNEL, KERNEL_PASS, OUTPUT, PASS, ROWS, Route
 from .score_sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of
 from .scores import RowBlock, near
-from .view import View, visible_keys
+from .view import View
 
 
 @dataclass(frozen=True)
@@ -240,91 +236,6 @@ class _MaxLogit(Need):
 
 
 ENTROPY, POSITION, MAX_LOGIT = _Entropy(), _Position(), _MaxLogit()
-
-
-# ── the mass on chosen keys ─────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class MassOn(Need):
-    """`Σ_j p_ij` over the keys of a pattern or a mask `[B, H, n]`, and how many are in sight.
-
-    The second is `None` where the kernel gave the mass.
-
-    Of a mask, `exp(lse restricted − lse)`: one call, of which only the log-sum-exp is read.
-    """
-
-    keys: Pattern | Mask
-    name: str
-
-    @property
-    def kernel(self) -> str | None:  # type: ignore[override]
-        return getattr(self.keys, "figure", None)
-
-    def route(self, setting: Setting) -> Route:
-        if isinstance(self.keys, Mask):
-            return Route(CALL, "its log-sum-exp within the mask")
-        return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
-
-    def told(self, route: Route, engine: Engine) -> Route:
-        if route.kind != PAIRS:
-            return route
-        assert isinstance(self.keys, Pattern)
-        return engine.masses.reader_of(ranges_in(self.keys, engine.view))[0]
-
-    def prepare(self, route: Route, engine: Engine) -> None:
-        """Nobody who compiles knows whether the log-sum-exp serves: one pass gives all masses."""
-        if not torch.compiler.is_compiling():
-            return
-        if isinstance(self.keys, Mask):
-            self._wait(engine, _within(self.keys, engine))
-        elif route.kind != KERNEL:
-            engine.masses.wait(ranges_in(self.keys, engine.view), self.name)
-
-    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.keys, Mask):
-            return self._of_mask(self.keys, engine)
-        if route.kind == KERNEL:
-            assert self.kernel is not None
-            return engine.field(self.kernel), None
-        return engine.masses.of(ranges_in(self.keys, engine.view), self.name)
-
-    def _of_mask(self, keys: Mask, engine: Engine) -> tuple[Tensor, Tensor]:
-        view, chosen = engine.view, _within(keys, engine)
-        call = view.call.with_(mask=view.call.mask & chosen)
-        count = visible_keys(call.mask, call.extent, view.device)
-        if not engine.near:
-            self._wait(engine, chosen)
-            return engine.rows.read(f"{self.name}: mass"), count
-        restricted = engine.lse_of(call)
-        some = torch.isfinite(restricted) & torch.isfinite(engine.lse)
-        base = torch.where(some, engine.lse, 0.0)
-        share = torch.exp(torch.where(some, restricted, 0.0) - base)
-        return torch.where(some, share, 0.0), count
-
-    def _wait(self, engine: Engine, mask: Mask) -> None:
-        """Let the mass within a mask be taken from the next pass over whole rows."""
-
-        def mass(block: RowBlock) -> Tensor:
-            view = engine.view
-            place = grid(view.extent, view.device, block.rows, block.keys)
-            allowed = mask.allowed(*place, view.extent)
-            return (block.p if allowed is None else torch.where(allowed, block.p, 0.0)).sum(-1)
-
-        engine.rows.wait(f"{self.name}: mass", mass)
-
-
-def _within(mask: Mask, engine: Engine) -> Mask:
-    """A mask that chooses keys, for the queries that are looked at.
-
-    Raises:
-        ValueError: it does not fit the call, or adds to the scores.
-    """
-    view = engine.view
-    mask.check(view.whole)
-    if mask.biased:
-        raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
-    return mask if view.rows is None else Rows(mask, view.rows, view.whole)
 
 
 # ── from a pass over the scores ─────────────────────────────────────────────────────────────────

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ..backends import Call
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.index import grid
+from ..core.mask_algebra import Mask, Rows
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
+from .engine import Engine
+from .needs import Need, Setting
 from .patterns import KeyRanges, Pattern
-from .results import PAIRS, ROWS, Route
-from .scores import RowBlock, RowFigures, Scores, near, probability
-from .view import View
+from .results import CALL, KERNEL, PAIRS, ROWS, Route
+from .scores import RowBlock, near, probability
+from .view import View, visible_keys
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows of scores."""
@@ -44,15 +47,93 @@ def in_sight(pattern: Pattern, view: View) -> Int[Tensor, "#B #H n"]:
     return count[(None,) * (4 - count.dim())][..., 0].long()
 
 
+@dataclass(frozen=True)
+class MassOn(Need):
+    """`Σ_j p_ij` over the keys of a pattern or a mask `[B, H, n]`, and how many are in sight.
+
+    The second is `None` where the kernel gave the mass.
+
+    Of a mask, `exp(lse restricted − lse)`: one call, of which only the log-sum-exp is read.
+    """
+
+    keys: Pattern | Mask
+    name: str
+
+    @property
+    def kernel(self) -> str | None:  # type: ignore[override]
+        return getattr(self.keys, "figure", None)
+
+    def route(self, setting: Setting) -> Route:
+        if isinstance(self.keys, Mask):
+            return Route(CALL, "its log-sum-exp within the mask")
+        return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
+
+    def told(self, route: Route, engine: Engine) -> Route:
+        if route.kind != PAIRS:
+            return route
+        assert isinstance(self.keys, Pattern)
+        return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
+
+    def prepare(self, route: Route, engine: Engine) -> None:
+        """Nobody who compiles knows whether the log-sum-exp serves: one pass gives all masses."""
+        if not torch.compiler.is_compiling():
+            return
+        if isinstance(self.keys, Mask):
+            self._wait(engine, _within(self.keys, engine))
+        elif route.kind != KERNEL:
+            Masses(engine).wait(ranges_in(self.keys, engine.view), self.name)
+
+    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.keys, Mask):
+            return self._of_mask(self.keys, engine)
+        if route.kind == KERNEL:
+            assert self.kernel is not None
+            return engine.field(self.kernel), None
+        return Masses(engine).of(ranges_in(self.keys, engine.view), self.name)
+
+    def _of_mask(self, keys: Mask, engine: Engine) -> tuple[Tensor, Tensor]:
+        view, chosen = engine.view, _within(keys, engine)
+        call = view.call.with_(mask=view.call.mask & chosen)
+        count = visible_keys(call.mask, call.extent, view.device)
+        if not engine.near:
+            self._wait(engine, chosen)
+            return engine.rows.read(f"{self.name}: mass"), count
+        restricted = engine.lse_of(call)
+        some = torch.isfinite(restricted) & torch.isfinite(engine.lse)
+        base = torch.where(some, engine.lse, 0.0)
+        share = torch.exp(torch.where(some, restricted, 0.0) - base)
+        return torch.where(some, share, 0.0), count
+
+    def _wait(self, engine: Engine, mask: Mask) -> None:
+        """Let the mass within a mask be taken from the next pass over whole rows."""
+
+        def mass(block: RowBlock) -> Tensor:
+            view = engine.view
+            place = grid(view.extent, view.device, block.rows, block.keys)
+            allowed = mask.allowed(*place, view.extent)
+            return (block.p if allowed is None else torch.where(allowed, block.p, 0.0)).sum(-1)
+
+        engine.rows.wait(f"{self.name}: mass", mass)
+
+
+def _within(mask: Mask, engine: Engine) -> Mask:
+    """A mask that chooses keys, for the queries that are looked at.
+
+    Raises:
+        ValueError: it does not fit the call, or adds to the scores.
+    """
+    view = engine.view
+    mask.check(view.whole)
+    if mask.biased:
+        raise ValueError(f"Mass({mask!r}): a mask that adds to the scores chooses no keys")
+    return mask if view.rows is None else Rows(mask, view.rows, view.whole)
+
+
 class Masses:
     """Masses in one call; each is read on the road that is cheapest for its keys."""
 
-    def __init__(self, scores: Scores, lse: Callable[[], Tensor], rows: RowFigures) -> None:
-        self.scores, self._lse, self._rows = scores, lse, rows
-
-    @property
-    def call(self) -> Call:
-        return self.scores.call
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.scores, self.call = engine, engine.scores, engine.scores.call
 
     @property
     def extent(self) -> Extent:
@@ -64,10 +145,10 @@ class Masses:
 
     def of(self, ranges: KeyRanges, name: str | None = None) -> tuple[Tensor, Tensor]:
         """`Σ_j p_ij` over each query's chosen keys, and how many of those it may attend to."""
-        if self.extent.queries and self.extent.keys and not near(self._lse()):
-            name = self._rows.known(name)
+        if self.extent.queries and self.extent.keys and not near(self.engine.lse):
+            name = self.engine.rows.known(name)
             self.wait(ranges, name)
-            return self._rows.read(f"{name}: mass"), self._rows.read(f"{name}: count")
+            return self.engine.rows.read(f"{name}: mass"), self.engine.rows.read(f"{name}: count")
         return self.reader_of(ranges)[1]()
 
     def wait(self, ranges: KeyRanges, name: str) -> None:
@@ -80,8 +161,8 @@ class Masses:
         def count(block: RowBlock) -> Tensor:
             return (chosen_in(block) & block.allowed).sum(-1)
 
-        self._rows.wait(f"{name}: mass", mass)
-        self._rows.wait(f"{name}: count", count, torch.long)
+        self.engine.rows.wait(f"{name}: mass", mass)
+        self.engine.rows.wait(f"{name}: count", count, torch.long)
 
     def reader_of(self, ranges: KeyRanges) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
         """The road to the mass on chosen keys, and who takes it, where the log-sum-exp is near."""
@@ -106,7 +187,7 @@ class Masses:
         return pairs, lambda: self._of_pairs(ranges)
 
     def _of_none(self) -> tuple[Tensor, Tensor]:
-        zero = torch.zeros_like(self._lse())
+        zero = torch.zeros_like(self.engine.lse)
         return zero, zero[:1, :1].long()
 
     def _of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +195,7 @@ class Masses:
         call = self.call
         i, _ = grid(self.extent, self.device)
         scores, allowed = self.scores.logits(call.q, call.k[:, :, keys], i, keys[None, :])
-        return probability(scores, self._lse()[..., None]).sum(-1), allowed.sum(-1)
+        return probability(scores, self.engine.lse[..., None]).sum(-1), allowed.sum(-1)
 
     def _of_one_key(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Each query chose one key at most: one dot product a row."""
@@ -130,12 +211,12 @@ class Masses:
         )
         allowed = allowed & chosen[None, None, :, None]
         scores = scores.masked_fill(~allowed, -torch.inf)
-        return probability(scores, self._lse()[..., None])[..., 0], allowed[..., 0].long()
+        return probability(scores, self.engine.lse[..., None])[..., 0], allowed[..., 0].long()
 
     def _of_pairs(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """The general case: the pairs one after another, a bounded number at a time."""
         extent = self.extent
-        mass = torch.zeros_like(self._lse())
+        mass = torch.zeros_like(self.engine.lse)
         count = torch.zeros_like(mass, dtype=torch.long)
         start, width = torch.broadcast_tensors(
             ranges.start, (ranges.stop - ranges.start).clamp(min=0)
@@ -164,7 +245,7 @@ class Masses:
             i, j = grid(self.extent, self.device, block.rows, block.keys)
             q, k = call.q[:, :, block.rows], call.k[:, :, block.keys]
             logits, allowed = self.scores.logits(q, k, i, j)
-            p = probability(logits, self._lse()[:, :, block.rows, None])
+            p = probability(logits, self.engine.lse[:, :, block.rows, None])
             chosen = chosen_in(block)
             return torch.where(chosen, p, 0.0).sum(-1), (chosen & allowed).sum(-1)
 
@@ -197,7 +278,7 @@ class Masses:
         scores, allowed = finish_scores(
             scores * call.scale, call.mask, extent, ii, jj, softcap=call.softcap
         )
-        lse = self._lse().gather(2, i[:, None].expand(-1, extent.heads, -1))
+        lse = self.engine.lse.gather(2, i[:, None].expand(-1, extent.heads, -1))
         return probability(scores[..., 0], lse), allowed[..., 0]
 
 

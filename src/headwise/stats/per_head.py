@@ -1,0 +1,311 @@
+"""One small class a statistic, of whole heads: one number, a table, or what each key receives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..core.reference import Definition
+from .engine import Engine
+from .execute import Pass
+from .needs import (
+    MAX_LOGIT,
+    BlockSums,
+    Need,
+    ReceivedFrom,
+    Reduced,
+    Setting,
+)
+from .results import Reading, Route
+from .sampling import draw
+from .score_sweep import Block
+
+
+@dataclass(frozen=True)
+class MaxLogit:
+    """The largest score of each head: `[B, H]`, −inf where no query sees a key.
+
+    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score.
+
+    Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
+    """
+
+    names = ("max_logit",)
+    formula = True
+
+    needs = MappingProxyType({"max_logit": MAX_LOGIT})
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"max_logit": Reading(found[MAX_LOGIT], largest=True)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"max_logit": full.logits.amax((-1, -2))}
+
+
+@dataclass(frozen=True)
+class Received:
+    """The attention that every key receives: `[B, H, S]`, column sums of P. No gradient.
+
+    What heavy-hitter caches keep their keys by. Sums to the number of valid queries, less what
+    learned sinks take.
+
+    Args:
+        last: only from the last so many queries (SnapKV's observation window).
+
+    Source: Zhang et al. 2023 (H2O), Li et al. 2024 (SnapKV).
+    """
+
+    last: int | None = None
+    names = ("received",)
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"Received(last={self.last}): at least one query must count.")
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"received": ReceivedFrom(self.last)}
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"received": Reading(found[ReceivedFrom(self.last)], per_key=True)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        first = 0 if self.last is None else max(0, full.extent.queries - self.last)
+        return {"received": full.weights[:, :, first:].sum(2)}
+
+
+@dataclass(frozen=True)
+class OffsetHistogram:
+    """How much of a head's attention goes how far: `[B, H, bins]`, mass by distance. No gradient.
+
+    Bin 0 is the query's own position, bin b the distances `[2^(b−1), 2^b)` before it; what lies
+    farther is in the last bin, and what lies ahead is in none. Means over valid queries.
+
+    Args:
+        bins: how many, at least 2; 18 reach back 65,536 tokens and beyond.
+        ahead: also `offsets_ahead` `[B, H, bins]`, the same for what lies ahead; its bin 0 is 0.
+
+    Source: Press et al. 2021, §4 and its kin (effective context).
+    """
+
+    bins: int = 18
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bins < 2:
+            raise ValueError(f"OffsetHistogram({self.bins}): there must be at least two bins.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("offsets", "offsets_ahead") if self.ahead else ("offsets",)
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        return dict.fromkeys(self.names, _MassByDistance(self.bins, len(self.names)))
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        extent = found.extent
+        total = found.view.by_head(found[_MassByDistance(self.bins, len(self.names))].total)
+        alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        count = alive.sum(-1, keepdim=True)
+        means = (total / count.clamp(min=1)[..., None]).unbind(2)
+        return {
+            name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
+        }
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        extent, device = full.extent, full.weights.device
+        i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
+        distance = i - torch.arange(extent.keys, device=device)
+        alive = full.allowed.any(-1).sum(-1, keepdim=True)
+        figures = {}
+        for name, away in zip(self.names, (distance, -distance), strict=False):
+            bins = _bin_of(away, self.bins)
+            if name == "offsets_ahead":
+                bins = torch.where(away == 0, self.bins, bins)
+            sums = [
+                torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)
+            ]
+            figures[name] = torch.stack(sums, -1) / alive.clamp(min=1)
+        return figures
+
+
+def _bin_of(distance: Tensor, bins: int) -> Tensor:
+    """The bin of each distance; `bins` itself for what lies ahead. Exact: powers are compared."""
+    edges = torch.tensor([0, *(1 << b for b in range(bins - 1))], device=distance.device)
+    found = torch.bucketize(distance, edges, right=True) - 1
+    return torch.where(distance < 0, bins, found)
+
+
+@dataclass(frozen=True)
+class _MassByDistance(Reduced):
+    """Mass by distance behind, and ahead too where there are two sides."""
+
+    bins: int
+    sides: int
+    name = "offsets"
+
+    def make(self, engine: Engine) -> _Offsets:
+        return _Offsets(engine.view.zeros(self.sides, self.bins), engine.view.positions)
+
+
+class _Offsets:
+    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`."""
+
+    def __init__(self, total: Tensor, positions: Tensor) -> None:
+        self.total, self.positions = total, positions
+
+    def add(self, block: Block) -> None:
+        j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
+        _, sides, size = self.total.shape
+        distance = self.positions[block.rows, None] - j
+        bins = _bin_of(distance, size)
+        if sides == 2:
+            bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
+        total = self.total[block.heads].view(-1, sides * size)
+        if not torch.compiler.is_compiling() and int(bins.amin()) == (high := int(bins.amax())):
+            if high < sides * size:
+                total[:, high] += block.p.sum((-1, -2))
+        else:
+            found = block.p.new_zeros(len(block.p), sides * size + 1)
+            found.index_add_(1, bins.flatten(), block.p.flatten(1))
+            total += found[:, :-1]
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike two heads of a layer attend: `[B, H, H]`, Jensen–Shannon distance, 0 to 1.
+
+    `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
+    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal. A learned sink
+    is one outcome more. No gradient.
+
+    Source: Lin 1991; between heads: Clark et al. 2019, §6.
+    """
+
+    queries: int = 64
+    seed: int = 0
+    names = ("similarity",)
+
+    def __post_init__(self) -> None:
+        if self.queries < 1:
+            raise ValueError(f"Similarity({self.queries}): at least one query must be looked at.")
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"similarity": _DistanceOfHeads(self.queries, self.seed)}
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        total, count = found[_DistanceOfHeads(self.queries, self.seed)]
+        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
+        rows = slice(None) if sample is None else sample.rows
+        sink = None if full.sink is None else full.sink[:, :, rows]
+        distances, both = _js_distances(full.weights[:, :, rows], sink)
+        return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
+
+
+@dataclass(frozen=True)
+class _DistanceOfHeads(Need):
+    """Sums of distances between heads over drawn queries, and how many counted: `[B, H, H]`."""
+
+    queries: int
+    seed: int
+    name = "similarity"
+
+    def route(self, setting: Setting) -> Route:
+        there = setting.extent.queries
+        return Route("drawn rows of P", f"{min(self.queries, there)} of {there}")
+
+    def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor]:
+        view = engine.view
+        extent = view.extent
+        sample = draw(self.queries, extent.queries, self.seed, view.device)
+        everyone = torch.arange(extent.queries, device=view.device)
+        rows = everyone if sample is None else sample.rows
+        total = engine.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
+        count = torch.zeros_like(total)
+        size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
+        for some in rows.split(size):
+            distances, both = _js_distances(*engine.rows_of_p(some))
+            total += (distances * both).sum(1)
+            count += both.sum(1)
+        return total, count
+
+
+def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Between all pairs of heads, and 1 where both see something: both `[B, n, H, H]`.
+
+    `p` is `[B, H, n, S]`, and what a learned sink takes `[B, H, n]`.
+    """
+    heads = p.shape[1]
+    if sink is not None:
+        p = torch.cat([p, sink[..., None]], dim=-1)
+    p = p.transpose(1, 2)  # [B, n, H, S]
+    tiny, eps = torch.finfo(p.dtype).tiny, torch.finfo(p.dtype).eps
+    valid = (p.sum(-1) > 0).to(p.dtype)
+    distances = p.new_zeros(*p.shape[:2], heads, heads)
+    for head in range(heads - 1):
+        one, others = p[:, :, head, None], p[:, :, head + 1 :]
+        both = one + others
+        # With t = (p − r) / (p + r): ¼ Σ (p + r) ((1 + t) log(1 + t) + (1 − t) log(1 − t)), and no
+        # difference of entropies, whose rounding the root would blow up where heads are alike.
+        t = ((one - others) / both.clamp(min=tiny)).clamp(eps - 1, 1 - eps)
+        apart = (1 + t) * torch.log1p(t) + (1 - t) * torch.log1p(-t)
+        apart = torch.linalg.vecdot(both, apart) / (4 * math.log(2))
+        apart = apart.clamp(0, 1).sqrt()  # rounding may lead past either end
+        distances[:, :, head, head + 1 :] = apart
+        distances[:, :, head + 1 :, head] = apart
+    return distances, valid[..., None] * valid[..., None, :]
+
+
+@dataclass(frozen=True)
+class Map:
+    """P in small: `[B, H, n, n]`, the mass that a block of queries gives to a block of keys.
+
+    Entry `[a, b]` is the mean over the valid queries of block `a` of their mass on block `b`, so
+    rows sum to 1, less what a learned sink takes (to 0 where no query is valid). With as many
+    blocks as tokens it is P itself. Attention with the one-hot of the key's block as values: one
+    call for each D blocks.
+
+    Raises:
+        ValueError: if `blocks` is under 1.
+    """
+
+    blocks: int = 64
+    names = ("map",)
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"Map({self.blocks}): there must be at least one block.")
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        return {"map": BlockSums(self.blocks)}
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        extent, need = found.extent, BlockSums(self.blocks)
+        total = found[need]
+        alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        count = self._valid(alive, need.of_queries(found.view)).to(total.dtype)
+        return {"map": Reading(total / count.clamp(min=1), over=count)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        e, device, n = full.extent, full.weights.device, self.blocks
+        of_key, of_query = (BlockSums(n).of(size, device) for size in (e.keys, e.queries))
+        total = full.weights.new_zeros(e.batch, e.heads, n, e.keys).index_add(
+            2, of_query, full.weights
+        )
+        total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
+        return {"map": total / self._valid(full.allowed.any(-1), of_query).clamp(min=1)}
+
+    def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
+        """How many valid queries each block has, `[B, H, n, 1]`; `alive` is `[B, H, T]`."""
+        count = torch.zeros(*alive.shape[:2], self.blocks, dtype=torch.long, device=alive.device)
+        return count.index_add_(2, of_query, alive.long())[..., None]
