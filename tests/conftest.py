@@ -38,7 +38,11 @@ def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_random_numbers() -> None:
+def _fresh() -> None:
+    """The same random numbers for each test, and no choice that another has made."""
+    from headwise import backends
+
+    backends._CHOSEN.clear()
     torch.manual_seed(0)
 
 

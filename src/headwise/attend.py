@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -53,7 +56,7 @@ def attend(
     Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023; sinks: GPT-OSS 2025.
     """
     call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
-    with as_given(q.device):
+    with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
         out, lse = choose(call, backend).run(call)
     check_scores(call, lse)
     return out

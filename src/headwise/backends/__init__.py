@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.call import Call, check_scores
+from torch.autograd import forward_ad
+
+from ..core.call import KEPT, Call, check_scores
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
@@ -40,12 +42,28 @@ def consider(call: Call) -> list[Choice]:
     return [Choice(b.name, tuple(b.refuse(call))) for b in BACKENDS]
 
 
-def choose(call: Call, name: str = "auto") -> Backend:
+def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Backend:
     """The backend of that name, or for `"auto"` the first that accepts the call.
 
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
+    if call.signature is None or forward_ad._current_level >= 0:
+        return _choose(call, name)
+    kind = (call.signature, name, call.needs_grad if needs_grad is None else needs_grad)
+    chosen = _CHOSEN.get(kind)
+    if chosen is None:
+        if len(_CHOSEN) >= KEPT:
+            _CHOSEN.clear()
+        chosen = _CHOSEN[kind] = _choose(call, name)
+    return chosen
+
+
+_CHOSEN: dict[tuple[object, ...], Backend] = {}
+"""The backend of each kind of call."""
+
+
+def _choose(call: Call, name: str) -> Backend:
     check_name(name)
     for backend in BACKENDS:
         if name not in ("auto", backend.name):

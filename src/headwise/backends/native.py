@@ -19,10 +19,10 @@ import torch.autograd.forward_ad
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.call import Call
+from ..core.call import KEPT, Call
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as cpu_ops
-from ..kernels.ctypes_api import Problem
+from ..kernels.ctypes_api import Problem, Terms
 from .base import Figures, OnePass
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .recompute import again
@@ -164,8 +164,19 @@ def _transformed() -> bool:
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
-    terms = terms_of(call.mask, call.extent, call.q.device)
+    kind = None if call.signature is None else (call.mask, call.extent)
+    terms = _FLAGS.get(kind)
+    if terms is None:
+        terms = terms_of(call.mask, call.extent, call.q.device)
+        if kind is not None and not any(isinstance(x, Tensor) for x in terms):
+            if len(_FLAGS) >= KEPT:
+                _FLAGS.clear()
+            _FLAGS[kind] = terms
     return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0)
+
+
+_FLAGS: dict[tuple[object, ...] | None, Terms] = {}
+"""What masks without tensors say, by mask and sizes."""
 
 
 def _bits(wishes: Iterable[str]) -> int:

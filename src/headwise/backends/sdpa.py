@@ -50,8 +50,10 @@ class Sdpa:
             sign = -1.0 if call.scale < 0 else 0.0
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         wide = call.v.shape[-1]
-        q, k, v = (_apart(x) for x in _equal_widths(call.q, call.k, call.v))
-        call = call.with_(q=q, k=k, v=v)
+        q, k, v = _equal_widths(call.q, call.k, call.v)
+        q, k, v = _apart(q), _apart(k), _apart(v)
+        if not (q is call.q and k is call.k and v is call.v):
+            call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         whole = _whole(call)
@@ -110,6 +112,9 @@ def _bias_bytes(call: Call) -> int:
 
 def _whole(call: Call) -> Tile | None:
     """The one tile that is the whole call, if there is such a one."""
+    causal = flag(call.mask, call.extent, call.q.device)
+    if causal is not None:
+        return Tile(slice(0, call.extent.queries), slice(0, call.extent.keys), causal)
     only = None
     for tile in tiles(call.mask, call.extent, call.q):
         if only is not None or not tile.covers(call.extent):
@@ -130,7 +135,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     if dead is not None:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
-    if q.device.type == "cpu" and readable(lse):
+    if q.device.type == "cpu" and (call.signature is not None or readable(lse)):
         # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
         # all of them below the smallest.
         suspect = lse == 0
@@ -293,6 +298,8 @@ def _apart(x: Tensor) -> Tensor:
     has their strides, and each row is written as if it were dense. Its products refuse keys and
     values whose rows overlap. Batch rows and heads may be one and the same, with a stride of 0.
     """
+    if x.is_contiguous():
+        return x
     width = x.shape[-1]
     strides = zip(x.shape[:3], x.stride()[:3], (True, True, False), strict=True)
     apart = (n == 1 or step >= width or (shared and step == 0) for n, step, shared in strides)

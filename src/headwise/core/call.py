@@ -7,12 +7,57 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .mask_algebra import Mask
 from .masks import as_mask
-from .modes import forward_derivatives, readable
+from .modes import readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
+
+Signature = tuple[object, ...]
+
+KEPT = 4096
+"""How many kinds of calls are remembered."""
+
+_CHECKED: dict[Signature, tuple[Extent, Mask, float, float | None]] = {}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({float, int, type(None)})
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> Signature | None:
+    """All that the checks of a call look at; `None` where they look at numbers or odd tensors."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
+        return None
+    if not (k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+        return None
+    if not _NUMBERS.issuperset((type(scale), type(softcap), type(dropout))):
+        return None
+    if mask is not None and not (isinstance(mask, Mask) and mask.free):
+        return None
+    numbers = (mask, scale, softcap, dropout)
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        *numbers,
+    )
 
 
 @dataclass(frozen=True)
@@ -28,6 +73,8 @@ class Call:
     dropout: float
     extent: Extent
     sinks: Tensor | None = None
+    signature: Signature | None = None
+    """What was checked, where equal calls are alike in all but their numbers; `None` elsewhere."""
 
     @classmethod
     def of(
@@ -48,36 +95,42 @@ class Call:
         Raises:
             ValueError: one clear line for shapes, masks or numbers that do not fit.
         """
-        extent = extent_of(q, k, v, function)
-        mask = as_mask(mask)
-        mask.check(extent)
-        fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
-        if fault is None and sinks is not None:
-            fault = _fault_of_sinks(sinks, q)
-        if fault is not None:
+        signature = _signature(q, k, v, mask, scale, softcap, dropout)
+        known = _CHECKED.get(signature) if signature is not None else None
+        if known is None:
+            extent = extent_of(q, k, v, function)
+            mask = as_mask(mask)
+            mask.check(extent)
+            fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
+            if fault is not None:
+                raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
+            factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+            known = extent, mask, factor, None if softcap is None else float(softcap)
+            if signature is not None:
+                if len(_CHECKED) >= KEPT:
+                    _CHECKED.clear()
+                _CHECKED[signature] = known
+        extent, mask, factor, softcap = known
+        if sinks is not None and (fault := _fault_of_sinks(sinks, q)):
             raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
-        return cls(
-            *(q, k, v, mask),
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-            softcap=None if softcap is None else float(softcap),
-            dropout=float(dropout),
-            extent=extent,
-            sinks=sinks,
-        )
+        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, signature)
 
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will come back for any part of the call, or derivatives go along."""
-        if forward_derivatives():
+        if forward_ad._current_level >= 0:
             return True
-        sinks = () if self.sinks is None else (self.sinks,)
-        return torch.is_grad_enabled() and any(
-            x.requires_grad for x in (self.q, self.k, self.v, *sinks, *self.mask.tensors())
-        )
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        if self.sinks is not None and self.sinks.requires_grad:
+            return True
+        return not self.mask.free and any(x.requires_grad for x in self.mask.tensors())
 
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **{"signature": None} | changes)  # type: ignore[arg-type]
 
 
 def fault_of_numbers(
@@ -148,7 +201,9 @@ def check_scores(
     queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
     """
     lse = lse.detach()
-    if lse.device.type != "cpu" or not readable(lse) or math.isfinite(float(lse.sum())):
+    if lse.device.type != "cpu" or (call.signature is None and not readable(lse)):
+        return
+    if math.isfinite(float(lse.sum())):
         return
     if queries is None:
         queries = torch.arange(call.extent.queries, device=lse.device)

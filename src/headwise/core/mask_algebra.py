@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,9 @@ class Mask:
     Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
     have at most four axes `[B, H, t, s]`; answers broadcast to the same.
     """
+
+    free = False
+    """Whether the mask holds no tensors: equal ones are then the same mask, whenever."""
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         """May query i attend to key j? `None` where every pair may."""
@@ -93,6 +97,9 @@ class Mask:
         return Or((*_parts(self, Or), *_parts(other, Or)))
 
 
+_FREE = operator.attrgetter("free")
+
+
 def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
 
@@ -113,6 +120,10 @@ class And(Mask):
     """What all parts allow, with the sum of their biases; written `a & b`."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def free(self) -> bool:  # type: ignore[override]
+        return all(map(_FREE, self.parts))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         answers = [part.allowed(i, j, extent) for part in self.parts]
@@ -157,6 +168,10 @@ class Or(Mask):
     """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def free(self) -> bool:  # type: ignore[override]
+        return all(map(_FREE, self.parts))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         result = None

@@ -48,6 +48,8 @@ def as_mask(mask: object) -> Mask:
 class Everything(Mask):
     """Every query may attend to every key; what `mask=None` means."""
 
+    free = True
+
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         return torch.zeros_like(i), torch.full_like(i, extent.keys)
 
@@ -61,6 +63,8 @@ class Causal(Mask):
 
     Source: Vaswani et al. 2017, §3.2.3.
     """
+
+    free = True
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return j <= i + extent.offset
@@ -84,6 +88,8 @@ class Window(Mask):
     Raises:
         ValueError: if `size` is no whole number, or under 1.
     """
+
+    free = True
 
     size: int
 
@@ -310,6 +316,8 @@ class ALiBi(Mask):
     Source: Press et al. 2021 ("Train short, test long"), with its rule for head counts that are
     not powers of two.
     """
+
+    free = True
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         slopes = alibi_slopes(extent.heads, i.device).view(1, -1, 1, 1)

@@ -45,7 +45,12 @@ def compute(
         )
         wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem[:4]):
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or (v is not None and v.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    ):
         return list(_Attention.apply(*problem, *wishes_kept, again))
     return cpu.forward(problem, wishes)
 

@@ -19,7 +19,8 @@ class Statistic(Protocol):
     """A statistic: its names, its reading from what a pass gave, and its definition on P.
 
     It may also have `needs`, a need by the name of each of its figures; what it reads, `found`
-    then holds: `found[need]`. With `formula = True` it reads nothing else, and may do so later.
+    then holds: `found[need]`. With `formula = True` it reads nothing else, and may do so later;
+    figures named in `as_found` are the answers of their needs as they stand.
     """
 
     @property

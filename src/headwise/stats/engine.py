@@ -39,8 +39,11 @@ class Engine:
     """Run what a plan asks for. Costs are on top of the forward.
 
     Args:
-        view: the call, as statistics read it.
-        chosen: the backend of the call itself.
+        asked: the call.
+        chosen: its backend.
+        keeps_graph: whether autograd will come back for the call.
+        rows: the queries to look at; all, if that is `None`.
+        gradients: whether figures keep a graph, where the call does.
         output: whether the call is made with its output.
         made: that output, where somebody else has made it.
         projection: weight of the output projection.
@@ -55,15 +58,23 @@ class Engine:
 
     def __init__(
         self,
-        view: View,
+        asked: Call,
         chosen: Backend,
+        keeps_graph: bool,
         *,
-        output: bool,
+        rows: Int[Tensor, " n"] | None = None,
+        gradients: bool = True,
+        output: bool = True,
         made: Float[Tensor, "B H T Dv"] | None = None,
         projection: Float[Tensor, "O HDv"] | None = None,
     ) -> None:
-        self.view, self.chosen, self.output = view, chosen, output
+        self.keeps_graph = keeps_graph
+        self.view = View(asked, rows, gradients and keeps_graph)
+        self.chosen, self.output = chosen, output
         self.made, self.projection = made, projection
+        self._backend: Backend | None = None
+        self._mean_key: Tensor | None = None
+        self._keys_seen: tuple[Tensor, Tensor] | None = None
         self._reduced: dict[Reducer, Any] = {}
         self.given: Figures | None = None
 
@@ -81,14 +92,15 @@ class Engine:
             whole = chosen.observe(asked, self.fields, view.gradients)
         else:
             whole = Figures(*chosen.run(asked, view.gradients))
-        as_is = view.rows is None and (view.gradients or not asked.needs_grad)
+        as_is = view.rows is None and (view.gradients or not self.keeps_graph)
         self.given = whole if as_is else whole.map(view.of)
+        assert self.given.lse is not None
+        self.lse = self.given.lse  # type: ignore[misc]  # in place of the lazy one
         return whole
 
     def field(self, name: str) -> Float[Tensor, "B H n"]:
         """A figure of the kernel's own pass."""
-        figure = getattr(self.given, name)
-        return figure.to(self.view.dtype)
+        return getattr(self.given, name)
 
     @property
     def out(self) -> Float[Tensor, "B H n Dv"]:
@@ -106,17 +118,22 @@ class Engine:
             )
         return self.given.out
 
-    @Lazy
+    @property
     def backend(self) -> Backend:
         """What serves the statistics' own calls: they are in float32, not for every backend."""
-        call = self.view.call
-        return choose(call) if self.chosen.refuse(call) else self.chosen
+        if self._backend is None:
+            view, chosen = self.view, self.chosen
+            alike = view.rows is None and view.dtype is view.asked.q.dtype
+            if not alike and chosen.refuse(view.call):
+                chosen = choose(view.call)
+            self._backend = chosen
+        return self._backend
 
     @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
         if self.given is not None and self.given.lse is not None:
-            return self.field("lse")
+            return self.given.lse
         if isinstance(self.backend, OnePass):
             found = self.backend.figures(self.view.call.with_(sinks=self.view.sinks), ()).lse
             assert found is not None
@@ -147,28 +164,33 @@ class Engine:
     @Lazy
     def lse_of_moved_keys(self) -> Float[Tensor, "B H n"]:
         """The same, from the call on the keys less their mean."""
-        call = self.view.call
+        call, (_, lse) = self.view.call, self.keys_seen
+        assert self._mean_key is not None
         mean = self._mean_key.repeat_interleave(self.view.extent.group, 1)
-        return self.keys_seen[1] + call.scale * torch.einsum("bhtd,bhd->bht", call.q, mean)
+        return lse + call.scale * torch.einsum("bhtd,bhd->bht", call.q, mean)
 
-    @Lazy
-    def _mean_key(self) -> Float[Tensor, "B G D"]:
-        return identities.mean_key(self.view.call.k)
-
-    @Lazy
+    @property
     def keys_seen(self) -> tuple[Tensor, Tensor]:
         """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
 
         Where the positions are wanted too, they are more columns: 8, as kernels like it.
         """
-        view = self.view
-        keys = view.call.k - self._mean_key[:, :, None]
+        if self._keys_seen is not None:
+            return self._keys_seen
+        view, call = self.view, self.view.call
+        self._mean_key = identities.mean_key(call.k)
+        keys = call.k - self._mean_key[:, :, None]
         # 0 · NaN is NaN, also in rows that give the key nothing; those that do get it by its score.
         values = keys.masked_fill(keys.isnan(), 0.0)
         if self.positions_too:
             columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
             values = torch.cat([values, pad(columns, (0, 6))], dim=-1)
-        return self.call(view.call.with_(k=keys, v=values))
+        moved = Call(
+            *(call.q, keys, values, call.mask, call.scale, call.softcap, 0.0, call.extent),
+            signature=call.signature,
+        )
+        self._keys_seen = self.backend.run(moved, view.gradients)
+        return self._keys_seen
 
     @property
     def position_columns(self) -> Float[Tensor, "1 1 S 2"]:

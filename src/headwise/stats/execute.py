@@ -62,8 +62,8 @@ def execute(plan: Plan, engine: Engine) -> Pass:
     view = engine.view
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
-    for need, route in plan.routes.items():
-        need.prepare(route, engine)
+    for need in plan.waiting:
+        need.prepare(plan.routes[need], engine)
     whole = engine.run()
     with nullcontext() if view.gradients else torch.no_grad():
         lse = engine.lse if whole is None else whole.lse

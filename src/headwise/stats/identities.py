@@ -42,14 +42,12 @@ def entropy(
 def with_sink(
     entropy: Float[Tensor, "B H n"],
     of_keys: Float[Tensor, "B H n"],
-    sinks: Float[Tensor, " H"] | None,
+    sinks: Float[Tensor, " H"],
 ) -> Float[Tensor, "B H n"]:
     """The entropy of keys and sink together, from that among the keys alone and their LSE.
 
     `left · H + h(left)`, with h the entropy of choosing between the two.
     """
-    if sinks is None:
-        return entropy
     dead = of_keys == -torch.inf
     ahead = of_keys.masked_fill(dead, 0.0) - sinks[:, None]
     ahead = ahead.clamp(-LARGE, LARGE)  # a sink of −inf is none, and 0 · inf is no number

@@ -181,9 +181,15 @@ class _Entropy(Need):
         call = engine.view.call
         entropy = identities.entropy(lse, call.q, seen[..., : call.q.shape[-1]], call.scale)
         dead = lse == -torch.inf
-        if not near(lse) or not bool((entropy.isfinite() | dead).all()):
+        if not near(lse, call.signature is not None):
             return None
-        return identities.with_sink(entropy, engine.lse_of_moved_keys, engine.view.sinks)
+        if not bool((entropy.isfinite() | dead).all()):
+            return None
+        if engine.view.asked.sinks is None:
+            return entropy
+        sinks = engine.view.sinks
+        assert sinks is not None
+        return identities.with_sink(entropy, engine.lse_of_moved_keys, sinks)
 
 
 class _Position(Need):

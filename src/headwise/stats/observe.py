@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..backends import Call, Choice, OnePass, choose, consider
+from ..core.call import KEPT
 from ..core.index import grid
 from ..core.mask_algebra import Mask
 from ..core.modes import batched
@@ -20,7 +21,7 @@ from .engine import Engine, nonlinear
 from .entries import entries
 from .execute import Pass, execute
 from .needs import Need, Setting
-from .plan import plan
+from .plan import Plan, plan
 from .results import VIA, Figure, Reading, summarise
 from .sampling import Sample, draw, standard_error
 from .view import View
@@ -76,7 +77,6 @@ def observe(
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
     tensor([1., 2., 3., 4.])
     """
-    check_statistics(statistics, "observe")
     call = Call.of(
         *(q, k, v),
         mask=mask,
@@ -86,27 +86,62 @@ def observe(
         sinks=sinks,
         function="observe",
     )
-    if batched(q, k, v, sinks, *call.mask.tensors()):
+    if call.signature is None and batched(q, k, v, sinks, *call.mask.tensors()):
         raise ValueError(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    gradients = gradients and call.needs_grad
+    rows = None if sample is None else sample.rows
     made = output if isinstance(output, Tensor) else None
-    with as_given(q.device):
-        view = View(call, None if sample is None else sample.rows, gradients)
+    keeps_graph = call.needs_grad
+    with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
         engine = Engine(
-            view, choose(call, backend), output=output is True, made=made, projection=projection
+            call,
+            choose(call, backend, keeps_graph),
+            keeps_graph,
+            rows=rows,
+            gradients=gradients,
+            output=output is True,
+            made=made,
+            projection=projection,
         )
-        needs = all_needs(statistics)
-        found = execute(plan(setting_of(engine, needs), needs), engine)
-        with nullcontext() if gradients else torch.no_grad():
+        found = execute(_planned(engine, statistics, "observe"), engine)
+        with nullcontext() if engine.view.gradients else torch.no_grad():
             readings = Readings(found, statistics, sample)
     return Seen(found.lse, found, readings, output=found.out if made is None else made)
 
 
-def setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
+_PLANS: dict[tuple[object, ...], Plan] = {}
+"""The plan of each kind of call."""
+
+
+def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
+    """The plan of a call; it is known where a call of the same kind was planned before.
+
+    Raises:
+        ValueError: what was given for a statistic is none.
+    """
+    view = engine.view
+    kind = (view.asked.signature, engine.chosen, statistics, engine.output, view.gradients,
+            None if view.rows is None else len(view.rows))  # fmt: skip
+    known = None
+    try:
+        known = _PLANS.get(kind)
+    except TypeError:  # somebody's own statistic, of which no hash can be taken
+        kind = (None,)
+    if known is None:
+        check_statistics(statistics, function)
+        needs = all_needs(statistics)
+        known = plan(_setting_of(engine, needs), needs)
+        if kind[0] is not None:
+            if len(_PLANS) >= KEPT:
+                _PLANS.clear()
+            _PLANS[kind] = known
+    return known
+
+
+def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
     """What the routes of a call's needs depend on."""
     view = engine.view
     call = view.asked
@@ -146,7 +181,7 @@ class Readings(Mapping[str, Reading]):
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner: dict[str, int] = {}
         view = found.view
-        whole = view.gradients or torch.compiler.is_compiling() or bool(view.mask.tensors())
+        whole = view.gradients or torch.compiler.is_compiling() or not view.mask.free
         for number, statistic in enumerate(statistics):
             for name in statistic.names:
                 if name in self._owner:
@@ -170,6 +205,14 @@ class Readings(Mapping[str, Reading]):
         if name not in self._owner:  # such as the contribution, where a projection is known
             self._owner |= {x: n for n in range(len(self._parts)) for x in self._part(n)}
         return self._part(self._owner[name])[name]
+
+    def values_of(self, name: str) -> Tensor | None:
+        """A figure's values, where they are the answer to a need as it stands."""
+        number = self._owner.get(name)
+        statistic = None if number is None else self._statistics[number]
+        if name not in getattr(statistic, "as_found", ()):
+            return None
+        return self._found.answers[statistic.needs[name]]  # type: ignore[union-attr]
 
     def __iter__(self) -> Iterator[str]:
         for number in range(len(self._parts)):
@@ -198,7 +241,7 @@ class Seen:
 
     lse: Float[Tensor, "B H _"]
     found: Pass = field(repr=False)
-    readings: Mapping[str, Reading] = field(repr=False)
+    readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
 
     @property
@@ -247,7 +290,8 @@ class Seen:
             return entries(self.found.view, self.found.of_rows, heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.reading(name).values
+        values = self.readings.values_of(name)
+        return self.reading(name).values if values is None else values
 
     def reading(self, name: str) -> Reading:
         """A statistic with the rows that count in its mean.
@@ -367,7 +411,6 @@ def explain(
     entropy_share: a pass over the scores: softcap is not linear in the scores
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
-    check_statistics(statistics, "explain")
     call = Call.of(
         *(q, k, v),
         mask=mask,
@@ -378,12 +421,16 @@ def explain(
         function="explain",
     )
     chosen, choices = choose(call, backend), tuple(consider(call))
-    if not statistics:
-        return Explanation(chosen.name, choices)
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    view = View(call, None if sample is None else sample.rows, gradients and call.needs_grad)
-    engine = Engine(view, chosen, output=output, projection=projection)
-    routes = plan(setting_of(engine, needs := all_needs(statistics)), needs).routes
+    rows = None if sample is None else sample.rows
+    engine = Engine(
+        *(call, chosen, call.needs_grad),
+        rows=rows,
+        gradients=gradients,
+        output=output,
+        projection=projection,
+    )
+    routes = _planned(engine, statistics, "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
         said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")

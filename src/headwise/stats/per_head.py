@@ -35,7 +35,7 @@ class MaxLogit:
     """
 
     names = ("max_logit",)
-    formula = True
+    formula, as_found = True, ("max_logit",)
 
     needs = MappingProxyType({"max_logit": MAX_LOGIT})
 

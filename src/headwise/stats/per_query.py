@@ -43,7 +43,7 @@ class LSE:
     """
 
     names = ("lse",)
-    formula = True
+    formula, as_found = True, ("lse",)
 
     needs = MappingProxyType({"lse": LOG_SUM_EXP})
 
@@ -66,7 +66,7 @@ class Entropy:
     """
 
     names = ("entropy", "entropy_share")
-    formula = True
+    formula, as_found = True, ("entropy",)
 
     needs = MappingProxyType({"entropy": ENTROPY, "entropy_share": ENTROPY})
 
@@ -161,7 +161,7 @@ class Sink:
     """
 
     names = ("sink",)
-    formula = True
+    formula, as_found = True, ("sink",)
 
     needs = MappingProxyType({"sink": SINK_MASS})
 

@@ -9,7 +9,7 @@ from typing import cast
 
 from .engine import Reducer
 from .needs import ENTROPY, POSITION, Need, Reduced, Setting
-from .results import CALL, KERNEL, PASS, Route
+from .results import CALL, KERNEL, PASS, ROWS, Route
 
 TOGETHER = Route(CALL, "the same for entropy and distance")
 
@@ -19,13 +19,15 @@ class Plan:
     """A route for each need, in the order of the needs.
 
     `fields` are those that a one-pass backend gives with the call; `reducers` are the needs that a
-    pass over the scores answers; with `positions_too`, one extra call answers two needs.
+    pass over the scores answers; with `positions_too`, one extra call answers two needs; those
+    that are `waiting` are told before anything runs.
     """
 
     routes: Mapping[Need, Route]
     fields: tuple[str, ...]
     reducers: tuple[Reducer, ...]
     positions_too: bool
+    waiting: tuple[Need, ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,6 +54,7 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
         fields=tuple(need.kernel for need in kernel if need.kernel is not None),
         reducers=tuple(cast(Reducer, need) for need, route in routes.items() if route.kind == PASS),
         positions_too=routes.get(POSITION) is TOGETHER,
+        waiting=tuple(n for n, r in routes.items() if r.kind == ROWS or setting.compiling),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,11 @@ from ..backends.blocked import blocks
 from ..core.call import Call
 from ..core.index import grid
 from ..core.mask_algebra import Mask, Rows
-from ..core.shapes import Extent, statistics_dtype
+from ..core.shapes import Extent
 from .lazy import Lazy
+
+_VISIBLE: dict[tuple[object, ...] | None, tuple[Tensor, Tensor]] = {}
+"""How many keys queries may attend to, and whether to any, by mask and sizes."""
 
 
 class View:
@@ -28,38 +32,44 @@ class View:
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
         self.device = asked.q.device
+        self._call: Call | None = None
+        self._seen: tuple[Tensor, Tensor] | None = None
+        self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
 
-    @Lazy
+    @property
     def call(self) -> Call:
         """The call among the keys alone, in the dtype of statistics.
 
         No statistic reads the values; keys stand in for them where a kernel wants some.
         """
-        q, k = (x if self.gradients else x.detach() for x in (self.asked.q, self.asked.k))
+        if self._call is not None:
+            return self._call
+        asked = self.asked
+        q, k = asked.q, asked.k
+        if not self.gradients:
+            q, k = q.detach(), k.detach()
         if self.rows is not None:
             q = q[:, :, self.rows]
         q, k = q.to(self.dtype), k.to(self.dtype)
-        return self.asked.with_(
-            q=q, k=k, v=k, mask=self.mask, extent=self.extent, dropout=0.0, sinks=None
-        )
+        signature = None
+        if asked.signature is not None and self.rows is None:
+            signature = ("statistics of", asked.signature)
+        numbers = asked.scale, asked.softcap, 0.0
+        self._call = Call(q, k, k, self.mask, *numbers, self.extent, signature=signature)
+        return self._call
 
     @Lazy
     def constant(self) -> Call:
         """The same without gradients."""
         return self.call.with_(**{name: getattr(self.call, name).detach() for name in "qkv"})
 
-    @Lazy
+    @property
     def sinks(self) -> Tensor | None:
         """The call's learned sinks, in the dtype of statistics."""
         sinks = self.asked.sinks
         if sinks is None:
             return None
         return (sinks if self.gradients else sinks.detach()).to(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of statistics."""
-        return statistics_dtype(self.asked.q.dtype)
 
     def of(self, figure: Tensor) -> Tensor:
         """Of a figure of all queries `[B, H, T, …]`, those that are looked at."""
@@ -79,15 +89,29 @@ class View:
         """Where those queries stand among the keys."""
         return self.queries + self.whole.offset
 
-    @Lazy
+    @property
     def counts(self) -> Int[Tensor, "#B #H n"]:
         """How many keys each query may attend to."""
-        return visible_keys(self.mask, self.extent, self.device)
+        return self._visible()[0]
 
-    @Lazy
+    @property
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
         """Queries that may attend to something."""
-        return self.counts > 0
+        return self._visible()[1]
+
+    def _visible(self) -> tuple[Tensor, Tensor]:
+        """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
+        if self._seen is None:
+            kind = (self.mask, self.extent, self.device) if self.mask.free else None
+            self._seen = _VISIBLE.get(kind) if self.asked.signature is not None else None
+            if self._seen is None:
+                lasting = kind is not None and self.asked.signature is not None
+                with torch.inference_mode(False) if lasting else nullcontext():
+                    counts = visible_keys(self.mask, self.extent, self.device)
+                    self._seen = counts, counts > 0
+                if kind is not None and lasting:
+                    _keep(kind, self._seen)
+        return self._seen
 
     def zeros(self, *shape: int) -> Tensor:
         """Room for sums, `[B · H, *shape]`, in the dtype of statistics."""
@@ -96,6 +120,14 @@ class View:
     def by_head(self, sums: Tensor) -> Tensor:
         """Sums `[B · H, …]` as `[B, H, …]`."""
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
+
+
+def _keep(kind: tuple[object, ...], seen: tuple[Tensor, Tensor]) -> None:
+    """Keep counts for later calls, 64 of them, and none of very long ones."""
+    if seen[0].numel() <= 1 << 16:
+        if len(_VISIBLE) >= 64:
+            _VISIBLE.clear()
+        _VISIBLE[kind] = seen
 
 
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:

@@ -1,0 +1,125 @@
+"""What Python costs: calls so small that their arithmetic does not count.
+
+    python benchmarks/overhead.py [--rounds N] [--no-record]
+
+B 1, H 4, T 1, S 64, D 32, float32, on the CPU, one thread, no gradients. All contenders take turns
+in every round; equality is asserted before the clock starts. Importing is timed in fresh processes,
+in turns too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.tutorial import timing
+
+RESULTS = Path(__file__).parent / "results"
+HEADS, DIM, KEYS = 4, 32, 64
+NAMES = ("entropy", "max_logit", "distance", "first", "previous", "self")
+IMPORTS = {"import torch": "import torch", "import headwise": "import torch, headwise"}
+
+
+class FusedLayer(nn.Module):
+    """Self-attention as people write it: one projection, PyTorch's fused function, another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * DIM
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, HEADS, DIM).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+def six() -> list[Any]:
+    """The statistics of the comparison."""
+    masses = [hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())]
+    return [hw.Entropy(), hw.MaxLogit(), hw.Distance(), *masses]
+
+
+def contenders() -> dict[str, Callable[[], Any]]:
+    """Everything that takes a turn, by the name in the table."""
+    torch.manual_seed(0)
+    q = torch.randn(1, HEADS, 1, DIM)
+    k, v = torch.randn(2, 1, HEADS, KEYS, DIM)
+    x, mask = torch.randn(1, 1, HEADS * DIM), hw.Causal()
+    by_hand, layer = FusedLayer(), hw.MultiHeadAttention(HEADS * DIM, num_heads=HEADS)
+    state = {"qkv.weight": by_hand.qkv.weight, "qkv.bias": by_hand.qkv.bias}
+    state |= {"out.weight": by_hand.out.weight, "out.bias": by_hand.out.bias}
+    layer.load_state_dict(state)
+    statistics = six()
+    plain = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(hw.attend(q, k, v, mask=mask), plain)
+    seen = hw.observe(q, k, v, *statistics, mask=mask)
+    torch.testing.assert_close(seen.out, plain)
+    torch.testing.assert_close(seen["entropy"], torch.special.entr(seen.weights()).sum(-1))
+    torch.testing.assert_close(layer(x, mask=mask), by_hand(x))
+
+    def read() -> list[Tensor]:
+        found = hw.observe(q, k, v, *statistics, mask=mask)
+        return [found[name] for name in NAMES]
+
+    return {
+        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, k, v),
+        "attend": lambda: hw.attend(q, k, v, mask=mask),
+        "observe, six statistics": lambda: hw.observe(q, k, v, *statistics, mask=mask),
+        "observe, and the figures read": read,
+        "a fused layer by hand": lambda: by_hand(x),
+        "MultiHeadAttention": lambda: layer(x, mask=mask),
+    }
+
+
+def import_seconds(rounds: int) -> dict[str, list[float]]:
+    """How long imports take in fresh processes."""
+    taken: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for _ in range(rounds):
+        for name, line in IMPORTS.items():
+            timed = f"import time; t = time.perf_counter(); {line}; print(time.perf_counter() - t)"
+            done = subprocess.run(
+                [sys.executable, "-c", timed], capture_output=True, text=True, check=True
+            )
+            taken[name].append(float(done.stdout))
+    return taken
+
+
+def main() -> None:
+    """Measure, print the table, and keep the run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--no-record", action="store_true")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        taken = timing.interleaved(contenders(), rounds=chosen.rounds)
+    sdpa, by_hand = "F.scaled_dot_product_attention", "a fused layer by hand"
+    rows, lines = [], []
+    for name, seconds in taken.items():
+        beside = by_hand if name == "MultiHeadAttention" else sdpa
+        time, times = timing.Spread.of(seconds), timing.ratio(taken, name, beside)
+        rows.append({"contender": name, "seconds": time, "beside": beside, "ratio": times})
+        spread = f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})"
+        lines.append([name, f"{1e6 * time.median:.1f}", f"{spread} × {beside}"])
+    imports = import_seconds(9)
+    over = [b - a for a, b in zip(*imports.values(), strict=True)]
+    rows.append({"import headwise, over torch's": timing.Spread.of(over)})
+    timing.show(f"B 1, H {HEADS}, T 1, S {KEYS}, D {DIM}, one thread", ["", "µs", ""], lines)
+    print(f"import headwise takes {timing.Spread.of(over).median:.2f} s over import torch")
+    if not chosen.no_record:
+        print(f"kept in {timing.record('overhead', {'rounds': chosen.rounds}, rows, RESULTS)}")
+
+
+if __name__ == "__main__":
+    main()
