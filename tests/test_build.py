@@ -237,7 +237,7 @@ def test_the_built_wheel_works_where_there_is_no_compiler(tmp_path: Path) -> Non
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     code = """
 import torch, headwise as hw
-from headwise.kernels import cpu
+from headwise.kernels import ctypes_api as cpu
 assert cpu.library(), cpu.why_not()
 q, k = torch.randn(2, 6, 7, 5), torch.randn(2, 3, 11, 5)
 found = hw.attend(q, k, k, mask=hw.Causal(), backend="native")

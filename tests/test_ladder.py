@@ -474,7 +474,7 @@ def test_compiled_rungs_agree_and_flex_attention_runs_or_says_why() -> None:
         pytest.skip("torch.compile needs a C++ compiler")
     code = """
 import json, torch
-from headwise import ladder
+from headwise.tutorial import compare as ladder
 torch.set_num_threads(1)
 keep = ("scalar", "split", "SDPA, mask", "SDPA, flag", "FlexAttention", "headwise")
 ladder.RUNGS = [rung for rung in ladder.RUNGS if rung.name in keep]

@@ -478,7 +478,7 @@ LONG = """
 import signal, sys, torch, headwise as hw
 from headwise.backends import Call
 from headwise.backends.native import Native
-from headwise.kernels import cpu
+from headwise.kernels import ctypes_api as cpu
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell said otherwise
 torch.set_num_threads(int(sys.argv[2]))
 x = torch.zeros(1, 1, 400_000, 16)  # minutes

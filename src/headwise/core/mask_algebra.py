@@ -72,6 +72,7 @@ class Mask:
     ) -> Bool[Tensor, "B H T S"]:
         """The whole matrix of "may attend".
 
+        >>> from headwise.core.masks import Causal
         >>> Causal().dense(queries=2, keys=3)[0, 0].int().tolist()
         [[1, 1, 0], [1, 1, 1]]
         """
