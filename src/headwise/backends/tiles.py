@@ -56,7 +56,7 @@ def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
     causal = flag(mask, extent, device)
     if causal is not None:
         yield Tile(every, all_keys, causal)
-    elif isinstance(mask, Causal):  # aligned to the end: what lies before its square is open
+    elif type(mask) is Causal:  # aligned to the end: what lies before its square is open
         offset = extent.offset
         if offset > 0:
             yield Tile(every, slice(0, offset))
@@ -132,9 +132,9 @@ class Bounds:
 def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
     """Where a kernel can do without a bias: whether its causal flag is on; else `None`."""
     square = extent.queries == extent.keys
-    if isinstance(mask, Everything) or (isinstance(mask, Causal) and extent.queries == 1):
+    if type(mask) is Everything or (type(mask) is Causal and extent.queries == 1):
         return False if extent.keys else None
-    if isinstance(mask, Causal):
+    if type(mask) is Causal:
         return True if square else None
     if mask.biased or not square:
         return None

@@ -26,6 +26,15 @@ class Mask:
     free = False
     """Whether the mask holds no tensors: equal ones are then the same mask, whenever."""
 
+    from_first_key = False
+    """Whether each range of `interval` begins at key 0: a union of such is a range, too."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("free", "from_first_key"):  # of a subclass, only it can say so
+            if name not in vars(cls):
+                setattr(cls, name, False)
+
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         """May query i attend to key j? `None` where every pair may."""
         return None
@@ -56,11 +65,6 @@ class Mask:
     def biased(self) -> bool:
         """Whether the mask adds anything to the scores."""
         return False
-
-    @property
-    def from_first_key(self) -> bool:
-        """Whether each range of `interval` begins at key 0: a union of such is a range, too."""
-        return True
 
     def dense(
         self,
@@ -156,7 +160,7 @@ class And(Mask):
         return tuple(t for p in self.parts for t in p.tensors())
 
     @property
-    def from_first_key(self) -> bool:
+    def from_first_key(self) -> bool:  # type: ignore[override]
         return all(p.from_first_key for p in self.parts)
 
     @property
@@ -169,6 +173,8 @@ class Or(Mask):
     """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
 
     parts: tuple[Mask, ...]
+
+    from_first_key = True
 
     @property
     def free(self) -> bool:  # type: ignore[override]

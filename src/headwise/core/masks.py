@@ -48,7 +48,7 @@ def as_mask(mask: object) -> Mask:
 class Everything(Mask):
     """Every query may attend to every key; what `mask=None` means."""
 
-    free = True
+    free = from_first_key = True
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         return torch.zeros_like(i), torch.full_like(i, extent.keys)
@@ -64,7 +64,7 @@ class Causal(Mask):
     Source: Vaswani et al. 2017, §3.2.3.
     """
 
-    free = True
+    free = from_first_key = True
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return j <= i + extent.offset
@@ -113,10 +113,6 @@ class Window(Mask):
         high = (i + extent.offset + 1).clamp(min=0)
         return (high - self.size).clamp(min=0), high
 
-    @property
-    def from_first_key(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
@@ -159,7 +155,7 @@ class Padding(Mask):
         return (self.lengths,)
 
     @property
-    def from_first_key(self) -> bool:
+    def from_first_key(self) -> bool:  # type: ignore[override]
         return self.side == "right"
 
     def _length(self, i: Tensor, extent: Extent) -> Tensor:
@@ -206,6 +202,8 @@ class Prefix(Mask):
     >>> (Causal() | Prefix(2)).dense(queries=3, keys=3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
+
+    from_first_key = True
 
     size: int | Int[Tensor, " B"]
 

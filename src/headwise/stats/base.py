@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +19,8 @@ class Statistic(Protocol):
 
     It may also have `needs`, a need by the name of each of its figures; what it reads, `found`
     then holds: `found[need]`. With `formula = True` it reads nothing else, and may do so later;
-    figures named in `as_found` are the answers of their needs as they stand.
+    figures named in `as_found` are the answers of their needs as they stand. With `free = True` it
+    can be told from others by `==`, and plans for it are kept.
     """
 
     @property
@@ -42,14 +42,6 @@ def needs_of(statistic: Statistic) -> Mapping[str, Need]:
 
 def all_needs(statistics: Sequence[Statistic]) -> tuple[Need, ...]:
     """What several statistics need, each need once."""
-    try:
-        return _all_needs(tuple(statistics))
-    except TypeError:  # somebody's own statistic, of which no hash can be taken
-        return _all_needs.__wrapped__(tuple(statistics))
-
-
-@functools.lru_cache(maxsize=256)
-def _all_needs(statistics: tuple[Statistic, ...]) -> tuple[Need, ...]:
     return tuple(dict.fromkeys(n for s in statistics for n in needs_of(s).values()))
 
 

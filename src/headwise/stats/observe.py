@@ -14,7 +14,7 @@ from ..backends import Call, Choice, OnePass, choose, consider
 from ..core.call import KEPT
 from ..core.index import grid
 from ..core.mask_algebra import Mask
-from ..core.modes import batched
+from ..core.modes import batched, readable
 from ..core.shapes import as_given, quote
 from .base import Statistic, all_needs, check_statistics, needs_of
 from .engine import Engine, nonlinear
@@ -122,23 +122,26 @@ def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -
     Raises:
         ValueError: what was given for a statistic is none.
     """
-    view = engine.view
-    kind = (view.asked.signature, engine.chosen, statistics, engine.output, view.gradients,
-            None if view.rows is None else len(view.rows))  # fmt: skip
-    known = None
-    try:
-        known = _PLANS.get(kind)
-    except TypeError:  # somebody's own statistic, of which no hash can be taken
-        kind = (None,)
+    view, kind = engine.view, None
+    if view.asked.signature is not None and all(map(_is_free, statistics)):
+        some = None if view.rows is None else len(view.rows)
+        about = (engine.chosen, engine.output, view.gradients, some)
+        kind = (view.asked.signature, statistics, *about)
+    known = None if kind is None else _PLANS.get(kind)
     if known is None:
         check_statistics(statistics, function)
         needs = all_needs(statistics)
         known = plan(_setting_of(engine, needs), needs)
-        if kind[0] is not None:
+        if kind is not None:
             if len(_PLANS) >= KEPT:
                 _PLANS.clear()
             _PLANS[kind] = known
     return known
+
+
+def _is_free(statistic: Statistic) -> bool:
+    """Whether a statistic holds no tensors and says so itself: equal ones then need the same."""
+    return "free" in vars(type(statistic)) and statistic.free  # type: ignore[attr-defined]
 
 
 def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
@@ -165,7 +168,10 @@ def _only_behind(view: View) -> bool:
     """Whether each query sees a range of keys that ends before those ahead of it, and no sink."""
     if view.asked.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
-    return view.mask.interval(grid(view.extent, view.device)[0], view.extent) is not None
+    found = view.mask.interval(grid(view.extent, view.device)[0], view.extent)
+    if found is None or view.mask.free or not readable(view.asked.q):
+        return found is not None
+    return bool((found[1] <= view.positions[:, None] + 1).all())  # whatever mask it may be
 
 
 class Readings(Mapping[str, Reading]):

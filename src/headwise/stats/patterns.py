@@ -74,6 +74,8 @@ class First:
     count: int = 1
     name = "first"
 
+    free = True
+
     @property
     def figure(self) -> str | None:
         return "first" if self.count == 1 else None
@@ -98,6 +100,8 @@ class Previous:
     distance: int = 1
     name = "previous"
 
+    free = True
+
     @property
     def figure(self) -> str | None:
         return "previous" if self.distance == 1 else None
@@ -121,6 +125,8 @@ class Self:
     name = "self"
     figure = "self"
 
+    free = True
+
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         return _one_key(0, extent, device)
 
@@ -141,6 +147,8 @@ class At:
     """
 
     offset: int
+
+    free = True
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class MaxLogit:
     """
 
     names = ("max_logit",)
-    formula, as_found = True, ("max_logit",)
+    free, formula, as_found = True, True, ("max_logit",)
 
     needs = MappingProxyType({"max_logit": MAX_LOGIT})
 

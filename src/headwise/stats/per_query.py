@@ -43,7 +43,7 @@ class LSE:
     """
 
     names = ("lse",)
-    formula, as_found = True, ("lse",)
+    free, formula, as_found = True, True, ("lse",)
 
     needs = MappingProxyType({"lse": LOG_SUM_EXP})
 
@@ -66,7 +66,7 @@ class Entropy:
     """
 
     names = ("entropy", "entropy_share")
-    formula, as_found = True, ("entropy",)
+    free, formula, as_found = True, True, ("entropy",)
 
     needs = MappingProxyType({"entropy": ENTROPY, "entropy_share": ENTROPY})
 
@@ -112,6 +112,10 @@ class Mass:
     keys: Pattern | Mask
     name: str | None = None
     formula: ClassVar[bool] = True
+
+    @property
+    def free(self) -> bool:
+        return vars(type(self.keys)).get("free", False) is True
 
     def __post_init__(self) -> None:
         if isinstance(self.keys, type) or not isinstance(self.keys, Mask | Pattern):
@@ -161,7 +165,7 @@ class Sink:
     """
 
     names = ("sink",)
-    formula, as_found = True, ("sink",)
+    free, formula, as_found = True, True, ("sink",)
 
     needs = MappingProxyType({"sink": SINK_MASS})
 
@@ -192,6 +196,7 @@ class Distance:
 
     spread: bool = False
     absolute: bool = False
+    free: ClassVar[bool] = True
     formula: ClassVar[bool] = True
 
     @property

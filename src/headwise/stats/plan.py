@@ -1,8 +1,7 @@
-"""Which route answers each need of a call: a pure function, kept for calls of the same kind."""
+"""Which route answers each need of a call: a pure function."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -30,7 +29,6 @@ class Plan:
     waiting: tuple[Need, ...]
 
 
-@functools.lru_cache(maxsize=1024)
 def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
     """Take a route for each need of a call.
 

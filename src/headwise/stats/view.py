@@ -16,8 +16,8 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
 from .lazy import Lazy
 
-_VISIBLE: dict[tuple[object, ...] | None, tuple[Tensor, Tensor]] = {}
-"""How many keys queries may attend to, and whether to any, by mask and sizes."""
+_VISIBLE: dict[tuple[object, ...], Tensor] = {}
+"""How many keys queries may attend to, by mask and sizes."""
 
 
 class View:
@@ -102,15 +102,16 @@ class View:
     def _visible(self) -> tuple[Tensor, Tensor]:
         """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
         if self._seen is None:
-            kind = (self.mask, self.extent, self.device) if self.mask.free else None
-            self._seen = _VISIBLE.get(kind) if self.asked.signature is not None else None
-            if self._seen is None:
-                lasting = kind is not None and self.asked.signature is not None
-                with torch.inference_mode(False) if lasting else nullcontext():
-                    counts = visible_keys(self.mask, self.extent, self.device)
-                    self._seen = counts, counts > 0
-                if kind is not None and lasting:
-                    _keep(kind, self._seen)
+            lasting = self.mask.free and self.asked.signature is not None
+            kind = (self.mask, self.extent, self.device)
+            found = _VISIBLE.get(kind) if lasting else None
+            if found is None:
+                with torch.inference_mode(False) if lasting else nullcontext():  # graphs keep it
+                    found = visible_keys(self.mask, self.extent, self.device)
+                if lasting:
+                    _keep(kind, found)
+            counts = found.clone() if lasting else found  # the caller's own
+            self._seen = counts, counts > 0
         return self._seen
 
     def zeros(self, *shape: int) -> Tensor:
@@ -122,12 +123,12 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-def _keep(kind: tuple[object, ...], seen: tuple[Tensor, Tensor]) -> None:
+def _keep(kind: tuple[object, ...], counts: Tensor) -> None:
     """Keep counts for later calls, 64 of them, and none of very long ones."""
-    if seen[0].numel() <= 1 << 16:
+    if counts.numel() <= 1 << 16:
         if len(_VISIBLE) >= 64:
             _VISIBLE.clear()
-        _VISIBLE[kind] = seen
+        _VISIBLE[kind] = counts
 
 
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:
