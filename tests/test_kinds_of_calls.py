@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.core.mask_algebra import Interval, Mask
 from headwise.core.reference import attention
 from headwise.core.shapes import Extent
-from support import qkv
+from support import qkv, truth
 
 BACKENDS = ["native", "sdpa", "blocked", "eager"]
 
@@ -81,6 +81,18 @@ def test_bad_sinks_are_refused_every_time() -> None:
     sinks[1] = torch.inf
     with pytest.raises(ValueError, match="sinks holds inf for head 1"):
         hw.attend(q, k, v, sinks=sinks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_with_and_without_sinks_are_planned_apart(backend: str) -> None:
+    q, k, v = qkv()
+    statistics = [hw.Entropy(), hw.Distance(spread=True, absolute=True), hw.TopKeys(2)]
+    for sinks in (None, torch.randn(q.shape[1]), None):
+        seen = hw.observe(q, k, v, *statistics, mask=hw.Causal(), sinks=sinks, backend=backend)
+        exact = truth(q, k, v, mask=hw.Causal(), sinks=sinks)
+        for statistic in statistics:
+            for name, want in statistic.define(exact).items():
+                torch.testing.assert_close(seen[name].double(), want.double(), rtol=1e-3, atol=1e-4)
 
 
 def test_the_choice_follows_the_graph_and_the_name() -> None:

@@ -125,7 +125,7 @@ def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -
     view, kind = engine.view, None
     if view.asked.signature is not None and all(map(_is_free, statistics)):
         some = None if view.rows is None else len(view.rows)
-        about = (engine.chosen, engine.output, view.gradients, some)
+        about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
         kind = (view.asked.signature, statistics, *about)
     known = None if kind is None else _PLANS.get(kind)
     if known is None:
