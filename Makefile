@@ -46,7 +46,8 @@ test: .venv/.dev $(COMPILED) lint
 # vectors.
 UNIT_TESTS := tests/test_seen.py tests/test_attend.py tests/test_statistics.py tests/test_native_limits.py
 test-units: .venv/.dev $(COMPILED)
-	@for unit in $$($(BIN)/python -c 'from headwise.kernels.cpu import library; print(*library().usable if library() else ())'); do \
+	@units=$$($(BIN)/python -c 'from headwise.kernels.ctypes_api import library; print(*library().usable if library() else ())') || exit 1; \
+	for unit in $$units; do \
 	  case $$unit in avx512*) continue ;; avx2) torch=avx2 ;; *) torch=default ;; esac; \
 	  echo "our kernels for $$unit, PyTorch's for $$torch"; \
 	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -n auto --dist worksteal --unit $$unit $(UNIT_TESTS) || exit 1; \

@@ -108,3 +108,13 @@ def test_faults_are_named() -> None:
         hw.Documents(torch.zeros(3, dtype=torch.long)).dense(queries=4, keys=3)
     with pytest.raises(ValueError, match="one per batch row"):
         hw.Prefix(torch.zeros(3, dtype=torch.long)).dense(batch=2, queries=3, keys=3)
+
+
+def test_ranges_without_a_meaning_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"class Half\(Mask\): interval\(\) is a shortcut for allowed"
+    ):
+
+        class Half(Mask):
+            def interval(self, i, extent):  # type: ignore[override]
+                return torch.zeros_like(i), torch.full_like(i, extent.keys // 2)

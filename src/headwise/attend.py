@@ -38,7 +38,8 @@ def attend(
         dropout: probability with which a weight is dropped; give 0 outside training.
         sinks: learned sinks `[H]`: one more logit for each head, in the softmax of every row that
             may attend to a key; what it takes is attention to nothing (no key, no value).
-        backend: `"auto"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never falls back.
+        backend: `"auto"`, `"native"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never
+            falls back.
 
     Returns:
         The output `[B, H, T, Dv]` in q's dtype; 0 for queries that may attend to nothing.

@@ -48,9 +48,10 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if call.signature is None or forward_ad._current_level >= 0:
+    if call.signature is None or type(name) is not str or forward_ad._current_level >= 0:
         return _choose(call, name)
-    kind = (call.signature, name, call.needs_grad if needs_grad is None else needs_grad)
+    graph = call.needs_grad if needs_grad is None else needs_grad
+    kind = (call.signature, name, graph, call.sinks is None)
     chosen = _CHOSEN.get(kind)
     if chosen is None:
         if len(_CHOSEN) >= KEPT:

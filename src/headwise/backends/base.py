@@ -1,4 +1,4 @@
-"""One attention call, and what a backend is."""
+"""What a backend is, and what one gives that has figures of every row from its one pass."""
 
 from __future__ import annotations
 

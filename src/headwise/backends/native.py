@@ -2,7 +2,7 @@
 
 One pass over the scores gives output, log-sum-exp, largest score, entropy, distance and the masses
 of the first, previous and own key; without values it gives the same figures for an output that
-somebody else made. Masks become flags, ranges of keys or tables (`terms.py`).
+somebody else made. Masks become flags, ranges of keys or tables (`native_masks.py`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _signature(
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    if torch._C._get_tracing_state() is not None:  # sizes are no numbers then
+    if torch._C._get_tracing_state() is not None or q.is_meta:  # no sizes, or no numbers
         return None
     if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +33,11 @@ class Mask:
         for name in ("free", "from_first_key"):  # of a subclass, only it can say so
             if name not in vars(cls):
                 setattr(cls, name, False)
+        if cls.interval is not Mask.interval and cls.allowed is Mask.allowed:
+            raise TypeError(
+                f"class {cls.__name__}(Mask): interval() is a shortcut for allowed(), which is the "
+                f"mask's meaning; define allowed(i, j, extent) as well."
+            )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         """May query i attend to key j? `None` where every pair may."""
@@ -102,9 +106,6 @@ class Mask:
         return Or((*_parts(self, Or), *_parts(other, Or)))
 
 
-_FREE = operator.attrgetter("free")
-
-
 def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
 
@@ -128,7 +129,10 @@ class And(Mask):
 
     @property
     def free(self) -> bool:  # type: ignore[override]
-        return all(map(_FREE, self.parts))
+        for part in self.parts:  # noqa: SIM110 (torch.compile follows no generator here)
+            if not part.free:
+                return False
+        return True
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         answers = [part.allowed(i, j, extent) for part in self.parts]
@@ -178,7 +182,10 @@ class Or(Mask):
 
     @property
     def free(self) -> bool:  # type: ignore[override]
-        return all(map(_FREE, self.parts))
+        for part in self.parts:  # noqa: SIM110 (torch.compile follows no generator here)
+            if not part.free:
+                return False
+        return True
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         result = None

@@ -2,7 +2,8 @@
 
 `True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
 allows. Query `i` stands at key position `i + S − T`, so one mask serves training, prefill, chunked
-prefill and one-token decode. A mask is asked in three ways, none of which builds the T×T matrix:
+prefill and one-token decode. A mask is asked in three ways, none of which builds the T×T matrix.
+`allowed` is what it means; `interval` is a shortcut that must say exactly the same:
 
 * `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
 * `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
@@ -49,6 +50,9 @@ class Everything(Mask):
     """Every query may attend to every key; what `mask=None` means."""
 
     free = from_first_key = True
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> None:
+        return None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         return torch.zeros_like(i), torch.full_like(i, extent.keys)

@@ -410,7 +410,8 @@ def explain(
       sdpa     softcap is not linear in the scores
     → blocked  can serve this call
       eager    can serve this call
-    >>> from headwise.stats.per_query import Entropy, MaxLogit
+    >>> from headwise.stats.per_head import MaxLogit
+    >>> from headwise.stats.per_query import Entropy
     >>> for name, way in explain(q, k, v, Entropy(), MaxLogit(), softcap=30.0).statistics.items():
     ...     print(f"{name}: {way}")
     entropy: a pass over the scores: softcap is not linear in the scores

@@ -27,7 +27,7 @@ async function unpack(text) {
 
 const unpackText = async (id) => new TextDecoder().decode(await unpack($(id).textContent));
 
-/** The numbers of a grid (see headwise.grids), unpacked once: `{ shape, values }`, NaN for none. */
+/** The numbers of a grid (see headwise.report.codec), unpacked once: `{ shape, values }`, NaN for none. */
 function numbers(grid) {
   grid.unpacked ??= unpack(grid.data).then((bytes) => {
     const count = bytes.length / grid.planes;
