@@ -325,6 +325,9 @@ class ALiBi(Mask):
         slopes = alibi_slopes(extent.heads, i.device).view(1, -1, 1, 1)
         return -slopes * (i + extent.offset - j).abs()
 
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> None:
+        return None
+
     def interval(self, i: Tensor, extent: Extent) -> Interval:
         return Everything().interval(i, extent)
 
