@@ -37,9 +37,11 @@ def _signature(
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    if torch._C._get_tracing_state() is not None or q.is_meta:  # no sizes, or no numbers
+    if torch._C._get_tracing_state() is not None:  # sizes are no numbers then
         return None
     if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
+        return None
+    if q.is_meta:
         return None
     if not (k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
         return None
