@@ -94,7 +94,7 @@ $(LIBRARY): $(wildcard $(KERNEL)/*) | .venv/.tools
 	@touch -c $@
 
 # The kernel's own driver, under AddressSanitizer and UndefinedBehaviorSanitizer; then, with its chosen cases and the
-# first 100 drawn ones, under ThreadSanitizer, which is slow.
+# first 120 drawn ones, under ThreadSanitizer, which is slow.
 sanitize: .venv/.tools
 	$(call compile,sanitize,-D HEADWISE_SANITIZE=address$(comma)undefined)
 	@[ ! -x build/sanitize/driver ] || build/sanitize/driver
