@@ -42,7 +42,7 @@ def _fresh() -> None:
     """The same random numbers for each test, and no choice that another has made."""
     from headwise import backends
 
-    backends._CHOSEN.clear()
+    backends.CHOSEN.clear()
     torch.manual_seed(0)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.autograd import forward_ad
-
-from ..core.call import KEPT, Call, check_scores
+from ..core.call import Call, check_scores
+from ..core.kept import Kept
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
@@ -48,19 +47,17 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if call.signature is None or type(name) is not str or forward_ad._current_level >= 0:
+    if call.signature is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
     kind = (call.signature, name, graph, call.sinks is None)
-    chosen = _CHOSEN.get(kind)
+    chosen = CHOSEN.get(kind)
     if chosen is None:
-        if len(_CHOSEN) >= KEPT:
-            _CHOSEN.clear()
-        chosen = _CHOSEN[kind] = _choose(call, name)
+        chosen = CHOSEN[kind] = _choose(call, name)
     return chosen
 
 
-_CHOSEN: dict[tuple[object, ...], Backend] = {}
+CHOSEN: Kept[tuple[object, ...], Backend] = Kept()
 """The backend of each kind of call."""
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.autograd.forward_ad
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.call import KEPT, Call
+from ..core.call import Call
+from ..core.kept import Kept
+from ..core.modes import forward_derivatives, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as cpu_ops
 from ..kernels.ctypes_api import Problem, Terms
@@ -75,7 +76,7 @@ class Native(OnePass):
             return [*reasons, "the native kernel does not take empty tensors"]
         if torch.is_grad_enabled() and any(x.requires_grad for x in call.mask.tensors()):
             reasons.append("the native kernel gives no gradient for a bias")
-        if torch.autograd.forward_ad._current_level >= 0 or _transformed():
+        if forward_derivatives() or transformed():
             reasons.append("the native kernel knows no torch.func and no forward derivative")
         if not -cpu.LARGEST <= call.scale <= cpu.LARGEST:
             reasons.append(f"a scale beyond float32 ({call.scale})")
@@ -157,25 +158,18 @@ def _speed(
     return min(alike, key=away).speed if alike else 1.0
 
 
-def _transformed() -> bool:
-    """Whether a transform of `torch.func` is at work, whose tensors hold no memory of their own."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
 def _problem(call: Call, v: Tensor | None) -> Problem:
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
     kind = None if call.signature is None else (call.mask, call.extent)
-    terms = _FLAGS.get(kind)
+    terms = None if kind is None else _FLAGS.get(kind)
     if terms is None:
         terms = terms_of(call.mask, call.extent, call.q.device)
         if kind is not None and not any(isinstance(x, Tensor) for x in terms):
-            if len(_FLAGS) >= KEPT:
-                _FLAGS.clear()
             _FLAGS[kind] = terms
     return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0)
 
 
-_FLAGS: dict[tuple[object, ...] | None, Terms] = {}
+_FLAGS: Kept[tuple[object, ...], Terms] = Kept()
 """What masks without tensors say, by mask and sizes."""
 
 

@@ -21,7 +21,7 @@ from ..core.call import Call, with_sinks
 from ..core.modes import forward_derivatives, readable, transformed
 from ..core.shapes import statistics_dtype
 from .blocked import block_rows, gradients_again
-from .tiles import Tile, bias_size, flag, tiles
+from .tiles import Tile, bias_size, cut, flag, tiles, whole
 
 BIAS_LIMIT = 256 * 2**20
 """Bytes of bias that the kernels get in one call where it cannot be cut into tiles."""
@@ -56,13 +56,13 @@ class Sdpa:
             call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
-        whole = _whole(call)
+        only = _only(call)
         # Compilers differentiate the kernel itself, where that will do.
-        compiled = torch.compiler.is_compiling() and whole is not None and not through_lse
+        compiled = torch.compiler.is_compiling() and only is not None and not through_lse
         if on_cpu and needs_grad and not compiled:
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
-            out, lse = _tiled(call) if whole is None else _tile(call, whole)
+            out, lse = _tiled(call) if only is None else _tile(call, only)
             if through_lse:
                 lse = _with_gradient(call, lse)
             if call.sinks is not None:
@@ -110,13 +110,12 @@ def _bias_bytes(call: Call) -> int:
 # ── tiles ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _whole(call: Call) -> Tile | None:
+def _only(call: Call) -> Tile | None:
     """The one tile that is the whole call, if there is such a one."""
-    causal = flag(call.mask, call.extent, call.q.device)
-    if causal is not None:
-        return Tile(slice(0, call.extent.queries), slice(0, call.extent.keys), causal)
-    only = None
-    for tile in tiles(call.mask, call.extent, call.q):
+    only = whole(call.mask, call.extent, call.q.device)
+    if only is not None:
+        return only
+    for tile in cut(call.mask, call.extent, call.q):
         if only is not None or not tile.covers(call.extent):
             return None
         only = tile
@@ -159,12 +158,12 @@ def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> N
 
 
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
-    """All tiles, merged; rows in none of them get output 0 and LSE −inf."""
+    """The tiles of a call of many, merged; rows in none of them get output 0 and LSE −inf."""
     e = call.extent
     # In the memory order that the kernels give, so that merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=statistics_dtype(call.q.dtype))
-    for _, group in groupby(tiles(call.mask, e, call.q), key=lambda tile: tile.rows.start):
+    for _, group in groupby(cut(call.mask, e, call.q), key=lambda tile: tile.rows.start):
         rows, merged = slice(0), None
         for tile in group:
             rows, found = tile.rows, _tile(call, tile)
@@ -204,8 +203,8 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         call = call.with_(q=q, k=k, v=v)
-        whole = _whole(call)
-        out, lse = _tiled(call) if whole is None else _tile(call, whole)
+        only = _only(call)
+        out, lse = _tiled(call) if only is None else _tile(call, only)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)

@@ -52,11 +52,20 @@ def tiles(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
     Rows in no tile may attend to nothing. There is a single tile wherever a kernel's own flag, or
     a bias of moderate size, says everything.
     """
-    device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
+    one = whole(mask, extent, like.device)
+    return iter((one,)) if one is not None else cut(mask, extent, like)
+
+
+def whole(mask: Mask, extent: Extent, device: torch.device) -> Tile | None:
+    """The one tile of a call that a kernel takes without a bias; `None` where it needs one."""
     causal = flag(mask, extent, device)
-    if causal is not None:
-        yield Tile(every, all_keys, causal)
-    elif type(mask) is Causal:  # aligned to the end: what lies before its square is open
+    return None if causal is None else Tile(slice(0, extent.queries), slice(0, extent.keys), causal)
+
+
+def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
+    """The tiles of a call that no flag says."""
+    device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
+    if type(mask) is Causal:  # aligned to the end: what lies before its square is open
         offset = extent.offset
         if offset > 0:
             yield Tile(every, slice(0, offset))

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .kept import Kept
 from .mask_algebra import Mask
 from .masks import as_mask
-from .modes import readable
+from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
 Signature = tuple[object, ...]
 
-KEPT = 4096
-"""How many kinds of calls are remembered."""
-
-_CHECKED: dict[Signature, tuple[Extent, Mask, float, float | None]] = {}
+_CHECKED: Kept[Signature, tuple[Extent, Mask, float, float | None]] = Kept()
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
 
@@ -34,10 +32,11 @@ def _signature(
     softcap: float | None,
     dropout: float,
 ) -> Signature | None:
-    """All that the checks of a call look at; `None` where they look at numbers or odd tensors."""
+    """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
+    where somebody follows the call: a compiler, a trace, a transform, a forward derivative."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    if torch._C._get_tracing_state() is not None:  # sizes are no numbers then
+    if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
     if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
         return None
@@ -111,8 +110,6 @@ class Call:
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
             known = extent, mask, factor, None if softcap is None else float(softcap)
             if signature is not None:
-                if len(_CHECKED) >= KEPT:
-                    _CHECKED.clear()
                 _CHECKED[signature] = known
         extent, mask, factor, softcap = known
         if sinks is not None and (fault := _fault_of_sinks(sinks, q)):
@@ -122,7 +119,7 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will come back for any part of the call, or derivatives go along."""
-        if forward_ad._current_level >= 0:
+        if self.signature is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
             return False

@@ -84,7 +84,7 @@ class Engine:
         """Make the call: its output, log-sum-exp and fields; `None` if it has no output."""
         asked, chosen, view = self.view.asked, self.chosen, self.view
         if not self.output:
-            if isinstance(self.backend, OnePass) and self.fields:
+            if isinstance(self.backend, OnePass):
                 call = view.call.with_(sinks=view.sinks)
                 self.given = self.backend.figures(call, self.fields)
             return None
@@ -134,10 +134,6 @@ class Engine:
         """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
         if self.given is not None and self.given.lse is not None:
             return self.given.lse
-        if isinstance(self.backend, OnePass):
-            found = self.backend.figures(self.view.call.with_(sinks=self.view.sinks), ()).lse
-            assert found is not None
-            return found
         return identities.lse_with_sink(self.lse_of_keys, self.view.sinks)
 
     @Lazy
@@ -147,11 +143,6 @@ class Engine:
 
     # ── extra calls ─────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def nonlinear(self) -> str:
-        """What keeps scores from being linear in the keys, in words; empty if they are."""
-        return nonlinear(self.view.asked)
-
     def call(self, call: Call) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of an extra call."""
         return self.backend.run(call, self.view.gradients)
@@ -159,7 +150,9 @@ class Engine:
     @Lazy
     def lse_of_keys(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of each query's scores alone, without its sink."""
-        return self.call(self.view.call)[1] if self.nonlinear else self.lse_of_moved_keys
+        if nonlinear(self.view.asked):
+            return self.call(self.view.call)[1]
+        return self.lse_of_moved_keys
 
     @Lazy
     def lse_of_moved_keys(self) -> Float[Tensor, "B H n"]:
@@ -189,7 +182,7 @@ class Engine:
             *(call.q, keys, values, call.mask, call.scale, call.softcap, 0.0, call.extent),
             signature=call.signature,
         )
-        self._keys_seen = self.backend.run(moved, view.gradients)
+        self._keys_seen = self.call(moved)
         return self._keys_seen
 
     @property
@@ -259,12 +252,6 @@ class Engine:
         """A figure of whole rows, and with it all others that wait."""
         self.rows.wait(name, figure)
         return self.rows.read(name)
-
-    def rows_of_p(
-        self, queries: Int[Tensor, " t"]
-    ) -> tuple[Float[Tensor, "B H t S"], Float[Tensor, "B H t"] | None]:
-        """Whole rows of P, and what the sink takes of them; of sampled queries, by their places."""
-        return rows_of_p(self.view, queries)
 
     # ── a pass over the scores ──────────────────────────────────────────────────────────────────
 

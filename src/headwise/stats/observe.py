@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..backends import Call, Choice, OnePass, choose, consider
-from ..core.call import KEPT
 from ..core.index import grid
+from ..core.kept import Kept
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.shapes import as_given, quote
@@ -112,7 +112,7 @@ def observe(
     return Seen(found.lse, found, readings, output=found.out if made is None else made)
 
 
-_PLANS: dict[tuple[object, ...], Plan] = {}
+_PLANS: Kept[tuple[object, ...], Plan] = Kept()
 """The plan of each kind of call."""
 
 
@@ -133,8 +133,6 @@ def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -
         needs = all_needs(statistics)
         known = plan(_setting_of(engine, needs), needs)
         if kind is not None:
-            if len(_PLANS) >= KEPT:
-                _PLANS.clear()
             _PLANS[kind] = known
     return known
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.reference import Definition
-from .engine import Engine
+from .engine import Engine, rows_of_p
 from .execute import Pass
 from .needs import (
     MAX_LOGIT,
@@ -233,7 +233,7 @@ class _DistanceOfHeads(Need):
         count = torch.zeros_like(total)
         size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
         for some in rows.split(size):
-            distances, both = _js_distances(*engine.rows_of_p(some))
+            distances, both = _js_distances(*rows_of_p(view, some))
             total += (distances * both).sum(1)
             count += both.sum(1)
         return total, count

@@ -12,12 +12,13 @@ from torch import Tensor
 from ..backends.blocked import blocks
 from ..core.call import Call
 from ..core.index import grid
+from ..core.kept import Kept
 from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
 from .lazy import Lazy
 
-_VISIBLE: dict[tuple[object, ...], Tensor] = {}
-"""How many keys queries may attend to, by mask and sizes."""
+_VISIBLE: Kept[tuple[object, ...], Tensor] = Kept(64)
+"""How many keys queries may attend to, by mask and sizes; none of very long calls."""
 
 
 class View:
@@ -32,18 +33,15 @@ class View:
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
         self.device = asked.q.device
-        self._call: Call | None = None
-        self._seen: tuple[Tensor, Tensor] | None = None
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
+        self._seen: tuple[Tensor, Tensor] | None = None
 
-    @property
+    @Lazy
     def call(self) -> Call:
         """The call among the keys alone, in the dtype of statistics.
 
         No statistic reads the values; keys stand in for them where a kernel wants some.
         """
-        if self._call is not None:
-            return self._call
         asked = self.asked
         q, k = asked.q, asked.k
         if not self.gradients:
@@ -55,8 +53,7 @@ class View:
         if asked.signature is not None and self.rows is None:
             signature = ("statistics of", asked.signature)
         numbers = asked.scale, asked.softcap, 0.0
-        self._call = Call(q, k, k, self.mask, *numbers, self.extent, signature=signature)
-        return self._call
+        return Call(q, k, k, self.mask, *numbers, self.extent, signature=signature)
 
     @Lazy
     def constant(self) -> Call:
@@ -108,8 +105,8 @@ class View:
             if found is None:
                 with torch.inference_mode(False) if lasting else nullcontext():  # graphs keep it
                     found = visible_keys(self.mask, self.extent, self.device)
-                if lasting:
-                    _keep(kind, found)
+                if lasting and found.numel() <= 1 << 16:
+                    _VISIBLE[kind] = found
             counts = found.clone() if lasting else found  # the caller's own
             self._seen = counts, counts > 0
         return self._seen
@@ -121,14 +118,6 @@ class View:
     def by_head(self, sums: Tensor) -> Tensor:
         """Sums `[B · H, …]` as `[B, H, …]`."""
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
-
-
-def _keep(kind: tuple[object, ...], counts: Tensor) -> None:
-    """Keep counts for later calls, 64 of them, and none of very long ones."""
-    if counts.numel() <= 1 << 16:
-        if len(_VISIBLE) >= 64:
-            _VISIBLE.clear()
-        _VISIBLE[kind] = counts
 
 
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:
