@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.weights.layout_table import LAYOUTS, Form, Layout, Sizes
+from headwise.weights.layout_table import LAYOUTS
+from headwise.weights.layout_types import Form, Layout, Sizes
 from headwise.weights.packing import refusals, written
 
 

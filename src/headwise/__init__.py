@@ -29,7 +29,8 @@ from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.per_head import Map, MaxLogit, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
-from .weights.convert import convert, detect_layout
+from .weights.convert import convert
+from .weights.detect import detect_layout
 
 __version__ = "0.1.0"
 

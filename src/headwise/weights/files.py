@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .._io import holds_files, only_writer, place_for, write_whole
-from .convert import Wanted, converted, detect_shapes, find_layers
+from .convert import Wanted, converted
+from .detect import detect_shapes, find_layers
 from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
 from .safetensors_file import checked
 

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .layout_table import Form, Layout, Sizes
+from .layout_types import Form, Layout, Sizes
 
 Parts = dict[str, Tensor]
 
