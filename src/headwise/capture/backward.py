@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .heads import twin
+from .heads import unasked
 from .net import Net, Road
 
 
 def backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A backward pass, with the mode on."""
     with net.functions:
-        return twin(function)(*args, **kwargs)
+        return unasked(function)(*args, **kwargs)
 
 
 def functions() -> dict[Any, Road]:

@@ -172,7 +172,10 @@ class HeadsCall(AttentionCall):
         output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
             seen = observe(
-                *(self.q, self.k, self.v, *statistics),
+                self.q,
+                self.k,
+                self.v,
+                *statistics,
                 queries=looking.queries,
                 seed=looking.seed,
                 gradients=looking.gradients,

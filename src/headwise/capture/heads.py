@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,21 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .net import Net, Road
+from .private_torch import twin
 
 
-def twin(function: Any) -> Callable[..., Any]:
+def unasked(function: Any) -> Callable[..., Any]:
     """A function of PyTorch's, which does not ask for function modes itself: run inside one, what
     it calls is seen and it is not."""
-    unasked = dict.fromkeys(_ASKING, lambda *_: False)
-    found = types.FunctionType(
-        function.__code__,
-        function.__globals__ | unasked,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
+    return twin(function, **dict.fromkeys(_ASKING, lambda *_: False))
 
 
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

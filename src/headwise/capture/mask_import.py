@@ -270,16 +270,15 @@ def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
 
 def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
     """The keys that some query of some head may attend to."""
-    i, j = grid(extent, device)
-    found = None if mask.biased else mask.interval(i, extent)
+    found = None if mask.biased else mask.key_ranges(extent, device)
     if found is not None:
-        low, high, _ = torch.broadcast_tensors(*found, i.new_zeros(1, 1, extent.queries, 1))
-        low, high = low[:, 0, :, 0], torch.maximum(low, high)[:, 0, :, 0]
-        edges = i.new_zeros(len(low), extent.keys + 1)
+        low, high = (edge[:, 0] for edge in found)
+        edges = low.new_zeros(len(low), extent.keys + 1)
         edges.scatter_add_(1, low, torch.ones_like(low)).scatter_add_(
             1, high, -torch.ones_like(low)
         )
         return edges.cumsum(1)[:, :-1] > 0
+    i, j = grid(extent, device)
     seen = torch.zeros(1, extent.keys, dtype=torch.bool, device=device)
     for block in blocks(mask, extent, device):
         allowed = mask.allowed(i[block.rows], j, extent)

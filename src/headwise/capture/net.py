@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,6 +17,7 @@ from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
 from .modules import Forward, Names, and_more
 from .parts import Settled, Waiting, at_end, at_last, read
+from .private_torch import in_backward, modes, pop_mode, push_mode
 
 Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
@@ -108,8 +109,7 @@ class Net:
 
     def _watching(self) -> bool:
         """Whether this thread works for the one that watches: a backward pass takes it along."""
-        modes = torch.overrides._get_current_function_mode_stack()
-        return torch._C._current_graph_task_id() != -1 and self.functions in modes
+        return in_backward() and self.functions in modes()
 
     @property
     def open(self) -> bool:
@@ -136,7 +136,7 @@ class Net:
         among = among or self.names.stack[-1]
         self.told, among.told = self.told + 1, True
         self.refuse_transforms()
-        call.again, call.waiting = torch._C._current_graph_task_id() != -1, waiting
+        call.again, call.waiting = in_backward(), waiting
         with self.silence():
             new = self.listener(call)
         if waiting is not None:
@@ -164,16 +164,16 @@ class Functions(TorchFunctionMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """See while this lasts, whatever modes come after this one and outlast it."""
-        overrides._push_mode(self)
+        push_mode(self)
         try:
             yield
         finally:
             above: list[Any] = []
-            if self in overrides._get_current_function_mode_stack():
-                while (mode := overrides._pop_mode()) is not self:
+            if self in modes():
+                while (mode := pop_mode()) is not self:
                     above.append(mode)
             while above:
-                overrides._push_mode(above.pop())
+                push_mode(above.pop())
 
     def __torch_function__(
         self,

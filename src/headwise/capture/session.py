@@ -22,6 +22,7 @@ from .call import Listener
 from .heads import functions as projections
 from .net import Functions, Net
 from .patches import Replaced
+from .private_torch import modes, replace
 
 
 @contextmanager
@@ -50,13 +51,7 @@ def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
 
 def _let_layers_fuse() -> Callable[[], None]:
     """Let PyTorch take its fused layers as if no function mode of headwise were there."""
-    before = torch.overrides.has_torch_function
-    torch.overrides.has_torch_function = _has_torch_function
-
-    def restore() -> None:
-        torch.overrides.has_torch_function = before
-
-    return restore
+    return replace(torch.overrides, "has_torch_function", _has_torch_function)
 
 
 _FUSED_LAYERS = Replaced(_let_layers_fuse)
@@ -64,8 +59,7 @@ _FUSED_LAYERS = Replaced(_let_layers_fuse)
 
 def _has_torch_function(tensors: Any) -> bool:
     """`torch.overrides.has_torch_function`, which knows nothing of headwise's own modes."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    if any(not isinstance(mode, Functions) for mode in modes):
+    if any(not isinstance(mode, Functions) for mode in modes()):
         return True
     disabled = torch._C._disabled_torch_function_impl
     kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}

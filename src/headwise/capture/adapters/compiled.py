@@ -6,15 +6,15 @@ it would be compiled anew, to other last bits.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn, overrides
+from torch import nn
 
 from ..net import Net
 from ..patches import Replaced
+from ..private_torch import compiler, forced_eager, modes, replace, skipped
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
 _CURE = {
@@ -26,8 +26,7 @@ _CURE = {
 
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ValueError if the model or a part of it is compiled, and would run so."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    eager = dynamo is not None and dynamo._stance.stance == "force_eager"
+    eager = forced_eager()
     for name, module in model.named_modules():
         how = _compiled(module)
         if how and not (eager and "jit" not in how):
@@ -53,7 +52,7 @@ def _compiled(module: nn.Module) -> str:
 @contextmanager
 def compiled_functions(net: Net) -> Iterator[None]:
     """Refuse compiled functions by name when the model calls one."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled where it is not loaded
+    if compiler() is None:  # nothing is compiled where it is not loaded
         yield
         return
     with _COMPILER.heard_by(net):
@@ -62,8 +61,7 @@ def compiled_functions(net: Net) -> Iterator[None]:
 
 def _watch_the_compiler() -> Callable[[], None]:
     """Let PyTorch's compiler ask who watches; gives what undoes it."""
-    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
-    before = dynamo._callback_from_stance
+    before = compiler()._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
         found = before(callback)
@@ -71,8 +69,7 @@ def _watch_the_compiler() -> Callable[[], None]:
             return found
 
         def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
-            skipped = sys.modules["torch._dynamo.trace_rules"].check(frame.f_code)
-            net = None if skipped else _watching()
+            net = None if skipped(frame.f_code) else _watching()
             if net is not None:
                 code = frame.f_code
                 raise ValueError(
@@ -85,11 +82,7 @@ def _watch_the_compiler() -> Callable[[], None]:
         refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
         return refuse
 
-    def restore() -> None:
-        dynamo._callback_from_stance = before
-
-    dynamo._callback_from_stance = callback_from_stance
-    return restore
+    return replace(compiler(), "_callback_from_stance", callback_from_stance)
 
 
 _COMPILER = Replaced(_watch_the_compiler)
@@ -97,6 +90,6 @@ _COMPILER = Replaced(_watch_the_compiler)
 
 def _watching() -> Net | None:
     """The innermost net whose model is running here."""
-    modes = overrides._get_current_function_mode_stack()
+    stack = modes()
     running = (net for net in reversed(_COMPILER.everyone) if net.names.inside)
-    return next((net for net in running if net.functions in modes), None)
+    return next((net for net in running if net.functions in stack), None)

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, overrides
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
@@ -24,6 +23,7 @@ from ..contents import captured
 from ..net import Functions, Net
 from ..parts import Waiting
 from ..patches import Replaced
+from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
 from .sdpa import mask_of
 from .softmax import call_of_scores
 
@@ -47,41 +47,32 @@ _OLD = types.SimpleNamespace()
 def _replace() -> Callable[[], None]:
     """Give the function other code; gives what undoes it."""
     function = sys.modules[_MODULE].flex_attention
-    _OLD.run = _twin(function)
-    function.__code__ = _CODE
-
-    def restore() -> None:
-        function.__code__ = _OLD.run.__code__
-
-    return restore
+    _OLD.run = twin(function)
+    return replace(function, "__code__", _CODE)
 
 
 _FLEX = Replaced(_replace)
 
-
-def _twin(function: Any) -> Callable[..., Any]:
-    """The same function, which keeps its code."""
-    twin = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-_SKIPPED = "<frozen importlib of headwise>"
-"""A file whose code PyTorch's compiler leaves alone: it compiles the old code, and nothing here."""
 
 # With the parameters of the function whose code it becomes, since the defaults stay that one's. It
 # runs among the names of PyTorch's module, and so looks for its own here.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
         __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(
-            *(query, key, value, score_mod, block_mask, scale),
-            *(enable_gqa, return_lse, kernel_options),
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            kernel_options,
             return_aux=return_aux,
         )
     )
-).__code__.replace(co_filename=_SKIPPED)
+).__code__
+_CODE = uncompiled(_CODE)
 
 
 def heard(*args: Any, **kwargs: Any) -> Any:
@@ -90,36 +81,34 @@ def heard(*args: Any, **kwargs: Any) -> Any:
     The compiler that the caller has set to work is set on the old code and on nothing else.
     """
     compiler = set_eval_frame(None)
-    modes = _without_modes()
+    watching = _without_modes()
     try:
         set_eval_frame(compiler)
         result = _OLD.run(*args, **kwargs)
         set_eval_frame(None)
-        _restore(modes)
+        _restore(watching)
         return _tell(result, *args)
     finally:
         set_eval_frame(None)
-        _restore(modes)
+        _restore(watching)
         set_eval_frame(compiler)
 
 
-heard.__code__ = heard.__code__.replace(co_filename=_SKIPPED)
+heard.__code__ = uncompiled(heard.__code__)
 
 
-def _restore(modes: list[Any]) -> None:
+def _restore(taken: list[Any]) -> None:
     """Put modes back, of which the innermost comes first."""
-    while modes:
-        overrides._push_mode(modes.pop())
+    while taken:
+        push_mode(taken.pop())
 
 
 def _without_modes() -> list[Any]:
     """Take the modes that watch off the stack: compiled code is made for a stack of modes."""
-    modes = []
-    while (stack := overrides._get_current_function_mode_stack()) and isinstance(
-        stack[-1], Functions
-    ):
-        modes.append(overrides._pop_mode())
-    return modes
+    taken = []
+    while (stack := modes()) and isinstance(stack[-1], Functions):
+        taken.append(pop_mode())
+    return taken
 
 
 def _tell(
@@ -166,7 +155,12 @@ def _call(
         return call_of_scores(net, "flex_attention", scores, out)
     mask, keys = mask_of(net, allowed, extent, q.device)
     return HeadsCall(
-        *(net.names.current, "flex_attention", q, k[:, :, :keys], v[:, :, :keys], out),
+        net.names.current,
+        "flex_attention",
+        q,
+        k[:, :, :keys],
+        v[:, :, :keys],
+        out,
         keywords={"mask": mask, "scale": scale},
         own_positions=False,  # the mask has seen to that
     )

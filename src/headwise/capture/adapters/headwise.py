@@ -31,7 +31,10 @@ class OwnCall(HeadsCall):
         if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
             return super().observe(statistics, looking)
         seen = observe(
-            *(self.q, self.k, self.v, *statistics),
+            self.q,
+            self.k,
+            self.v,
+            *statistics,
             queries=looking.queries,
             seed=looking.seed,
             gradients=looking.gradients,
@@ -64,7 +67,12 @@ class _Observer:
             if not net.open:
                 continue
             call = OwnCall(
-                *(net.names.name_of(layer) or "", "headwise", q, k, v, made),
+                net.names.name_of(layer) or "",
+                "headwise",
+                q,
+                k,
+                v,
+                made,
                 keywords={**keywords, "mask": as_mask(keywords["mask"])},
                 projection=layer.projection,
                 own_positions=layer.own_positions,

@@ -16,9 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.shapes import Extent
 from ..call import HeadsCall
-from ..heads import Composite, inside, twin
+from ..heads import Composite, inside, unasked
 from ..mask_import import as_mask, without_padding
 from ..net import Net, Road
+from ..private_torch import parameters
 from .nested import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
@@ -33,10 +34,10 @@ def multi_head_attention_forward(
     own = named["query"] is named["key"]
     of = Composite(named["num_heads"], own, extra, named["out_proj_weight"])
     with inside(of), net.functions:
-        return twin(_FORWARD)(*args, **kwargs)
+        return unasked(_FORWARD)(*args, **kwargs)
 
 
-_NAMES = _FORWARD.__code__.co_varnames[: _FORWARD.__code__.co_argcount]
+_NAMES = parameters(_FORWARD)
 
 
 # ── fused layers ────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +155,12 @@ class _Fused:
             mask = without_padding(mask, extent, self.q.device)
         made: Any = _REPLACED.get(out, self.out)
         call = HeadsCall(
-            *(name, road, self.q, self.k, self.k, made),  # no statistic reads the values
+            name,
+            road,
+            self.q,
+            self.k,
+            self.k,
+            made,  # no statistic reads the values
             keywords={"mask": mask},
             projection=projection,
             own_positions=False,  # the mask has seen to that

@@ -89,8 +89,12 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys = mask_of(net, given, extent, out.device, causal=asked["is_causal"])
     return HeadsCall(
-        *(net.names.current, "scaled_dot_product_attention"),
-        *(q, k[:, :, :keys], v[:, :, :keys], made),
+        net.names.current,
+        "scaled_dot_product_attention",
+        q,
+        k[:, :, :keys],
+        v[:, :, :keys],
+        made,
         keywords={"mask": mask, "scale": asked["scale"]},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that

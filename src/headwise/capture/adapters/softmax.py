@@ -291,7 +291,12 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
         for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
     )
     return HeadsCall(
-        *(net.names.current, road, q, k, v, made),
+        net.names.current,
+        road,
+        q,
+        k,
+        v,
+        made,
         keywords={"mask": mask},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
@@ -312,9 +317,10 @@ def functions() -> dict[Any, Road]:
     return {
         **dict.fromkeys(
             _named(
-                *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
-                *("view", "reshape", "contiguous", "clone", "flatten", "unflatten", "unsqueeze"),
-                "squeeze",
+                *(
+                    "to type type_as float half bfloat16 double view reshape contiguous clone "
+                    "flatten unflatten unsqueeze squeeze"
+                ).split()
             ),
             reshaping,
         ),

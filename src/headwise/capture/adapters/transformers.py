@@ -77,7 +77,8 @@ def _wrap() -> Callable[[], None]:
         return kept
 
     changes = (
-        *((interface, "get_interface", get_interface), (interface, "__getitem__", getitem)),
+        (interface, "get_interface", get_interface),
+        (interface, "__getitem__", getitem),
         (cache, "update", updated),
     )
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
@@ -146,7 +147,12 @@ def _tell(
     for net in nets:
         name = net.names.name_of(given.module)
         call = HeadsCall(
-            *(net.names.current if name is None else name, given.named, q, k, v, out),
+            net.names.current if name is None else name,
+            given.named,
+            q,
+            k,
+            v,
+            out,
             keywords=meaning.keywords,
             projection=_projection(given.module, out.shape[1] * out.shape[3]),
             own_positions=False,  # the mask has seen to that

@@ -112,8 +112,12 @@ class Given:
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
             yield Meaning(
-                *(self.k[:, :, :keys], self.v[:, :, :keys], mask, options.get("scaling")),
-                *(known.get("softcap"), known.get("s_aux")),
+                self.k[:, :, :keys],
+                self.v[:, :, :keys],
+                mask,
+                options.get("scaling"),
+                known.get("softcap"),
+                known.get("s_aux"),
             )
 
     def _masks(self) -> Iterator[tuple[int, Mask]]:

@@ -60,7 +60,11 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
     told = []
     for rows, keys, mask in parts:
         call = HeadsCall(
-            *(net.names.current, "varlen_attn", q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+            net.names.current,
+            "varlen_attn",
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
             made[:, :, rows],
             keywords={"mask": mask, "scale": asked["scale"]},
         )

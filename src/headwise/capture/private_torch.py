@@ -1,0 +1,93 @@
+"""Private parts of PyTorch that watching rests on, all in one place.
+
+PyTorch promises none of them. `tests/test_private_torch.py` has a test for each, which fails on the
+day that PyTorch changes it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import overrides
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+__all__ = ["set_eval_frame"]  # sets the compiler of this thread, and gives the one before
+
+
+# ── function modes ──────────────────────────────────────────────────────────────────────────────
+
+
+def modes() -> list[Any]:
+    """Return this thread's function modes, the innermost last. A backward pass takes them along."""
+    return overrides._get_current_function_mode_stack()
+
+
+def push_mode(mode: Any) -> None:
+    """Put a function mode on the stack, out of the order of `with` blocks."""
+    overrides._push_mode(mode)
+
+
+def pop_mode() -> Any:
+    """Take the innermost function mode off the stack."""
+    return overrides._pop_mode()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# ── functions by other names ────────────────────────────────────────────────────────────────────
+
+
+def twin(function: Any, **names: Any) -> Callable[..., Any]:
+    """Return the same function with some of the names that its code looks up changed."""
+    found = types.FunctionType(
+        function.__code__,
+        function.__globals__ | names if names else function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    """Return the names of a function's positional parameters, in order."""
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Replace an attribute, such as a function's `__code__`; return what undoes that."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+# ── the compiler ────────────────────────────────────────────────────────────────────────────────
+
+
+def uncompiled(code: types.CodeType) -> types.CodeType:
+    """Return the same code from a file that PyTorch's compiler leaves alone."""
+    return code.replace(co_filename="<frozen importlib of headwise>")
+
+
+def compiler() -> Any:
+    """Return PyTorch's compiler, the module with `_callback_from_stance`; `None` if not loaded."""
+    return sys.modules.get("torch._dynamo.eval_frame")
+
+
+def forced_eager() -> bool:
+    """Whether `torch.compiler.set_stance("force_eager")` is on."""
+    loaded = compiler()
+    return loaded is not None and loaded._stance.stance == "force_eager"
+
+
+def skipped(code: types.CodeType) -> bool:
+    """Whether PyTorch's compiler leaves this code alone."""
+    return bool(sys.modules["torch._dynamo.trace_rules"].check(code))

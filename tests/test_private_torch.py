@@ -1,0 +1,157 @@
+"""What watching rests on that PyTorch does not promise: each property, on the PyTorch at hand."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+
+from headwise.capture import private_torch
+from headwise.capture.adapters import flex
+from headwise.capture.heads import _ASKING, unasked
+
+
+class Names(TorchFunctionMode):
+    """Keeps the names of the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_are_a_stack_that_can_be_put_together() -> None:
+    one, two = Names(), Names()
+    before = private_torch.modes()
+    with one:
+        private_torch.push_mode(two)
+        assert private_torch.modes() == [*before, one, two]
+        torch.zeros(1).add(1)
+        assert private_torch.pop_mode() is two
+        assert private_torch.modes() == [*before, one]
+    assert "add" in one.seen
+    assert "add" in two.seen
+
+
+def test_a_backward_pass_knows_itself_and_takes_modes_along() -> None:
+    found = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            found.append((private_torch.in_backward(), private_torch.modes()))
+            return grad * 2
+
+    x = torch.ones(1, requires_grad=True)
+    assert not private_torch.in_backward()
+    y = Ask.apply(x)
+    with Names() as mode:
+        unasked(torch.autograd.backward)((y,), (torch.ones(1),))
+    [(inside, modes)] = found
+    assert inside
+    assert mode in modes
+
+
+@pytest.mark.parametrize("function", [F.multi_head_attention_forward, torch.autograd.backward])
+def test_composite_functions_ask_for_modes_by_names_that_can_be_changed(function) -> None:
+    asked = [name for name in _ASKING if name in function.__code__.co_names]
+    assert asked
+    assert all(name in function.__globals__ for name in asked)
+
+
+def test_a_twin_is_run_by_its_parts() -> None:
+    x, weight, bias = torch.randn(3, 1, 8), torch.randn(24, 8), torch.randn(24)
+    with Names() as mode:
+        unasked(F.multi_head_attention_forward)(
+            *(x, x, x, 8, 2, weight, bias, None, None, False, 0.0, weight[:8], bias[:8])
+        )
+    assert "softmax" in mode.seen
+    assert "multi_head_attention_forward" not in mode.seen
+
+
+def test_a_functions_parameters_are_in_its_code() -> None:
+    names = private_torch.parameters(F.multi_head_attention_forward)
+    assert names == tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+
+
+def test_fused_layers_ask_whether_there_is_a_mode() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), torch.randn(1, 3, 8)
+    with torch.no_grad(), Names() as asked:
+        layer(x)
+    restore = private_torch.replace(torch.overrides, "has_torch_function", lambda tensors: False)
+    try:
+        with torch.no_grad(), Names() as fused:
+            layer(x)
+    finally:
+        restore()
+    assert "_transformer_encoder_layer_fwd" not in asked.seen
+    assert "_transformer_encoder_layer_fwd" in fused.seen
+
+
+def test_flex_attention_has_the_parameters_of_the_code_that_it_gets() -> None:
+    code, own = flex._CODE, flex_attention.__code__
+    parts = ("co_argcount", "co_kwonlyargcount", "co_posonlyargcount", "co_freevars")
+    assert [getattr(code, part) for part in parts] == [getattr(own, part) for part in parts]
+    count = own.co_argcount + own.co_kwonlyargcount
+    assert code.co_varnames[:count] == own.co_varnames[:count]
+
+
+def test_the_compiler_leaves_frozen_code_alone() -> None:
+    import torch._dynamo.eval_frame  # noqa: F401
+
+    def plain(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert not private_torch.skipped(plain.__code__)
+    assert private_torch.skipped(private_torch.uncompiled(plain.__code__))
+
+
+def test_the_compiler_asks_for_its_callback_by_name() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    before, asked = private_torch.compiler()._callback_from_stance, []
+
+    def callback(given):
+        asked.append(given)
+        return before(given)
+
+    restore = private_torch.replace(private_torch.compiler(), "_callback_from_stance", callback)
+    try:
+        compiled(torch.ones(2))
+    finally:
+        restore()
+    assert asked
+    assert private_torch.compiler()._callback_from_stance is before
+
+
+def test_the_compiler_says_whether_it_is_held_back() -> None:
+    assert not private_torch.forced_eager()
+    with torch.compiler.set_stance("force_eager"):
+        assert private_torch.forced_eager()
+
+
+def test_the_threads_compiler_can_be_taken_away_and_given_back() -> None:
+    found = []
+
+    def inside(x: Tensor) -> Tensor:
+        own = private_torch.set_eval_frame(None)
+        try:
+            found.append(own)
+            return x + 1
+        finally:
+            private_torch.set_eval_frame(own)
+
+    inside.__code__ = private_torch.uncompiled(inside.__code__)
+    torch.compile(lambda x: inside(x) * 2, backend="eager")(torch.ones(2))
+    assert any(own is not None for own in found)
