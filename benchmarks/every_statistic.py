@@ -79,10 +79,22 @@ def full_set(length: int) -> list[Any]:
     """Every statistic there is."""
     ids = torch.randint(0, max(2, length // 4), (length,), generator=torch.Generator())
     return [
-        *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Distance(spread=True), hw.Map()),
-        *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())),
-        *(hw.Mass(hw.SameToken(ids)), hw.Mass(hw.Induction(ids)), hw.Mass(hw.Window(128))),
-        *(hw.TopKeys(), hw.Received(), hw.OffsetHistogram(), hw.Similarity(), hw.OutputNorm()),
+        hw.LSE(),
+        hw.Entropy(),
+        hw.MaxLogit(),
+        hw.Distance(spread=True),
+        hw.Map(),
+        hw.Mass(hw.First()),
+        hw.Mass(hw.Previous()),
+        hw.Mass(hw.Self()),
+        hw.Mass(hw.SameToken(ids)),
+        hw.Mass(hw.Induction(ids)),
+        hw.Mass(hw.Window(128)),
+        hw.TopKeys(),
+        hw.Received(),
+        hw.OffsetHistogram(),
+        hw.Similarity(),
+        hw.OutputNorm(),
     ]
 
 

@@ -40,9 +40,9 @@ def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     """The same random numbers for each test, and no choice that another has made."""
-    from headwise import backends
+    from headwise.core.call import KINDS
 
-    backends.CHOSEN.clear()
+    KINDS.clear()
     torch.manual_seed(0)
 
 

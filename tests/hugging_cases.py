@@ -159,8 +159,13 @@ CASES = {
 }
 
 STATISTICS = (
-    *(hw.Entropy(), hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())),
-    *(hw.Distance(), hw.Received(), hw.Map(BLOCKS)),
+    hw.Entropy(),
+    hw.Mass(hw.First()),
+    hw.Mass(hw.Previous()),
+    hw.Mass(hw.Self()),
+    hw.Distance(),
+    hw.Received(),
+    hw.Map(BLOCKS),
 )
 
 

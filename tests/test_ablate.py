@@ -187,7 +187,8 @@ def pretend(name: str, way: str) -> Any:
         ("T5", "encoder.block.1.layer.0.SelfAttention", "encoder.block.1.layer.0.SelfAttention.o"),
         ("T5", "decoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.0.SelfAttention.o"),
         (
-            *("T5", "decoder.block.1.layer.1.EncDecAttention"),
+            "T5",
+            "decoder.block.1.layer.1.EncDecAttention",
             "decoder.block.1.layer.1.EncDecAttention.o",
         ),
     ],

@@ -145,8 +145,13 @@ def test_ids_are_not_kept() -> None:
 def test_figures_are_the_same_whenever_they_are_read(backend: str) -> None:
     q, k, v = qkv()
     statistics = [
-        *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Distance(absolute=True)),
-        *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())),
+        hw.LSE(),
+        hw.Entropy(),
+        hw.MaxLogit(),
+        hw.Distance(absolute=True),
+        hw.Mass(hw.First()),
+        hw.Mass(hw.Previous()),
+        hw.Mass(hw.Self()),
     ]
     at_once = hw.observe(q, k, v, *statistics, mask=hw.Causal(), backend=backend)
     read = {name: at_once[name].clone() for name in at_once.names}

@@ -381,7 +381,9 @@ def test_importance_and_ablation_are_columns(folders: dict[str, Path], name: str
     model, tokenizer = loaded(folders[name])
     shares: list[tuple[str, float]] = []
     seen = look(
-        *(model, tokenizer, read(folders[name])),
+        model,
+        tokenizer,
+        read(folders[name]),
         target=TARGET if name == "t5" else None,
         importance=True,
         ablation=True,

@@ -180,8 +180,14 @@ def test_what_was_not_seen_is_missing_not_denied() -> None:
     name = name_heads(seen)[0]
     assert [label.label for label in name.labels] == ["previous token"]
     assert name.missing == (
-        *("induction", "duplicate token", "positional", "first token", "delimiter", "itself"),
-        *("broad", "local"),
+        "induction",
+        "duplicate token",
+        "positional",
+        "first token",
+        "delimiter",
+        "itself",
+        "broad",
+        "local",
     )
     one = name_heads(seen_of(parts, (hw.Mass(At(-2)),), mask=mask))[0]
     assert "positional" not in one.missing  # one offset is enough to judge by
@@ -243,8 +249,15 @@ def test_labels_come_in_the_order_of_the_rules_each_once() -> None:
     assert HeadName("a", 0, labels).label == "induction"
     assert label_head({}) == ()
     assert {rule.label for rule in RULES} == {
-        *("previous token", "duplicate token", "induction", "first token", "local", "positional"),
-        *("broad", "delimiter", "itself"),
+        "previous token",
+        "duplicate token",
+        "induction",
+        "first token",
+        "local",
+        "positional",
+        "broad",
+        "delimiter",
+        "itself",
     }
     assert all(rule.why and rule.source for rule in RULES)
 

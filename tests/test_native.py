@@ -211,7 +211,11 @@ def cases(draw: st.DrawFn, **fixed: object) -> Case:
 
 def whole(call: Call) -> Definition:
     return rows(
-        *(call.q, call.k, call.v, call.mask, call.extent),
+        call.q,
+        call.k,
+        call.v,
+        call.mask,
+        call.extent,
         *grid(call.extent),
         scale=call.scale,
         softcap=call.softcap,
@@ -565,13 +569,15 @@ def test_every_result_is_written(instructions: str, case: Case) -> None:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Memory for results comes full of NaN."""
-    before = cpu.empty, cpu.empty_like
+    before = cpu.empty, cpu.empty_like, cpu.empty_strided
+    strided = torch.empty_strided
     cpu.empty = lambda *a, **k: torch.full(*a, torch.nan, **k)
     cpu.empty_like = lambda like: torch.full_like(like, torch.nan)
+    cpu.empty_strided = lambda *a, **k: strided(*a, **k).fill_(torch.nan)
     try:
         yield
     finally:
-        cpu.empty, cpu.empty_like = before
+        cpu.empty, cpu.empty_like, cpu.empty_strided = before
 
 
 @needs_library

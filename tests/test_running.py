@@ -43,7 +43,7 @@ def test_a_prefill_and_steps_are_one_call(mask: hw.Mask, sinks: bool) -> None:
         for start, stop in steps(S, prefill):
             running.add(
                 hw.observe(
-                    *(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], *statistics), **keywords
+                    q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], *statistics, **keywords
                 )
             )
         assert running.calls == 1 + S - prefill
@@ -76,8 +76,12 @@ def test_by_hand() -> None:
     running = hw.Running()
     for start, stop in ((0, 2), (2, 3)):  # equal scores: rows see 1, 2 and 3 keys alike
         seen = hw.observe(
-            *(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop]),
-            *(hw.Distance(), hw.Received(), hw.Mass(hw.Previous())),
+            k[:, :, start:stop],
+            k[:, :, :stop],
+            k[:, :, :stop],
+            hw.Distance(),
+            hw.Received(),
+            hw.Mass(hw.Previous()),
             mask=hw.Causal(),
         )
         running.add(seen)

@@ -417,8 +417,20 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     data.write_text("anna\n\n  bob \nczesława and a long line that is cut\n", "utf-8")
     record = tmp_path / "run.json"
     done = python(
-        *("-m", "headwise.systems.scalar", "--data", str(data), "--steps", "5", "--seed", "3"),
-        *("--samples", "4", "--temperature", "0", "--record", str(record)),
+        "-m",
+        "headwise.systems.scalar",
+        "--data",
+        str(data),
+        "--steps",
+        "5",
+        "--seed",
+        "3",
+        "--samples",
+        "4",
+        "--temperature",
+        "0",
+        "--record",
+        str(record),
     )
     assert done.returncode == 0, done.stderr
     assert "3 documents, 1 held out, 19 symbols" in done.stdout

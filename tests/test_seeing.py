@@ -42,7 +42,7 @@ def test_sampled_queries_read_what_they_read_among_all(name: str) -> None:
     whole = hw.observe(q, k, v, *statistics, hw.TopKeys(2), hw.Map(T), mask=mask)
     for output, rows in itertools.product((True, False), ([1, 4, 5], torch.tensor([6, -7]))):
         seen = hw.observe(
-            *(q, k, v, *statistics, hw.TopKeys(2)), mask=mask, queries=rows, output=output
+            q, k, v, *statistics, hw.TopKeys(2), mask=mask, queries=rows, output=output
         )
         where = sorted(int(row) % T for row in rows)
         assert seen.queries.tolist() == where

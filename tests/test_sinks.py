@@ -191,7 +191,12 @@ def test_gradcheck(backend: str, softcap: float | None) -> None:
 
     def figures(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
         seen = hw.observe(
-            *(q, k, v, hw.Entropy(), hw.Distance(), hw.Sink()),
+            q,
+            k,
+            v,
+            hw.Entropy(),
+            hw.Distance(),
+            hw.Sink(),
             mask=hw.Causal() & hw.Window(3),
             softcap=softcap,
             sinks=sinks,
@@ -294,7 +299,10 @@ def test_sampled_queries_and_calls_without_output() -> None:
     whole = hw.observe(q, k, v, *statistics, mask=hw.Causal(), sinks=sinks)
     for output in (True, False):
         some = hw.observe(
-            *(q, k, v, *statistics),
+            q,
+            k,
+            v,
+            *statistics,
             mask=hw.Causal(),
             sinks=sinks,
             queries=[1, 4, 5],

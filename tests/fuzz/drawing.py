@@ -60,7 +60,13 @@ def drawn(choose: Choose, seed: int) -> Case:
     layouts = ("dense", *LAYOUTS)
     output = choose("output", (True, False))
     case = Case(
-        *(batch, kv_heads, group, queries, keys, dim, wide),
+        batch,
+        kv_heads,
+        group,
+        queries,
+        keys,
+        dim,
+        wide,
         dtype=choose("dtype", tuple(DTYPES)),
         mask=_parts(choose),
         scale=choose("scale", scales),

@@ -56,7 +56,11 @@ class Truth:
 def defined(call: Call) -> Definition:
     """The definition on a call's tensors."""
     return rows(
-        *(call.q, call.k, call.v, call.mask, call.extent),
+        call.q,
+        call.k,
+        call.v,
+        call.mask,
+        call.extent,
         *grid(call.extent),
         scale=call.scale,
         softcap=call.softcap,

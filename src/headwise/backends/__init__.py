@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
-from ..core.kept import Kept
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
@@ -47,18 +46,14 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if call.signature is None or type(name) is not str:
+    if call.kind is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    kind = (call.signature, name, graph, call.sinks is None)
-    chosen = CHOSEN.get(kind)
+    asked = ("backend", name, graph, call.sinks is None)
+    chosen = call.kind.known.get(asked)
     if chosen is None:
-        chosen = CHOSEN[kind] = _choose(call, name)
+        chosen = call.kind.known[asked] = _choose(call, name)
     return chosen
-
-
-CHOSEN: Kept[tuple[object, ...], Backend] = Kept()
-"""The backend of each kind of call."""
 
 
 def _choose(call: Call, name: str) -> Backend:

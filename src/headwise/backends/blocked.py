@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from ..core.call import Call
 from ..core.index import grid
 from ..core.mask_algebra import Mask
-from ..core.modes import forward_derivatives, readable, transformed
+from ..core.modes import forward_derivatives, transformed
 from ..core.reference import Definition, rows
 from ..core.shapes import Extent, statistics_dtype
+from .tiles import Bounds
 
 SCORES_AT_A_TIME = 1 << 22
 """How many scores a block may hold (16 MiB in float32); one row of them in any case."""
@@ -42,10 +43,10 @@ def blocks(
 ) -> Iterator[Block]:
     """Cut the queries into blocks of so many scores, each with the keys that it may see."""
     size = block_rows(extent, SCORES_AT_A_TIME if scores is None else scores)
-    starts = list(range(0, extent.queries, size))
-    lows, highs = _key_ranges(mask, extent, device, starts, size)
-    for start, low, high in zip(starts, lows, highs, strict=True):
+    bounds = Bounds.of(mask, extent, device)
+    for start in range(0, extent.queries, size):
         rows_of = slice(start, min(start + size, extent.queries))
+        low, high = min(bounds.first[rows_of]), max(bounds.last[rows_of])
         yield Block(rows_of, slice(low, max(low, high)))
 
 
@@ -53,25 +54,6 @@ def block_rows(extent: Extent, scores: int = SCORES_AT_A_TIME) -> int:
     """Queries to a block."""
     row = max(1, extent.batch * extent.heads * extent.keys)
     return max(1, min(extent.queries, scores // row))
-
-
-def _key_ranges(
-    mask: Mask, extent: Extent, device: torch.device, starts: list[int], size: int
-) -> tuple[list[int], list[int]]:
-    interval = mask.interval(grid(extent, device)[0], extent)
-    known = interval is not None and all(readable(edge) for edge in interval)
-    if interval is None or not known or not starts or not extent.batch:
-        return [0] * len(starts), [extent.keys] * len(starts)
-    every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
-    low, high, _ = torch.broadcast_tensors(*interval, every_row)
-    # Rows whose range is empty must not widen the block's.
-    empty = high <= low
-    low = low.masked_fill(empty, extent.keys).amin((0, 1, 3))
-    high = high.masked_fill(empty, 0).amax((0, 1, 3))
-    return (
-        [int(part.amin()) for part in low.split(size)],
-        [int(part.amax()) for part in high.split(size)],
-    )
 
 
 class Blocked:

@@ -19,11 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..core.call import Call
-from ..core.kept import Kept
 from ..core.modes import forward_derivatives, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as cpu_ops
-from ..kernels.ctypes_api import Problem, Terms
+from ..kernels.interface import Problem
 from .base import Figures, OnePass
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .recompute import again
@@ -160,17 +159,15 @@ def _speed(
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
-    kind = None if call.signature is None else (call.mask, call.extent)
-    terms = None if kind is None else _FLAGS.get(kind)
+    known = None if call.kind is None else call.kind.known
+    terms = None if known is None else known.get("terms")
     if terms is None:
         terms = terms_of(call.mask, call.extent, call.q.device)
-        if kind is not None and not any(isinstance(x, Tensor) for x in terms):
-            _FLAGS[kind] = terms
-    return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0)
-
-
-_FLAGS: Kept[tuple[object, ...], Terms] = Kept()
-"""What masks without tensors say, by mask and sizes."""
+        if any(isinstance(x, Tensor) for x in terms):
+            known = None
+        if known is not None:
+            known["terms"] = terms
+    return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0, known)
 
 
 def _bits(wishes: Iterable[str]) -> int:

@@ -29,7 +29,7 @@ from ..core.masks import (
     alibi_slopes,
 )
 from ..core.shapes import Extent
-from ..kernels.ctypes_api import LARGEST, Terms
+from ..kernels.interface import LARGEST, Terms
 
 TABLE_LIMIT = 256 * 2**20
 """Bytes of tables that may be made of a mask."""

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.call import Call
 from ..core.shapes import Extent
-from ..kernels.ctypes_api import Problem
+from ..kernels.interface import Problem
 from .blocked import Block, block_definition, blocks
 from .native_masks import OfTerms
 
 
 def again(problem: Problem) -> list[Tensor]:
     """Output, LSE, entropy, E[j − position] and the masses of the first, previous and own key."""
-    q, k, v, sinks, terms, scale, softcap = problem
+    q, k, v, sinks, terms, scale, softcap, _ = problem
     batch, heads, queries, _ = q.shape
     extent = Extent(batch, heads, k.shape[1], queries, k.shape[2])
     mask = OfTerms(terms)

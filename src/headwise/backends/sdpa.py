@@ -134,7 +134,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     if dead is not None:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
-    if q.device.type == "cpu" and (call.signature is not None or readable(lse)):
+    if q.device.type == "cpu" and (call.kind is not None or readable(lse)):
         # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
         # all of them below the smallest.
         suspect = lse == 0

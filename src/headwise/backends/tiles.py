@@ -113,18 +113,16 @@ class Bounds:
     def of(cls, mask: Mask, extent: Extent, device: torch.device) -> Bounds:
         nothing = [0] * extent.queries
         everything = [extent.keys] * extent.queries
-        i = grid(extent, device)[0]
-        found = mask.interval(i, extent)
-        if found is None or not all(readable(edge) for edge in found):
+        found = mask.key_ranges(extent, device) if extent.batch else None
+        if found is None or not all(map(readable, found)):
             return cls(nothing, nothing, nothing, everything)
-        every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
-        low, high, _ = torch.broadcast_tensors(*found, every_row)
-        empty = high <= low
-        first = low.masked_fill(empty, extent.keys).amin((0, 1, 3)).tolist()
-        last = high.masked_fill(empty, 0).amax((0, 1, 3)).tolist()
+        low, high = found
+        empty = high == low  # such rows must not widen what others see
+        first = low.masked_fill(empty, extent.keys).amin((0, 1)).tolist()
+        last = high.masked_fill(empty, 0).amax((0, 1)).tolist()
         if mask.biased:
             return cls(first, nothing, nothing, last)
-        return cls(first, low.amax((0, 1, 3)).tolist(), high.amin((0, 1, 3)).tolist(), last)
+        return cls(first, low.amax((0, 1)).tolist(), high.amin((0, 1)).tolist(), last)
 
     def edges(self, rows: slice) -> list[tuple[int, int, bool]]:
         """Ranges of keys `(start, stop, open)` for these rows; open ones need no bias."""
@@ -148,16 +146,16 @@ def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
     if mask.biased or not square:
         return None
     # Anything else may still come to the same, such as a window wider than the sequence.
-    i = grid(extent, device)[0]
-    interval = mask.interval(i, extent)
-    if interval is None or not all(readable(edge) for edge in interval):
+    found = mask.key_ranges(extent, device)
+    if found is None or not all(map(readable, found)):
         return None
-    low, high = interval
+    low, high = found
     if not bool((low == 0).all()):
         return None
     if bool((high == extent.keys).all()):
         return False
-    return True if bool((high == i + 1).all()) else None
+    after = torch.arange(1, extent.queries + 1, device=device)
+    return True if bool((high == after).all()) else None
 
 
 def with_bias(mask: Mask, extent: Extent, like: Tensor, rows: slice, keys: slice) -> Tile:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,24 @@ from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
-Signature = tuple[object, ...]
 
-_CHECKED: Kept[Signature, tuple[Extent, Mask, float, float | None]] = Kept()
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Calls that are alike in all but the numbers in their tensors, and how they were understood.
+
+    They are checked once, and whatever else is worked out once for all of them is in `known`.
+    """
+
+    extent: Extent
+    mask: Mask
+    scale: float
+    softcap: float | None
+    known: Kept[object, Any] = field(default_factory=Kept)
+
+
+KINDS: Kept[tuple[object, ...], Kind] = Kept()
+"""The kinds of calls that were met."""
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
 
@@ -31,7 +47,7 @@ def _signature(
     scale: float | None,
     softcap: float | None,
     dropout: float,
-) -> Signature | None:
+) -> tuple[object, ...] | None:
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
     where somebody follows the call: a compiler, a trace, a transform, a forward derivative."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -76,8 +92,8 @@ class Call:
     dropout: float
     extent: Extent
     sinks: Tensor | None = None
-    signature: Signature | None = None
-    """What was checked, where equal calls are alike in all but their numbers; `None` elsewhere."""
+    kind: Kind | None = None
+    """`None` where what is right for this call need not be so for the next one like it."""
 
     @classmethod
     def of(
@@ -99,8 +115,10 @@ class Call:
             ValueError: one clear line for shapes, masks or numbers that do not fit.
         """
         signature = _signature(q, k, v, mask, scale, softcap, dropout)
-        known = _CHECKED.get(signature) if signature is not None else None
-        if known is None:
+        kind = None if signature is None else KINDS.get(signature)
+        if kind is not None:
+            extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
+        else:
             extent = extent_of(q, k, v, function)
             mask = as_mask(mask)
             mask.check(extent)
@@ -108,18 +126,17 @@ class Call:
             if fault is not None:
                 raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            known = extent, mask, factor, None if softcap is None else float(softcap)
+            softcap = None if softcap is None else float(softcap)
             if signature is not None:
-                _CHECKED[signature] = known
-        extent, mask, factor, softcap = known
+                kind = KINDS[signature] = Kind(extent, mask, factor, softcap)
         if sinks is not None and (fault := _fault_of_sinks(sinks, q)):
             raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
-        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, signature)
+        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, kind)
 
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will come back for any part of the call, or derivatives go along."""
-        if self.signature is None and forward_derivatives():
+        if self.kind is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
             return False
@@ -131,7 +148,7 @@ class Call:
 
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""
-        return replace(self, **{"signature": None} | changes)  # type: ignore[arg-type]
+        return replace(self, **{"kind": None} | changes)  # type: ignore[arg-type]
 
 
 def fault_of_numbers(
@@ -202,7 +219,7 @@ def check_scores(
     queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
     """
     lse = lse.detach()
-    if lse.device.type != "cpu" or (call.signature is None and not readable(lse)):
+    if lse.device.type != "cpu" or (call.kind is None and not readable(lse)):
         return
     if math.isfinite(float(lse.sum())):
         return

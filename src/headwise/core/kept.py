@@ -18,7 +18,7 @@ class Kept(dict[K, V]):
     {3: 9}
     """
 
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(self, limit: int = 1024) -> None:
         super().__init__()
         self.limit = limit
 

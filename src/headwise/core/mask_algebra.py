@@ -54,6 +54,18 @@ class Mask:
         """Each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
         return None
 
+    def key_ranges(self, extent: Extent, device: torch.device) -> Interval | None:
+        """Each query's keys as `[low, high)`, each edge `[B or 1, 1, T]`, and `low <= high`.
+
+        `None` where they are not one range a query. A bias may forbid keys inside of it.
+        """
+        found = self.interval(grid(extent, device)[0], extent)
+        if found is None:
+            return None
+        every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
+        low, high, _ = torch.broadcast_tensors(*found, every_row)
+        return low[..., 0], high.maximum(low)[..., 0]
+
     def looks_ahead(self, extent: Extent) -> bool:
         """Whether a query may attend to a key beyond its own position, as far as sizes tell."""
         return extent.queries > 1

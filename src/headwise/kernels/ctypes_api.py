@@ -1,9 +1,7 @@
-"""The native CPU kernel as Python calls it: the built library, its struct, and nothing else.
+"""The native CPU kernel as Python calls it: the built library, and its three functions.
 
 The library lies beside this file and is called through ctypes on data pointers; it knows nothing
-of PyTorch. `native/headwise.h` says what each function reads and writes; `CCall` mirrors its struct
-field by field, and a library whose struct has another size or version is not used. `CCall.point`
-looks at every tensor that the struct points to: its dtype, device, shape, strides and memory.
+of PyTorch. One whose struct has another size or version than `interface.py` says is not used.
 """
 
 from __future__ import annotations
@@ -15,169 +13,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import __path__ as places
+from .interface import (
+    DTYPES,
+    FIGURES,
+    INTERFACE,
+    LARGEST,
+    SOFTCAPS,
+    WIDEST,
+    CCall,
+    CHost,
+    Problem,
+    Terms,
+)
 
-INTERFACE = 2
-"""`HW_INTERFACE` of the header that `CCall` mirrors."""
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes of q, k and v, and their numbers in the header."""
-
-WIDEST = 256
-"""The largest head dimension, and the largest width of the values."""
-
-LARGEST = torch.finfo(torch.float32).max
-"""The largest scale."""
-
-SOFTCAPS = (2.0**-120, 2.0**120)
-"""The smallest and the largest softcap."""
-
-FIGURES: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
-"""What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
+__all__ = [
+    "DTYPES",
+    "FIGURES",
+    "INTERFACE",
+    "LARGEST",
+    "SOFTCAPS",
+    "WIDEST",
+    "CCall",
+    "CHost",
+    "Problem",
+    "Terms",
+    "backward",
+    "forward",
+    "instructions",
+    "library",
+    "sums",
+    "why_not",
+]
 
 CPU = torch.device("cpu")
 
-empty, empty_like = torch.empty, torch.empty_like  # the tests hand out poisoned memory here
-
-_int, _pointer, _three, _four = (
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64 * 3,
-    ctypes.c_int64 * 4,
-)
-
-
-class CHost(ctypes.Structure):
-    """`hw_host`: Python's own functions for it."""
-
-    _fields_ = [(name, _pointer) for name in ("leave", "enter", "stop")]
-
-
-class CCall(ctypes.Structure):
-    """`hw_call`."""
-
-    _fields_ = [
-        *((name, _int) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
-        *((name, _int) for name in ("dim", "value_dim", "dtype", "threads")),
-        ("host", _pointer),
-        *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
-        *((name, _pointer) for name in "qkv"),
-        *((f"{name}_stride", _three) for name in "qkv"),
-        *(("offset", _int), ("position", _pointer), ("causal", _int), ("window", _int)),
-        *(("low", _pointer), ("high", _pointer)),
-        *(("low_stride", _three), ("high_stride", _three)),
-        *(("allowed", _pointer), ("allowed_stride", _four)),
-        *(("bias", _pointer), ("bias_stride", _four)),
-        *(("slopes", _pointer), ("sinks", _pointer)),
-        *(("out", _pointer), ("out_stride", _three)),
-        *((name, _pointer) for name in FIGURES),
-        *(("grad_out", _pointer), ("grad_out_stride", _three)),
-        *((f"grad_{name}", _pointer) for name in FIGURES if name != "max"),
-        *((f"grad_{name}", _pointer) for name in "qkv"),
-        *((f"grad_{name}_stride", _three) for name in "qkv"),
-        ("grad_sinks", _pointer),
-        *(("weight", _pointer), ("received", _pointer)),
-        *(("query_block", _pointer), ("key_block", _pointer), ("blocks", _int), ("map", _pointer)),
-    ]
-
-    kept: list[Tensor]
-    """The tensors that the fields point into."""
-
-    def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Point a field at a tensor, or at a copy where it lies otherwise than C reads it.
-
-        That is where its last axis has gaps, or where only a flag says that its numbers are
-        negated, or all 0 and nowhere.
-
-        Raises:
-            ValueError: a tensor of another dtype, shape or device, or without memory of its own.
-        """
-        shared = name in _SHARED
-        fits = x.shape == shape or (shared and _spreads(x, shape))
-        if not fits or x.dtype is not dtype or not x.is_cpu:
-            given = f"{x.dtype} {list(x.shape)} on {x.device}"
-            want = f"{dtype} {list(shape)} on the CPU"
-            raise ValueError(f"native kernel: {name} is {given}, and must be {want}.")
-        pointer = x.data_ptr()
-        if not pointer or x.is_neg():
-            x = _in_memory(name, x)
-            pointer = x.data_ptr()
-        if shared:
-            strides = x.stride()
-            if 1 in x.shape:
-                strides = (0 if n == 1 else by for n, by in zip(x.shape, strides, strict=True))
-            setattr(self, f"{name}_stride", tuple(strides))
-        elif name in _STRIDED:
-            strides = x.stride()
-            if strides[3] != 1 and shape[3] != 1:
-                x = x.contiguous()
-                pointer, strides = x.data_ptr(), x.stride()
-            setattr(self, f"{name}_stride", strides[:3])
-        elif not x.is_contiguous():
-            x = x.contiguous()
-            pointer = x.data_ptr()
-        self.kept.append(x)
-        setattr(self, name, pointer)
-
-
-_STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
-"""Tensors whose last axis is dense, with a stride for each other; those in no set are dense."""
-
-_SHARED = frozenset({"low", "high", "allowed", "bias"})
-"""Tensors with a stride for each axis, of size 1 where all share it."""
-
-
-def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has all axes of a shape, or 1 in their place."""
-    return x.dim() == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True))
-
-
-def _in_memory(name: str, x: Tensor) -> Tensor:
-    """The numbers of a tensor that has a flag in their place."""
-    if x.is_neg():
-        return x.resolve_neg()
-    if x._is_zerotensor():
-        return torch.zeros(x.shape, dtype=x.dtype, device=CPU)
-    raise ValueError(
-        f"native kernel: {name} is a {type(x).__name__} {list(x.shape)} without memory of its own, "
-        f"and the kernel reads memory; choose another backend."
-    )
-
-
-class Terms(NamedTuple):
-    """Who may attend, and what is added to the scores, as the kernel takes them.
-
-    Everything that is given must allow a pair. `low`, `high` `[B, H, T]` (int64), `allowed` (bool)
-    and `bias` (float32) `[B, H, T, S]` have size 1 where an axis is shared; `position` is `[T]`,
-    `slopes` `[H]`.
-    """
-
-    position: Tensor | None = None
-    low: Tensor | None = None
-    high: Tensor | None = None
-    allowed: Tensor | None = None
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
-    offset: int = 0
-    causal: bool = False
-    window: int = 0
-
-
-class Problem(NamedTuple):
-    """Attention on CPU tensors: all that the kernel reads. `sinks` is float32 `[H]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    sinks: Tensor | None
-    terms: Terms
-    scale: float
-    softcap: float
+# The tests hand out poisoned memory here.
+empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
 
 
 # ── the library ─────────────────────────────────────────────────────────────────────────────────
@@ -332,23 +208,18 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
     Without values there is no output. The output's memory is `[B, T, H, Dv]`. Numbers that are none
     show as NaN in the rows that see them, and so do scores that float32 cannot hold.
     """
-    call = _start(problem)
-    shape = problem.q.shape[:3]
+    call = _start_alike(problem)
     out = output_like(problem.q, problem.v)
     if out is not None:
-        call.point("out", out, out.dtype, out.shape)
+        call.out, call.out_stride = out.data_ptr(), out.stride()[:3]
     found: list[Tensor | None] = [out]
     last = None  # like another, a tensor takes half the time to make
     for bit, name in enumerate(FIGURES):
         if not wishes >> bit & 1:
             found.append(None)
             continue
-        if last is None:
-            last = _figure(shape)
-            call.point(name, last, torch.float32, shape)
-        else:  # as the one before, and that was looked at
-            last = empty_like(last)
-            setattr(call, name, last.data_ptr())
+        last = _figure(problem.q.shape[:3]) if last is None else empty_like(last)
+        setattr(call, name, last.data_ptr())
         found.append(last)
     code = _run("hw_forward", call)
     if code & _OVERFLOW:
@@ -449,20 +320,43 @@ def output_like(q: Tensor, v: Tensor | None) -> Tensor | None:
     if v is None:
         return None
     b, h, t, _ = q.shape
-    return empty((b, t, h, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    wide = v.shape[3]
+    strides = (t * h * wide, wide, h * wide, 1)
+    return empty_strided((b, h, t, wide), strides, dtype=q.dtype, device=q.device)
 
 
 def gradient_like(x: Tensor) -> Tensor:
     """Room for the gradient of a tensor `[B, H, T, D]`, its heads and positions in x's order."""
     b, h, t, d = x.shape
     if x.stride(1) < x.stride(2):
-        return empty((b, t, h, d), dtype=x.dtype, device=x.device).transpose(1, 2)
+        strides = (t * h * d, d, h * d, 1)
+        return empty_strided((b, h, t, d), strides, dtype=x.dtype, device=x.device)
     return empty((b, h, t, d), dtype=x.dtype, device=x.device)
+
+
+def _start_alike(problem: Problem) -> CCall:
+    """The struct with all inputs, copied from a call's that has the same in all but addresses."""
+    q, k, v, images = problem.q, problem.k, problem.v, problem.images
+    if images is None or problem.sinks is not None:
+        return _start(problem)
+    values = None if v is None else (v.shape, v.stride())
+    place = ("struct", q.stride(), k.stride(), values)
+    image = images.get(place)
+    at = q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()
+    if image is None or 0 in at or q.is_neg() or k.is_neg() or (v is not None and v.is_neg()):
+        call = _start(problem)
+        if (call.q, call.k, call.v) == at:  # no copy stands in for a tensor
+            images[place] = CCall.from_buffer_copy(call)
+        return call
+    call = CCall.from_buffer_copy(image)
+    call.q, call.k, call.v = at
+    call.threads = torch.get_num_threads()
+    return call
 
 
 def _start(problem: Problem) -> CCall:
     """The struct with all inputs."""
-    q, k, v, sinks, terms, scale, softcap = problem
+    q, k, v, sinks, terms, scale, softcap, _ = problem
     b, h, t, d = q.shape
     _, g, s, _ = k.shape
     dtype, threads = q.dtype, torch.get_num_threads()

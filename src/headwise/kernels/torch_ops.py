@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ctypes_api as cpu
-from .ctypes_api import FIGURES, Problem, Terms
+from .interface import FIGURES, Images, Problem, Terms
 
 BIT = {name: 1 << bit for bit, name in enumerate(FIGURES)}
 
@@ -37,7 +37,7 @@ def compute(
     wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
     `again`.
     """
-    q, k, v, sinks, terms, scale, softcap = problem
+    q, k, v, sinks, terms, scale, softcap, _ = problem
     wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
     if _observed() or not _plain(q, k, v, sinks, *terms[:6]):
         found = torch.ops.headwise.native_forward(
@@ -63,7 +63,7 @@ def sums(
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Column sums and block maps of P (see `cpu.sums`); they have no gradient."""
-    q, k, _, sinks, terms, scale, softcap = problem
+    q, k, _, sinks, terms, scale, softcap, _ = problem
     q, k, lse = q.detach(), k.detach(), lse.detach()
     sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
     problem = Problem(q, k, None, sinks, terms, scale, softcap)
@@ -102,11 +102,12 @@ class _Attention(torch.autograd.Function):
         terms: Terms,
         scale: float,
         softcap: float,
+        images: Images | None,
         wishes: int,
         kept: int,
         again: Again,
     ) -> tuple[Tensor | None, ...]:
-        found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap), wishes)
+        found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap, images), wishes)
         ctx.set_materialize_grads(False)
         figures = _kept(found[1:], kept, ctx)
         ctx.save_for_backward(q, k, v, sinks, *terms[:6], found[0], *figures)
@@ -128,7 +129,7 @@ class _Attention(torch.autograd.Function):
                 dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
             )
             found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
-        return (*found, *(None,) * 6)
+        return (*found, *(None,) * 7)
 
 
 def _gradient_with_graph(
@@ -140,11 +141,13 @@ def _gradient_with_graph(
     q, k, v, sinks = own
     assert q is not None
     assert k is not None
-    outputs = again(Problem(q, k, v, sinks, *problem[4:]))
+    outputs = again(Problem(q, k, v, sinks, *problem[4:7]))
     pairs = [(x, g) for x, g in zip(outputs, incoming, strict=True) if g is not None]
     wanted = [x for x, need in zip(own, needed, strict=True) if x is not None and need]
     found = torch.autograd.grad(
-        *([x for x, _ in pairs], wanted, [g for _, g in pairs]),
+        [x for x, _ in pairs],
+        wanted,
+        [g for _, g in pairs],
         create_graph=True,
         allow_unused=True,
     )
@@ -158,7 +161,7 @@ def _gradient_by_operator(
     incoming: list[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    q, k, v, sinks, terms, scale, softcap = problem
+    q, k, v, sinks, terms, scale, softcap, _ = problem
     found = torch.ops.headwise.native_backward(
         q, k, v, sinks, *terms, scale, softcap, *kept, *incoming, list(needed)
     )

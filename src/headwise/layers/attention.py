@@ -234,7 +234,8 @@ class MultiHeadAttention(nn.Module):
 
     def _heads(self, rows: Tensor) -> Tensor:
         """`[B, T, N * D]` to `[B, N, T, D]`, a view."""
-        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        b, t, width = rows.shape
+        return rows.view(b, t, width // self.head_dim, self.head_dim).transpose(1, 2)
 
     def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.some_bias is None:

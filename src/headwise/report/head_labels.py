@@ -94,7 +94,11 @@ _WANG, _XIAO = "Wang et al. 2022", "Xiao et al. 2023"
 def _positional(offset: int) -> Rule:
     where = f"{abs(offset)} token{'s' * (abs(offset) > 1)} {'ahead' if offset > 0 else 'back'}"
     return Rule(
-        *("positional", "pos.", At(offset).name, "≥", 0.4),
+        "positional",
+        "pos.",
+        At(offset).name,
+        "≥",
+        0.4,
         why=f"looks {where}, wherever it stands",
         source=_VOITA,
     )
@@ -111,12 +115,20 @@ RULES: tuple[Rule, ...] = (
     Rule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
     Rule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
     Rule(
-        *("broad", "broad", "entropy_share", "≥", 0.8),
+        "broad",
+        "broad",
+        "entropy_share",
+        "≥",
+        0.8,
         why="spreads nearly evenly over all it can see",
         source=_CLARK,
     ),
     Rule(
-        *("local", "local", "distance_absolute", "≤", 8.0),
+        "local",
+        "local",
+        "distance_absolute",
+        "≤",
+        8.0,
         why="stays within a few tokens, and within half the distance of even attention",
         source="Dosovitskiy et al. 2020",
         given=("distance_share", "≤", 0.5),
@@ -175,7 +187,11 @@ def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
     for rule in RULES:
         if rule.label not in labels and rule.holds(figures):
             labels[rule.label] = Label(
-                *(rule.label, rule.key, figures[rule.key], rule.sign, rule.threshold),
+                rule.label,
+                rule.key,
+                figures[rule.key],
+                rule.sign,
+                rule.threshold,
                 coverage=figures.get(f"{rule.key}_coverage", 1.0),
             )
     return tuple(labels.values())

@@ -59,7 +59,9 @@ class Images(Subject):
         special = ["[CLS]", *(f"[{n}]" for n in range(1, extra))][:extra]
         patches = [f"{row},{column}" for row in range(rows) for column in range(columns)]
         stream = Stream(
-            *("image", [*special, *patches], tuple(range(extra))),
+            "image",
+            [*special, *patches],
+            tuple(range(extra)),
             grid=(rows, columns),
             picture=self._picture(pixels),
         )

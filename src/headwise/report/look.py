@@ -102,7 +102,9 @@ def look(
             effects.append(importance_of(model, subject.mean_loss, samples).table())
         if ablation:
             scan = ablation_scan(
-                *(model, subject.mean_loss, samples),
+                model,
+                subject.mean_loss,
+                samples,
                 report=lambda share: told("ablation", share),
             )
             effects.append(scan.table())

@@ -228,7 +228,10 @@ class TokenSubject(Subject):
         drawable = torch.tensor([number for number in range(known) if number not in special])
         generator = torch.Generator().manual_seed(seed)
         drawn = repeated_tokens(
-            *(RANDOM_ROWS, 2 * period, len(drawable) + 1, generator),
+            RANDOM_ROWS,
+            2 * period,
+            len(drawable) + 1,
+            generator,
             shortest=period,
             longest=period,
         )

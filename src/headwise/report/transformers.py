@@ -17,8 +17,12 @@ HIDDEN = 0.15  # the share of tokens that a masked language model is asked for (
 WRITTEN = 48  # tokens that an encoder–decoder model writes where no target is given
 
 _LENGTHS = (
-    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
-    *("max_encoder_position_embeddings", "max_decoder_position_embeddings"),
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
 )
 
 

@@ -62,13 +62,13 @@ def even_distance(view: View) -> Float[Tensor, "#B #H n"]:
     0 where there are none, or the query's own alone.
     """
     extent, mask = view.extent, view.mask
-    i, _ = grid(extent, view.device)
-    here = view.positions[:, None]
-    found = None if mask.biased else mask.interval(i, extent)
-    if found is not None:  # a bias may forbid keys inside a range
+    found = None if mask.biased else mask.key_ranges(extent, view.device)
+    if found is not None:
         low, high = found
-        total = (_away_before(high.maximum(low), here) - _away_before(low, here))[..., 0]
+        total = _away_before(high, view.positions) - _away_before(low, view.positions)
     else:
+        i, _ = grid(extent, view.device)
+        here = view.positions[:, None]
         j = torch.arange(extent.keys, device=view.device)
         parts = []
         for block in blocks(mask, extent, view.device):

@@ -179,8 +179,15 @@ class Engine:
             columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
             values = torch.cat([values, pad(columns, (0, 6))], dim=-1)
         moved = Call(
-            *(call.q, keys, values, call.mask, call.scale, call.softcap, 0.0, call.extent),
-            signature=call.signature,
+            call.q,
+            keys,
+            values,
+            call.mask,
+            call.scale,
+            call.softcap,
+            0.0,
+            call.extent,
+            kind=call.kind,
         )
         self._keys_seen = self.call(moved)
         return self._keys_seen

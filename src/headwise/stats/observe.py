@@ -11,8 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..backends import Call, Choice, OnePass, choose, consider
-from ..core.index import grid
-from ..core.kept import Kept
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.shapes import as_given, quote
@@ -78,7 +76,9 @@ def observe(
     tensor([1., 2., 3., 4.])
     """
     call = Call.of(
-        *(q, k, v),
+        q,
+        k,
+        v,
         mask=mask,
         scale=scale,
         softcap=softcap,
@@ -86,7 +86,7 @@ def observe(
         sinks=sinks,
         function="observe",
     )
-    if call.signature is None and batched(q, k, v, sinks, *call.mask.tensors()):
+    if call.kind is None and batched(q, k, v, sinks, *call.mask.tensors()):
         raise ValueError(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
@@ -112,28 +112,25 @@ def observe(
     return Seen(found.lse, found, readings, output=found.out if made is None else made)
 
 
-_PLANS: Kept[tuple[object, ...], Plan] = Kept()
-"""The plan of each kind of call."""
-
-
 def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
     """The plan of a call; it is known where a call of the same kind was planned before.
 
     Raises:
         ValueError: what was given for a statistic is none.
     """
-    view, kind = engine.view, None
-    if view.asked.signature is not None and all(map(_is_free, statistics)):
+    view, kind = engine.view, engine.view.asked.kind
+    asked, known = None, None
+    if kind is not None and all(map(_is_free, statistics)):
         some = None if view.rows is None else len(view.rows)
         about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
-        kind = (view.asked.signature, statistics, *about)
-    known = None if kind is None else _PLANS.get(kind)
+        asked = (statistics, *about)
+        known = kind.known.get(asked)
     if known is None:
         check_statistics(statistics, function)
         needs = all_needs(statistics)
         known = plan(_setting_of(engine, needs), needs)
-        if kind is not None:
-            _PLANS[kind] = known
+        if kind is not None and asked is not None:
+            kind.known[asked] = known
     return known
 
 
@@ -166,10 +163,10 @@ def _only_behind(view: View) -> bool:
     """Whether each query sees a range of keys that ends before those ahead of it, and no sink."""
     if view.asked.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
-    found = view.mask.interval(grid(view.extent, view.device)[0], view.extent)
+    found = view.mask.key_ranges(view.extent, view.device)
     if found is None or view.mask.free or not readable(view.asked.q):
         return found is not None
-    return bool((found[1] <= view.positions[:, None] + 1).all())  # whatever mask it may be
+    return bool((found[1] <= view.positions + 1).all())  # whatever mask it may be
 
 
 class Readings(Mapping[str, Reading]):
@@ -417,7 +414,9 @@ def explain(
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
     call = Call.of(
-        *(q, k, v),
+        q,
+        k,
+        v,
         mask=mask,
         scale=scale,
         softcap=softcap,
@@ -429,7 +428,9 @@ def explain(
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     rows = None if sample is None else sample.rows
     engine = Engine(
-        *(call, chosen, call.needs_grad),
+        call,
+        chosen,
+        call.needs_grad,
         rows=rows,
         gradients=gradients,
         output=output,

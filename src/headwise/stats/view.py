@@ -10,15 +10,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..backends.blocked import blocks
-from ..core.call import Call
+from ..core.call import Call, Kind
 from ..core.index import grid
-from ..core.kept import Kept
 from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
 from .lazy import Lazy
-
-_VISIBLE: Kept[tuple[object, ...], Tensor] = Kept(64)
-"""How many keys queries may attend to, by mask and sizes; none of very long calls."""
 
 
 class View:
@@ -49,11 +45,13 @@ class View:
         if self.rows is not None:
             q = q[:, :, self.rows]
         q, k = q.to(self.dtype), k.to(self.dtype)
-        signature = None
-        if asked.signature is not None and self.rows is None:
-            signature = ("statistics of", asked.signature)
-        numbers = asked.scale, asked.softcap, 0.0
-        return Call(q, k, k, self.mask, *numbers, self.extent, signature=signature)
+        kind = None
+        if asked.kind is not None and self.rows is None:
+            kind = asked.kind.known.get("statistics")
+            if kind is None:
+                kind = Kind(self.extent, self.mask, asked.scale, asked.softcap)
+                asked.kind.known["statistics"] = kind
+        return Call(q, k, k, self.mask, asked.scale, asked.softcap, 0.0, self.extent, kind=kind)
 
     @Lazy
     def constant(self) -> Call:
@@ -99,15 +97,14 @@ class View:
     def _visible(self) -> tuple[Tensor, Tensor]:
         """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
         if self._seen is None:
-            lasting = self.mask.free and self.asked.signature is not None
-            kind = (self.mask, self.extent, self.device)
-            found = _VISIBLE.get(kind) if lasting else None
+            kind = self.asked.kind if self.mask.free else None
+            found = None if kind is None else kind.known.get("visible keys")
             if found is None:
-                with torch.inference_mode(False) if lasting else nullcontext():  # graphs keep it
+                with nullcontext() if kind is None else torch.inference_mode(False):  # graphs keep
                     found = visible_keys(self.mask, self.extent, self.device)
-                if lasting and found.numel() <= 1 << 16:
-                    _VISIBLE[kind] = found
-            counts = found.clone() if lasting else found  # the caller's own
+                if kind is not None and found.numel() <= 1 << 12:
+                    kind.known["visible keys"] = found
+            counts = found if kind is None else found.clone()  # the caller's own
             self._seen = counts, counts > 0
         return self._seen
 
@@ -122,13 +119,10 @@ class View:
 
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:
     """Count the keys that each query may attend to."""
+    found = None if mask.biased else mask.key_ranges(extent, device)
+    if found is not None:
+        return found[1] - found[0]
     i, j = grid(extent, device)
-    if not mask.biased:  # a bias may forbid keys inside a range
-        found = mask.interval(i, extent)
-        if found is not None:
-            every_row = torch.zeros(1, 1, extent.queries, 1, dtype=i.dtype, device=i.device)
-            low, high, _ = torch.broadcast_tensors(*found, every_row)
-            return (high - low).clamp(min=0)[..., 0]
     parts = []
     for block in blocks(mask, extent, device):
         allowed = mask.allowed(i[block.rows], j, extent)

@@ -18,10 +18,12 @@ WORDS = {
     "q": {"q", "query", "queries", "wq", "qw", "qs"},
     "k": {"k", "key", "keys", "wk", "kw", "ks"},
     "v": {"v", "value", "values", "val", "wv", "vw", "vs"},
-    "o": {
-        *("o", "wo", "ow", "out", "output", "outputs", "proj", "projection", "unify", "unifyheads"),
-        *("dense", "fc", "fco", "final", "combine", "combined", "merge", "concat", "mix", "last"),
-    },
+    "o": set(
+        (
+            "o wo ow out output outputs proj projection unify unifyheads dense fc fco final "
+            "combine combined merge concat mix last"
+        ).split()
+    ),
 }
 """What people call the projections; a name may hold several of these words."""
 HEAD_BY_HEAD = {"query_key_value", "wqkv"}

@@ -171,8 +171,7 @@ Parts = dict[str, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
 
 MADE_OF = attrgetter(
-    *("order", "packing", "turned", "unbiased", "roles", "split"),
-    *("rope", "rotated", "normed", "residual"),
+    *"order packing turned unbiased roles split rope rotated normed residual".split()
 )
 """The fields of a variant that its heads depend on."""
 

@@ -20,15 +20,13 @@ from .parts import check_out, fill, packed, part, plotly, version, write_html
 __all__ = ["made", "render_page", "write_page"]
 
 SCRIPTS = (
-    *("core.js", "plots.js", "choice.js", "heads.js", "table.js", "map.js", "head.js", "text.js"),
-    *("mosaic.js", "likeness.js", "scatter.js", "compare.js", "about.js", "main.js"),
-)
+    "core plots choice heads table map head text mosaic likeness scatter compare about main"
+).split()
 
 # What the page's header has, or the looks' own arrays.
 SHOWN = (
-    *("notice", "loss_text", "loss_first_copy", "loss_second_copy", "tokens_shown"),
-    *("layers", "heads", "map_side", "top_keys"),
-)
+    "notice loss_text loss_first_copy loss_second_copy tokens_shown layers heads map_side top_keys"
+).split()
 
 
 def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None = None) -> Path:
@@ -57,7 +55,7 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
         "style": part("style.css") + part("report.css"),
         "results": packed("results", text.encode("utf-8", "backslashreplace")),
         "plotly": packed("plotly", plotly().encode("utf-8")),
-        "script": "\n".join(part(f"views/{script}") for script in SCRIPTS),
+        "script": "\n".join(part(f"views/{script}.js") for script in SCRIPTS),
     }
     return fill(part("report.html"), parts)
 

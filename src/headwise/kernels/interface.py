@@ -1,0 +1,182 @@
+"""What the native kernel reads and writes: its struct as ctypes has it, and what goes into it.
+
+`cpp/headwise.h` says what each field means; `CCall` mirrors its struct field by field, and
+`CCall.point` looks at every tensor that it points to: dtype, device, shape, strides and memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERFACE = 2
+"""`HW_INTERFACE` of the header that `CCall` mirrors."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of q, k and v, and their numbers in the header."""
+
+WIDEST = 256
+"""The largest head dimension, and the largest width of the values."""
+
+LARGEST = torch.finfo(torch.float32).max
+"""The largest scale."""
+
+SOFTCAPS = (2.0**-120, 2.0**120)
+"""The smallest and the largest softcap."""
+
+FIGURES: tuple[str, ...] = ("lse", "max", "entropy", "ahead", "first", "previous", "self")
+"""What one pass gives beside the output, each `[B, H, T]`, in the order of the header."""
+
+_int, _pointer, _three, _four = (
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_int64 * 3,
+    ctypes.c_int64 * 4,
+)
+
+
+class CHost(ctypes.Structure):
+    """`hw_host`: Python's own functions for it."""
+
+    _fields_ = [(name, _pointer) for name in ("leave", "enter", "stop")]
+
+
+def _fields(kind: type, names: str) -> Iterator[tuple[str, type]]:
+    return ((name, kind) for name in names.split())
+
+
+class CCall(ctypes.Structure):
+    """`hw_call`."""
+
+    _fields_ = [
+        *_fields(_int, "batch heads kv_heads queries keys dim value_dim dtype threads"),
+        *_fields(_pointer, "host"),
+        *_fields(ctypes.c_float, "scale softcap"),
+        *_fields(_pointer, "q k v"),
+        *_fields(_three, "q_stride k_stride v_stride"),
+        *_fields(_int, "offset"),
+        *_fields(_pointer, "position"),
+        *_fields(_int, "causal window"),
+        *_fields(_pointer, "low high"),
+        *_fields(_three, "low_stride high_stride"),
+        *_fields(_pointer, "allowed"),
+        *_fields(_four, "allowed_stride"),
+        *_fields(_pointer, "bias"),
+        *_fields(_four, "bias_stride"),
+        *_fields(_pointer, "slopes sinks out"),
+        *_fields(_three, "out_stride"),
+        *_fields(_pointer, "lse max entropy ahead first previous self grad_out"),
+        *_fields(_three, "grad_out_stride"),
+        *_fields(_pointer, "grad_lse grad_entropy grad_ahead grad_first grad_previous grad_self"),
+        *_fields(_pointer, "grad_q grad_k grad_v"),
+        *_fields(_three, "grad_q_stride grad_k_stride grad_v_stride"),
+        *_fields(_pointer, "grad_sinks weight received query_block key_block"),
+        *_fields(_int, "blocks"),
+        *_fields(_pointer, "map"),
+    ]
+
+    kept: list[Tensor]
+    """The tensors that the fields point into."""
+
+    def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Point a field at a tensor, or at a copy where it lies otherwise than C reads it.
+
+        That is where its last axis has gaps, or where only a flag says that its numbers are
+        negated, or all 0 and nowhere.
+
+        Raises:
+            ValueError: a tensor of another dtype, shape or device, or without memory of its own.
+        """
+        shared = name in _SHARED
+        fits = x.shape == shape or (shared and _spreads(x, shape))
+        if not fits or x.dtype is not dtype or not x.is_cpu:
+            given = f"{x.dtype} {list(x.shape)} on {x.device}"
+            want = f"{dtype} {list(shape)} on the CPU"
+            raise ValueError(f"native kernel: {name} is {given}, and must be {want}.")
+        pointer = x.data_ptr()
+        if not pointer or x.is_neg():
+            x = _in_memory(name, x)
+            pointer = x.data_ptr()
+        if shared:
+            strides = x.stride()
+            if 1 in x.shape:
+                strides = (0 if n == 1 else by for n, by in zip(x.shape, strides, strict=True))
+            setattr(self, f"{name}_stride", tuple(strides))
+        elif name in _STRIDED:
+            strides = x.stride()
+            if strides[3] != 1 and shape[3] != 1:
+                x = x.contiguous()
+                pointer, strides = x.data_ptr(), x.stride()
+            setattr(self, f"{name}_stride", strides[:3])
+        elif not x.is_contiguous():
+            x = x.contiguous()
+            pointer = x.data_ptr()
+        self.kept.append(x)
+        setattr(self, name, pointer)
+
+
+_STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
+"""Tensors whose last axis is dense, with a stride for each other; those in no set are dense."""
+
+_SHARED = frozenset({"low", "high", "allowed", "bias"})
+"""Tensors with a stride for each axis, of size 1 where all share it."""
+
+
+def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has all axes of a shape, or 1 in their place."""
+    return x.dim() == len(shape) and all(n in (1, m) for n, m in zip(x.shape, shape, strict=True))
+
+
+def _in_memory(name: str, x: Tensor) -> Tensor:
+    """The numbers of a tensor that has a flag in their place."""
+    if x.is_neg():
+        return x.resolve_neg()
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    raise ValueError(
+        f"native kernel: {name} is a {type(x).__name__} {list(x.shape)} without memory of its own, "
+        f"and the kernel reads memory; choose another backend."
+    )
+
+
+class Terms(NamedTuple):
+    """Who may attend, and what is added to the scores, as the kernel takes them.
+
+    Everything that is given must allow a pair. `low`, `high` `[B, H, T]` (int64), `allowed` (bool)
+    and `bias` (float32) `[B, H, T, S]` have size 1 where an axis is shared; `position` is `[T]`,
+    `slopes` `[H]`.
+    """
+
+    position: Tensor | None = None
+    low: Tensor | None = None
+    high: Tensor | None = None
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    offset: int = 0
+    causal: bool = False
+    window: int = 0
+
+
+Images = MutableMapping[Any, Any]
+"""Structs to copy, by what they are copied for; the mapping may hold other things, too."""
+
+
+class Problem(NamedTuple):
+    """Attention on CPU tensors: all that the kernel reads. `sinks` is float32 `[H]`.
+
+    `images` keeps structs for other calls that have the same sizes, dtypes, terms and numbers.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    sinks: Tensor | None
+    terms: Terms
+    scale: float
+    softcap: float
+    images: Images | None = None
