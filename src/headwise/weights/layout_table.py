@@ -17,6 +17,8 @@ every head has tensors of its own. A new implementation is a new row; `convert` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .layout_types import (
     FREE_HEADS,
     Form,
