@@ -14,6 +14,7 @@ from fuzz.case import Case
 from fuzz.drawing import cases
 from fuzz.large import EDGE, far_apart, zeros
 from fuzz.planted import FAULTS, planted
+from fuzz.rounding import between
 from fuzz.trial import Wrong, check, units
 from headwise.backends import Call
 from headwise.backends.native import Native
@@ -136,3 +137,10 @@ def test_more_than_2_31_dense_numbers(unit: str) -> None:
     out = float((weights * torch.tensor([20.0, 21.0, 22.0]).double()).sum() / total)
     assert float(seen.out[0, 0, 0, 0]) == pytest.approx(out, rel=1e-2)
     assert float(seen.out[0, 0, 0, 1:].abs().max()) == 0
+
+
+def test_a_bound_sees_small_weights_beside_a_large_one() -> None:
+    scores, moved = torch.tensor([30.0, 0.0]).double(), torch.tensor([30.0, 0.0]).double()
+    low, high = between(scores, moved)  # the first score may be anywhere from 0 to 60
+    assert low[0] == pytest.approx(0.5)
+    assert high[1] == pytest.approx(0.5)

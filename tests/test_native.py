@@ -807,7 +807,7 @@ def test_the_table_decides_by_the_nearest_measurement(monkeypatch: pytest.Monkey
 def test_operators_are_what_they_say() -> None:
     case = Case(queries=5, keys=7, dim=8, wide=4, mask="padding", sinks=True)
     call = case.call(requires_grad=True)
-    q, k, v, sinks, terms, scale, softcap = native_module._problem(call, call.v)
+    q, k, v, sinks, terms, scale, softcap, _ = native_module._problem(call, call.v)
     wishes = sum(cpu_ops.BIT.values())
     torch.library.opcheck(
         torch.ops.headwise.native_forward.default,

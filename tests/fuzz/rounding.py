@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 U = 2.0**-24
 """Half a unit in the last place of float32."""
@@ -43,7 +44,9 @@ def between(s: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         top = others.amax(-1, keepdim=True)
         top = torch.where(top == -torch.inf, 0.0, top)
         mine, each = (own - top).exp().clamp(max=1e300), (others - top).exp()
-        rest = (each.sum(-1, keepdim=True) - each).clamp(min=0)
+        # Sums of what is before and behind: a sum of all, less the own, has no digits for the rest.
+        before = pad(each.cumsum(-1)[..., :-1], (1, 0))
+        rest = before + pad(each.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
         found = mine / (mine + rest)
         return torch.where(found.isnan(), 0.0, found)
 
