@@ -589,3 +589,16 @@ def test_an_operator_says_that_it_has_no_second_derivative() -> None:
         (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="backend='blocked'"):
             torch.autograd.grad(first.square().sum(), x)
+
+
+@needs_library
+@every_set
+def test_a_hidden_key_has_no_slope_however_large_the_incoming_gradient(instructions: str) -> None:
+    q, k = (torch.tensor(x).view(1, 1, -1, 1) for x in ([-0.99, 0.5], [0.52, 1.98]))
+    q.requires_grad_()
+    with cpu.instructions(instructions):
+        seen = hw.observe(q, k, k, hw.Entropy(), mask=hw.Causal(), backend="native")
+        seen["entropy"].backward(torch.full((1, 1, 2), 1e37))
+    assert q.grad is not None
+    assert float(q.grad[0, 0, 0]) == 0.0  # it sees one key alone
+    assert bool(q.grad.isfinite().all())

@@ -150,12 +150,12 @@ template <class In> struct Backward {
           slope += select(ahead == 0, load<vf>(co.self + at), vf{});
           slope += select(ahead == -1, load<vf>(co.previous + at), vf{});
         }
-        slope *= p[i];
         if (c.softcap != 0) {
           vf share = load<vf>(w.capped + place) * (1.f / c.softcap);
-          slope = select(p[i] == vf{}, vf{}, slope * (1.f - share * share)); // a hidden score may be no number
+          slope *= 1.f - share * share;
         }
-        ds[i] = slope * scale;
+        // What is hidden may be no number, nor its slope, as where an incoming gradient is near the largest.
+        ds[i] = select(p[i] == vf{}, vf{}, slope * p[i] * scale);
       }
       In::keep_over_lanes(p[0], p[STEP - 1], w.weights, k, v);
       In::keep_over_lanes(ds[0], ds[STEP - 1], w.over_lanes, k, v);
