@@ -36,6 +36,7 @@ STATISTICS: dict[str, hw.Statistic] = {
     "received": hw.Received(),
     "offsets": hw.OffsetHistogram(4, ahead=True),
     "similarity": hw.Similarity(4),
+    "norms": hw.Norms(),
     "output": hw.OutputNorm(),
 }
 

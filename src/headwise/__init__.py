@@ -26,7 +26,7 @@ from .stats.base import Statistic
 from .stats.needs import RowSum
 from .stats.observe import Explanation, Seen, explain, observe
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
-from .stats.per_head import Map, MaxLogit, OffsetHistogram, Received, Similarity
+from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
 from .weights.convert import convert, detect_layout
@@ -56,6 +56,7 @@ __all__ = [
     "Mass",
     "MaxLogit",
     "MultiHeadAttention",
+    "Norms",
     "OffsetHistogram",
     "OutputNorm",
     "Padding",

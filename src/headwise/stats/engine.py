@@ -6,6 +6,7 @@ Each is done once, when it is first asked for. Nothing here holds the T×T matri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..backends import Backend, Call, Figures, OnePass, choose
+from ..core.call import check_scores
 from . import identities
 from .lazy import Lazy
 from .score_sweep import Accumulator, sweep, tiles, whole_rows
@@ -77,6 +79,7 @@ class Engine:
         self._keys_seen: tuple[Tensor, Tensor] | None = None
         self._reduced: dict[Reducer, Any] = {}
         self.given: Figures | None = None
+        self.whole_out: Tensor | None = None
 
     # ── the call itself ─────────────────────────────────────────────────────────────────────────
 
@@ -128,6 +131,21 @@ class Engine:
                 chosen = choose(view.call)
             self._backend = chosen
         return self._backend
+
+    @Lazy
+    def lse_of_call(self) -> Float[Tensor, "B H _"]:
+        """Make the call: its log-sum-exp, of all queries where it has an output.
+
+        Raises:
+            ValueError: scores of finite q and k are no finite numbers.
+        """
+        view, whole = self.view, self.run()
+        with nullcontext() if view.gradients else torch.no_grad():
+            lse = self.lse if whole is None else whole.lse
+            assert lse is not None
+            check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+            self.whole_out = None if whole is None else whole.out
+            return lse if view.gradients else lse.detach()
 
     @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:

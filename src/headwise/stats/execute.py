@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.call import check_scores
 from ..core.shapes import Extent
 from .engine import Engine
 from .needs import Need
@@ -23,19 +22,28 @@ from .view import View
 class Pass:
     """What one execution gave. Statistics are formulas on it: `found[need]` is a need's answer.
 
-    `out` and `lse` are those of all queries where the call was made with its output; else there is
-    no output, and the log-sum-exp is that of the queries looked at.
+    There is an output where the call was made with one.
     """
 
     view: View
     out: Float[Tensor, "B H T Dv"] | None
-    lse: Float[Tensor, "B H _"]
     answers: Mapping[Need, Any]
-    of_rows: Float[Tensor, "B H n"]
-    """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+    engine: Engine = field(repr=False)
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
+
+    @property
+    def lse(self) -> Float[Tensor, "B H _"]:
+        """The log-sum-exp of all queries where the call was made with its output, else of those
+        looked at; worked out now, if nothing needed it."""
+        return self.engine.lse_of_call
+
+    @property
+    def of_rows(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+        _ = self.engine.lse_of_call  # from the call itself, where that gives it
+        return self.engine.lse
 
     @property
     def extent(self) -> Extent:
@@ -64,11 +72,8 @@ def execute(plan: Plan, engine: Engine) -> Pass:
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
-    whole = engine.run()
+    if engine.output or any(need.scores for need in plan.routes):
+        _ = engine.lse_of_call
     with nullcontext() if view.gradients else torch.no_grad():
-        lse = engine.lse if whole is None else whole.lse
-        assert lse is not None
-        check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
-        out = None if whole is None else whole.out
-        return Pass(view, out, lse if view.gradients else lse.detach(), answers, engine.lse)
+        return Pass(view, engine.whole_out, answers, engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -109,7 +109,7 @@ def observe(
         found = execute(_planned(engine, statistics, "observe"), engine)
         with nullcontext() if engine.view.gradients else torch.no_grad():
             readings = Readings(found, statistics, sample)
-    return Seen(found.lse, found, readings, output=found.out if made is None else made)
+    return Seen(found, readings, output=found.out if made is None else made)
 
 
 _PLANS: Kept[tuple[object, ...], Plan] = Kept()
@@ -243,10 +243,15 @@ class Seen:
     computed with it, else of those looked at.
     """
 
-    lse: Float[Tensor, "B H _"]
     found: Pass = field(repr=False)
     readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
+
+    @property
+    def lse(self) -> Float[Tensor, "B H _"]:
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        with self._as_given():
+            return self.found.lse
 
     @property
     def out(self) -> Float[Tensor, "B H T Dv"]:
@@ -258,6 +263,12 @@ class Seen:
         if self.output is None:
             raise ValueError("seen.out: observed with output=False, so there is no output")
         return self.output
+
+    def _as_given(self) -> AbstractContextManager[object]:
+        """What is worked out later is so without autocast too."""
+        if torch._C._is_any_autocast_enabled():
+            return as_given(self.found.view.device)
+        return nullcontext()
 
     @property
     def rows(self) -> Tensor:
@@ -290,7 +301,7 @@ class Seen:
         >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
         tensor(1.)
         """
-        with torch.no_grad(), as_given(self.lse.device):
+        with torch.no_grad(), as_given(self.found.view.device):
             return entries(self.found.view, self.found.of_rows, heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -304,7 +315,8 @@ class Seen:
             KeyError: a name that was not asked for; the message lists those that were.
         """
         if name == "lse" and name not in self.readings:
-            return Reading(self.found.of_rows, self.rows)
+            with self._as_given():
+                return Reading(self.found.of_rows, self.rows)
         if name not in self.readings:
             known = ", ".join(["lse", *self.readings])
             raise KeyError(f"{name!r} was not observed; there are: {known}")

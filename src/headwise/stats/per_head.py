@@ -13,7 +13,9 @@ from ..core.reference import Definition
 from .engine import Engine, rows_of_p
 from .execute import Pass
 from .needs import (
+    KEY_NORM,
     MAX_LOGIT,
+    QUERY_NORM,
     BlockSums,
     Need,
     ReceivedFrom,
@@ -44,6 +46,36 @@ class MaxLogit:
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"max_logit": full.logits.amax((-1, -2))}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
+
+    `max ‖q_i‖` over the queries that may attend to something and `max ‖k_j‖` over the keys that
+    some query may attend to, those of the head's own key/value head; 0 where there are none. As
+    they enter the scores, with rotation and norms. Of all queries of the call, also where only
+    some are looked at. No score, before softcap and bias, is larger than
+    `scale · query_norm · key_norm`.
+
+    Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
+    """
+
+    names = ("query_norm", "key_norm")
+    free, formula, as_found = True, True, names
+
+    needs = MappingProxyType({"query_norm": QUERY_NORM, "key_norm": KEY_NORM})
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {name: Reading(found[need], largest=True) for name, need in self.needs.items()}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        k = full.k.repeat_interleave(full.extent.group, dim=1)
+        norms = (
+            torch.where(full.allowed.any(axis), x.double().norm(dim=-1), 0.0).amax(-1)
+            for x, axis in ((full.q, -1), (k, -2))
+        )
+        return dict(zip(self.names, (x.to(full.weights.dtype) for x in norms), strict=True))
 
 
 @dataclass(frozen=True)

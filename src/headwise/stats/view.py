@@ -120,6 +120,26 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
+def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
+    """Tell which keys some query may attend to."""
+    i, j = grid(extent, device)
+    found = None if mask.biased else mask.interval(i, extent)  # a bias may forbid keys inside
+    if found is not None:
+        every_row = i.new_zeros(1, 1, extent.queries, 1)
+        low, high, _ = torch.broadcast_tensors(*found, every_row)
+        low, high = low[..., 0], torch.maximum(low, high)[..., 0]
+        edges = i.new_zeros(*low.shape[:2], extent.keys + 1)
+        edges = edges.scatter_add(2, low, torch.ones_like(low))
+        return edges.scatter_add(2, high, -torch.ones_like(low)).cumsum(2)[..., :-1] > 0
+    seen = torch.zeros(1, 1, extent.keys, dtype=torch.bool, device=device)
+    for block in blocks(mask, extent, device):
+        allowed = mask.allowed(i[block.rows], j, extent)
+        if allowed is None:
+            return torch.ones_like(seen)
+        seen = seen | allowed[(None,) * (4 - allowed.dim())].any(2)
+    return seen
+
+
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:
     """Count the keys that each query may attend to."""
     i, j = grid(extent, device)
