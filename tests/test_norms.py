@@ -1,7 +1,8 @@
-"""The largest norms of a head's queries and keys."""
+"""The largest norms of a head's queries and keys, and largest scores only where they ask for it."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 import headwise as hw
 from headwise.backends import BACKENDS as ALL_BACKENDS
-from support import BACKENDS, B, H, S, T, qkv
+from headwise.core.reference import attention
+from headwise.stats import norms
+from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
 
 
 @pytest.fixture
@@ -104,3 +107,83 @@ def test_no_score_is_larger_than_their_product(dtype: torch.dtype) -> None:
     bound = 0.3 * seen["query_norm"] * seen["key_norm"]
     assert seen["max_logit"].shape == bound.shape == (B, H)
     assert (seen["max_logit"] <= bound * (1 + 1e-5)).all()
+
+
+LIMIT = 6.0
+
+
+def some_large() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Head 3 has scores far above the limit, heads 0 and 5 norms that forbid any."""
+    q, k, v = qkv()
+    q[:, 3] *= 20
+    q[:, [0, 5]] *= 0.01
+    return q, k, v
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many heads scores were computed, call by call."""
+    heads: list[int] = []
+    real = norms._largest_scores
+
+    def spy(call: Any, engine: Any) -> torch.Tensor:
+        heads.append(call.extent.heads)
+        return real(call, engine)
+
+    monkeypatch.setattr(norms, "_largest_scores", spy)
+    return heads
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
+def test_above_a_limit_the_largest_score_is_exact(name: str, backend: str) -> None:
+    q, k, v = some_large()
+    mask = MASKS_WITH_POSITIONS[name](T, S)
+    statistic = hw.MaxLogit(above=LIMIT)
+    want = statistic.define(attention(q, k, v, mask=mask))["max_logit_above_6"]
+    plain = hw.observe(q, k, v, hw.MaxLogit(), mask=mask, backend=backend)["max_logit"]
+    assert torch.equal(want > LIMIT, plain > LIMIT)
+    for keywords in ({}, {"output": False}, {"queries": 2}, {"sinks": torch.ones(H)}):
+        seen = hw.observe(q, k, v, statistic, mask=mask, backend=backend, **keywords)
+        got = seen["max_logit_above_6"]
+        torch.testing.assert_close(got, want)
+        assert torch.equal(got > LIMIT, plain > LIMIT)
+
+
+def test_no_score_is_computed_where_norms_are_small(
+    looked_at: list[int], made: Counter[str]
+) -> None:
+    q, k, v = some_large()
+    keywords: dict[str, Any] = {"backend": "sdpa", "mask": hw.Causal(), "output": False}
+    hw.observe(q, k, v, hw.MaxLogit(above=1e4), **keywords)
+    assert not looked_at
+    assert not made
+    hw.observe(q, k, v, hw.MaxLogit(above=50.0), **keywords)
+    assert looked_at == [1]
+    by_head = hw.Dense(torch.rand(1, H, T, S) > 0.2)
+    hw.observe(q, k, v, hw.MaxLogit(above=50.0), **keywords | {"mask": by_head})
+    assert looked_at == [1, H]  # other masks for other heads: all heads at once
+
+
+def test_a_bias_may_lift_scores_over_the_limit(looked_at: list[int]) -> None:
+    q, k, v = some_large()
+    table = torch.zeros(T, S)
+    table[2, 3] = 1e3
+    seen = hw.observe(q, k, v, hw.MaxLogit(above=500.0), mask=hw.Bias(table), backend="sdpa")
+    assert looked_at == [H]
+    assert (seen["max_logit_above_500"] > 900).all()
+
+
+def test_an_outlier_that_no_drawn_query_shows() -> None:
+    q, k, v = (torch.randn(1, 2, 500, 8) for _ in range(3))
+    q[:, 1, 77] *= 1e3
+    seen = hw.observe(q, k, v, hw.MaxLogit(), hw.MaxLogit(above=100.0), queries=5, seed=1)
+    assert 77 not in seen.queries
+    assert (seen["max_logit"] < 100).all()
+    assert (seen["max_logit_above_100"] > 100).tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("limit", [math.nan, math.inf, "ten", True])
+def test_a_limit_is_a_finite_number(limit: Any) -> None:
+    with pytest.raises(ValueError, match="finite number"):
+        hw.MaxLogit(above=limit)

@@ -37,6 +37,7 @@ STATISTICS: dict[str, hw.Statistic] = {
     "offsets": hw.OffsetHistogram(4, ahead=True),
     "similarity": hw.Similarity(4),
     "norms": hw.Norms(),
+    "max_logit above": hw.MaxLogit(above=0.2),
     "output": hw.OutputNorm(),
 }
 

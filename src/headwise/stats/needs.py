@@ -21,7 +21,7 @@ from .max_logit import largest_score
 from .results import CALL, KERNEL, KERNEL_PASS, OUTPUT, PASS, ROWS, Route
 from .score_sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, entropy_of
 from .scores import RowBlock, near
-from .view import View, keys_in_sight, visible_keys
+from .view import View
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Setting:
         behind: whether keys in sight are ranges with none ahead of their query; only looked into
             where a need asks.
         compiling: whether the call is being traced.
+        whole: whether all queries are looked at.
     """
 
     extent: Extent
@@ -52,6 +53,7 @@ class Setting:
     sinks: bool
     behind: bool
     compiling: bool
+    whole: bool
 
 
 class Need(ABC):
@@ -244,47 +246,6 @@ class _MaxLogit(Need):
 
 
 ENTROPY, POSITION, MAX_LOGIT = _Entropy(), _Position(), _MaxLogit()
-
-
-# ── from q and k alone ──────────────────────────────────────────────────────────────────────────
-
-
-class _LargestNorm(Need):
-    """The largest ‖q_i‖ or ‖k_j‖ of each head `[B, H]`; 0 where none counts. No gradient.
-
-    Of queries that may attend to something and keys that one of them may attend to, whichever
-    queries are looked at: all of them cost less than the scores of a few.
-    """
-
-    scores = False
-
-    def __init__(self, of: str) -> None:
-        self.name, self.of = {"q": "query_norm", "k": "key_norm"}[of], of
-
-    def route(self, setting: Setting) -> Route:
-        return Route(f"from {self.of} alone")
-
-    def answer(self, route: Route, engine: Engine) -> Tensor:
-        return self.exactly(engine.view).to(engine.view.dtype)
-
-    def exactly(self, view: View) -> Tensor:
-        """The same in float64, where no square of a float32 is too large."""
-        asked, extent = view.asked, view.whole
-        x = asked.q if self.of == "q" else asked.k
-        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
-        if self.of == "q":
-            counts = view.valid_rows
-            if view.rows is not None:
-                counts = visible_keys(asked.mask, extent, view.device) > 0
-        else:
-            norms = norms.repeat_interleave(extent.group, dim=1)
-            counts = keys_in_sight(asked.mask, extent, view.device)
-        if norms.shape[-1] == 0:
-            return norms.new_zeros(norms.shape[:2])
-        return torch.where(counts, norms, 0.0).amax(-1)
-
-
-QUERY_NORM, KEY_NORM = _LargestNorm("q"), _LargestNorm("k")
 
 
 # ── from a pass over the scores ─────────────────────────────────────────────────────────────────

@@ -9,22 +9,25 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..core.numbers import real, said
 from ..core.reference import Definition
 from .engine import Engine, rows_of_p
 from .execute import Pass
 from .needs import (
-    KEY_NORM,
     MAX_LOGIT,
-    QUERY_NORM,
     BlockSums,
     Need,
     ReceivedFrom,
     Reduced,
     Setting,
 )
+from .norms import KEY_NORM, QUERY_NORM, MaxLogitAbove, above
 from .results import Reading, Route
 from .sampling import draw
 from .score_sweep import Block
+
+ABOVE = "max_logit_above_"
+"""What the largest score above a limit is called, before the limit."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,52 @@ class MaxLogit:
 
     The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score.
 
+    Args:
+        above: only where it is above this, −inf elsewhere; then it is called `max_logit_above_…`.
+            Most heads of a healthy model cost O(T·D) then, for `scale · max ‖q‖ · max ‖k‖` is no
+            larger. Of all queries of the call, also where only some are looked at.
+
+    >>> import torch, headwise as hw
+    >>> k = v = torch.eye(2).view(1, 2, 1, 2) * 12.0  # two heads, one query, one key
+    >>> q = k * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    >>> hw.observe(q, k, v, hw.MaxLogit(above=150.0))["max_logit_above_150"].round()
+    tensor([[-inf, 204.]])
+
     Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
     """
 
-    names = ("max_logit",)
-    free, formula, as_found = True, True, ("max_logit",)
+    above: float | None = None
+    free, formula = True, True
 
-    needs = MappingProxyType({"max_logit": MAX_LOGIT})
+    def __post_init__(self) -> None:
+        if self.above is None:
+            return
+        limit = real(self.above)
+        if limit is None or not math.isfinite(limit):
+            raise ValueError(f"MaxLogit(above={said(self.above)}): a limit is a finite number.")
+        object.__setattr__(self, "above", limit)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.above is None:
+            return ("max_logit",)
+        return (f"{ABOVE}{str(self.above).removesuffix('.0')}",)
+
+    @property
+    def as_found(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        need = MAX_LOGIT if self.above is None else MaxLogitAbove(self.above)
+        return {self.names[0]: need}
 
     def read(self, found: Pass) -> dict[str, Reading]:
-        return {"max_logit": Reading(found[MAX_LOGIT], largest=True)}
+        return {name: Reading(found[need], largest=True) for name, need in self.needs.items()}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
-        return {"max_logit": full.logits.amax((-1, -2))}
+        largest = full.logits.amax((-1, -2))
+        return {self.names[0]: largest if self.above is None else above(largest, self.above)}
 
 
 @dataclass(frozen=True)
