@@ -29,6 +29,8 @@ from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
+from .telemetry.clip import qk_clip_
+from .telemetry.floor import EntropyFloor
 from .weights.convert import convert, detect_layout
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ __all__ = [
     "Distance",
     "Documents",
     "Entropy",
+    "EntropyFloor",
     "Explanation",
     "First",
     "HeadEffects",
@@ -93,5 +96,6 @@ __all__ = [
     "name_heads",
     "naming_statistics",
     "observe",
+    "qk_clip_",
     "watch",
 ]

@@ -81,7 +81,7 @@ class Watched:
             KeyError: a name that is no watched module; the message lists those that are.
             ValueError: nothing was seen; the message says why.
         """
-        self._must_not_be_empty()
+        self.must_not_be_empty()
         if module not in self._modules:
             why = self.left_out.get(module)
             there = f"there are: {', '.join(self._modules)}"
@@ -125,7 +125,7 @@ class Watched:
         Raises:
             ValueError: nothing was seen; the message says why.
         """
-        self._must_not_be_empty()
+        self.must_not_be_empty()
         return [row for module in self._modules.values() for row in module.table(texts)]
 
     def to_pandas(self, texts: bool = False) -> DataFrame:
@@ -176,7 +176,8 @@ class Watched:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_why": _not_called}  # why may hold on to the whole model
 
-    def _must_not_be_empty(self) -> None:
+    def must_not_be_empty(self) -> None:
+        """Raise ValueError, which says why, where nothing was seen."""
         if not self._modules:
             raise ValueError(f"no attention was seen: {self._why()}")
 
