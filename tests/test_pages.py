@@ -130,7 +130,8 @@ def test_pictures_show_what_the_heads_do_now() -> None:
     then = pictures.read()
     now = pictures.measure(then["ids"])
     assert now["layers"] == then["layers"]
-    assert now["max_logit"] == pytest.approx(then["max_logit"], rel=0.02)
+    for name in ("max_logit", "query_norm", "key_norm"):
+        assert now[name] == pytest.approx(then[name], rel=0.02)
     assert torch.allclose(
         torch.tensor(now["similarity"]), torch.tensor(then["similarity"]), atol=0.02
     )
@@ -193,21 +194,21 @@ def test_heads_collapse_without_the_floor_and_not_with_it(toy: dict[str, Any]) -
 def test_a_floor_under_all_heads_changes_nothing() -> None:
     config = replace(floor.toy().config, steps=10)
     plain = entropy_floor.train(config, None, 1.0, 2)
-    assert entropy_floor.train(config, 0.0, 1.0, 2) == plain
+    assert entropy_floor.train(config, 1e-9, 1.0, 2) == plain
     assert entropy_floor.train(config, 0.5, 1.0, 2) == plain  # its rate is gentle: none is lower
 
 
 def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     run = floor.Run(floor.toy().config)
-    with hw.watch(run.model, hw.Entropy(), gradients=True) as seen:
+    held = hw.EntropyFloor(run.model)
+    with held:
         logits = run.model(run.inputs[:2])
-    entropy = seen[seen.modules[0]]["entropy"]
     assert [layer.observer for layer in run.model.modules() if hasattr(layer, "observer")] == [None]
     assert torch.equal(logits, run.model(run.inputs[:2]))
-    means = entropy.mean((0, 2))
-    bar = means.max().item() + 0.25
-    penalty = entropy_floor.below([entropy], bar)
-    torch.testing.assert_close(penalty, (bar - means).sum())
+    (means,) = held.entropies.values()
+    held.floor = means.max().item() + 0.25
+    penalty = held.loss
+    torch.testing.assert_close(penalty, (held.floor - means).sum())
     penalty.backward()
     gradient = run.model.transformer.h[0].attn.c_attn.weight.grad
     assert gradient is not None
@@ -215,7 +216,8 @@ def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     assert q.norm() > 0
     assert k.norm() > 0
     assert v.norm() == 0
-    assert entropy_floor.below([entropy], means.min().item() - 0.01) == 0
+    held.floor = means.min().item() - 0.01
+    assert held.loss == 0
 
 
 def test_the_page_says_what_came_out(toy: dict[str, Any], tmp_path: Path) -> None:
