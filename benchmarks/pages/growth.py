@@ -190,11 +190,11 @@ def _verdict(run: dict[str, Any], rate: float) -> str:
     else:
         said += f"is above {limit:g} by step {_range(steps)}"
     said += f", and is {_range(last(plain, 'max_logit'))} at the end."
-    changes = (
-        f"{NAMES.get(name, name)} changes it by {_range(_changes(plain, chosen(run, rate, name)), signed)}"
+    changes = [
+        f"{NAMES.get(name, name)} changes it by {_range(_changes(run, rate, name), signed)}"
         for name in run["methods"]
         if name != "plain"
-    )
+    ]
     said += f""" Its held-out loss is {_range(losses(plain), "{:.3f}".format)} (token frequencies
         alone: {run["unigram"]:.3f}); with the same seed {and_list(changes)}."""
     means = {name: statistics.mean(losses(chosen(run, rate, name))) for name in run["methods"]}
@@ -203,8 +203,10 @@ def _verdict(run: dict[str, Any], rate: float) -> str:
     return f"{said} The lowest mean over the seeds is {means[best]:.3f}, with {named}."
 
 
-def _changes(plain: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[float]:
-    return [b - a for a, b in zip(losses(plain), losses(other), strict=True)]
+def _changes(run: dict[str, Any], rate: float, method: str) -> list[float]:
+    """What a method adds to each seed's held-out loss."""
+    pair = (losses(chosen(run, rate, name)) for name in ("plain", method))
+    return [other - plain for plain, other in zip(*pair, strict=True)]
 
 
 def _range(values: Sequence[Any], told: Any = "{:,.0f}".format) -> str:
