@@ -33,6 +33,8 @@ class Pass:
     answers: Mapping[Need, Any]
     of_rows: Float[Tensor, "B H n"]
     """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+    every: Pass | None = None
+    """Of drawn queries, the same of all, with the needs whose figures of all are at hand."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
@@ -60,10 +62,13 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
     """
     view = engine.view
+    few = engine.few and view.drawn is not None
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
+    if few and not engine.output and plan.masses and not torch.compiler.is_compiling():
+        engine.look_at_every_query()
     whole = engine.run()
     with nullcontext() if view.gradients else torch.no_grad():
         lse = engine.lse if whole is None else whole.lse
@@ -71,4 +76,18 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
         out = None if whole is None else whole.out
-        return Pass(view, out, lse if view.gradients else lse.detach(), answers, engine.lse)
+        lse = lse if view.gradients else lse.detach()
+        return Pass(view, out, lse, answers, engine.lse, _of_every_query(plan, engine.every, few))
+
+
+def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
+    """The figures of all queries that cost next to nothing; of `few` queries, masses too."""
+    if every is None:
+        return None
+    with torch.no_grad():
+        answers = {
+            need: need.answer(route, every)
+            for need, route in plan.routes.items()
+            if need.at_hand(route, every) or (few and need in plan.masses)
+        }
+        return Pass(every.view, None, every.lse, answers, every.lse)
