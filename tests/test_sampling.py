@@ -6,6 +6,7 @@ held against those of all, over 200 seeds. `benchmarks/sampling.py` does the sam
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from headwise.models import gpt
 from headwise.models.data import encode, manual_passage
 from headwise.stats.results import Reading, of_some, summarise
 from headwise.stats.sampling import draw, standard_error, stretches
-from support import BACKENDS
+from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
 
 CPU = torch.device("cpu")
 SEEDS, QUERIES, LENGTH = 200, 64, 128
@@ -178,6 +179,27 @@ def test_masses_of_drawn_queries_are_exact_in_a_watched_model(kind: str, running
         assert row.pop("queries") == 16
         assert want.pop("queries") == LENGTH
         assert row == pytest.approx(want, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
+def test_masses_of_drawn_queries_are_exact_under_every_mask(name: str) -> None:
+    mask, ids = MASKS_WITH_POSITIONS[name](T, S), torch.randint(0, 3, (B, S))
+    sinks = torch.randn(H)
+    others = {
+        "sinks": {"sinks": sinks},
+        "large logits": {"scale": 3e7},
+        "softcap": {"softcap": 3.0},
+    }
+    for output, (other, keywords) in itertools.product((True, False), others.items()):
+        q, k, v = qkv()
+        if other == "softcap":
+            q, k, v = q.double(), k.double(), v.double()
+        whole, some = (
+            hw.observe(q, k, v, *masses(ids), mask=mask, output=output, queries=n, **keywords)
+            for n in (None, 3)
+        )
+        for row, want in zip(some.table(), whole.table(), strict=True):
+            assert row == pytest.approx(want, abs=2e-6), other
 
 
 def planted(length: int = 600) -> tuple[Tensor, Tensor]:

@@ -81,13 +81,13 @@ def execute(plan: Plan, engine: Engine) -> Pass:
 
 
 def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
-    """The figures of all queries that cost next to nothing; of `few` queries, masses too."""
+    """The figures of all queries, where they cost next to nothing."""
     if every is None:
         return None
     with torch.no_grad():
         answers = {
             need: need.answer(route, every)
             for need, route in plan.routes.items()
-            if need.at_hand(route, every) or (few and need in plan.masses)
+            if need.at_hand(route, every, few)
         }
         return Pass(every.view, None, every.lse, answers, every.lse)

@@ -84,9 +84,12 @@ class Need(ABC):
     def answer(self, route: Route, engine: Engine) -> Any:
         """The figure."""
 
-    def at_hand(self, route: Route, every: Engine) -> bool:
-        """Whether the figure of all queries costs next to nothing, where their LSE is at hand."""
-        return route.kind == KERNEL
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+        """Whether the figure of all queries costs next to nothing, where their LSE is at hand.
+
+        They may be `few`, or have a pass behind them that gave fields too (`every.given`).
+        """
+        return route.kind == KERNEL and every.given is not None
 
 
 # ── of the call itself ──────────────────────────────────────────────────────────────────────────
@@ -105,7 +108,7 @@ class _LogSumExp(Need):
     def answer(self, route: Route, engine: Engine) -> Tensor:
         return engine.lse
 
-    def at_hand(self, route: Route, every: Engine) -> bool:
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
         return True
 
 
@@ -124,7 +127,7 @@ class _SinkMass(Need):
             return engine.of_rows("sink", _sink_of)
         return torch.exp(identities.log_sink(engine.lse, engine.view.sinks))
 
-    def at_hand(self, route: Route, every: Engine) -> bool:
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
         return every.near
 
 
@@ -373,8 +376,9 @@ class BlockSums(Need):
         if route.kind == KERNEL_PASS:
             return engine.block_map(of_query, of_key, self.blocks)
         one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(view.dtype)
-        seen = engine.mean_of(one_hot[None, None]) * view.weights[:, None]
-        seen = torch.where(view.valid_rows[..., None], seen, 0.0)
+        seen = torch.where(view.valid_rows[..., None], engine.mean_of(one_hot[None, None]), 0.0)
+        if view.drawn is not None:
+            seen = seen * view.weights[:, None]
         sums = view.zeros(self.blocks, self.blocks).index_add_(1, of_query, seen.flatten(0, 1))
         return view.by_head(sums)
 

@@ -75,11 +75,11 @@ class MassOn(Need):
         assert isinstance(self.keys, Pattern)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
 
-    def at_hand(self, route: Route, every: Engine) -> bool:
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
         if route.kind == KERNEL:
-            return True
-        if not isinstance(self.keys, Pattern) or not every.near:
-            return False
+            return every.given is not None
+        if few or not isinstance(self.keys, Pattern) or not every.near:
+            return few
         return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
     def prepare(self, route: Route, engine: Engine) -> None:
