@@ -29,6 +29,8 @@ class Pass:
     out: Float[Tensor, "B H T Dv"] | None
     answers: Mapping[Need, Any]
     engine: Engine = field(repr=False)
+    every: Pass | None = None
+    """Of drawn queries, the same of all, with the needs whose figures of all are at hand."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
@@ -68,12 +70,29 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
     """
     view = engine.view
+    few = engine.few and view.drawn is not None
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
+    if few and not engine.output and plan.masses and not torch.compiler.is_compiling():
+        engine.look_at_every_query()
     if engine.output or any(need.scores for need in plan.routes):
         _ = engine.lse_of_call
     with nullcontext() if view.gradients else torch.no_grad():
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
-        return Pass(view, engine.whole_out, answers, engine)
+        every = _of_every_query(plan, engine.every, few)
+        return Pass(view, engine.whole_out, answers, engine, every)
+
+
+def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
+    """The figures of all queries, where they cost next to nothing."""
+    if every is None:
+        return None
+    with torch.no_grad():
+        answers = {
+            need: need.answer(route, every)
+            for need, route in plan.routes.items()
+            if need.at_hand(route, every, few)
+        }
+        return Pass(every.view, None, answers, every)

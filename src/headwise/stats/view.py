@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..backends.blocked import blocks
@@ -25,10 +25,17 @@ class View:
     """A call without its values, of which `rows` are looked at; all queries, if that is `None`.
 
     `n` stands for their number. Without `gradients` it leaves nothing in the call's own graph.
+    Where they were drawn, `drawn` `[n]` says how many queries each of them stands for.
     """
 
-    def __init__(self, asked: Call, rows: Int[Tensor, " n"] | None, gradients: bool) -> None:
-        self.asked, self.rows, self.gradients = asked, rows, gradients
+    def __init__(
+        self,
+        asked: Call,
+        rows: Int[Tensor, " n"] | None,
+        gradients: bool,
+        drawn: Float[Tensor, " n"] | None = None,
+    ) -> None:
+        self.asked, self.rows, self.gradients, self.drawn = asked, rows, gradients, drawn
         self.whole = asked.extent
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
@@ -80,6 +87,13 @@ class View:
         if self.rows is not None:
             return self.rows
         return torch.arange(self.extent.queries, device=self.device)
+
+    @property
+    def weights(self) -> Float[Tensor, " n"]:
+        """How many queries each of those stands for, in the dtype of statistics."""
+        if self.drawn is None:
+            return torch.ones(self.extent.queries, dtype=self.dtype, device=self.device)
+        return self.drawn.to(self.dtype)
 
     @property
     def positions(self) -> Int[Tensor, " n"]:
