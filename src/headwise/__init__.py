@@ -29,6 +29,15 @@ from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
+from .telemetry import (
+    Alarm,
+    History,
+    LightningMonitor,
+    Monitor,
+    MonitorCallback,
+    Rule,
+    StopTraining,
+)
 from .telemetry.clip import qk_clip_
 from .telemetry.floor import EntropyFloor
 from .weights.convert import convert, detect_layout
@@ -38,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LSE",
     "ALiBi",
+    "Alarm",
     "At",
     "Bias",
     "Causal",
@@ -51,13 +61,17 @@ __all__ = [
     "HeadEffects",
     "HeadName",
     "HeadOutputs",
+    "History",
     "Induction",
     "KVCache",
     "Label",
+    "LightningMonitor",
     "Map",
     "Mask",
     "Mass",
     "MaxLogit",
+    "Monitor",
+    "MonitorCallback",
     "MultiHeadAttention",
     "Norms",
     "OffsetHistogram",
@@ -69,6 +83,7 @@ __all__ = [
     "Received",
     "RoPE",
     "RowSum",
+    "Rule",
     "Running",
     "SameToken",
     "Seen",
@@ -76,6 +91,7 @@ __all__ = [
     "Similarity",
     "Sink",
     "Statistic",
+    "StopTraining",
     "TopKeys",
     "Verdict",
     "Watched",

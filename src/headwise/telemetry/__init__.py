@@ -1,1 +1,19 @@
-"""Telemetry of a training: what its heads do, and means against what goes wrong."""
+"""Training with open eyes: a monitor, its history, alarms, trackers and trainers' callbacks."""
+
+from .callbacks import LightningMonitor, MonitorCallback
+from .history import History, Series
+from .monitor import DEFAULT_STATISTICS, Monitor, StopTraining
+from .rules import RULES, Alarm, Rule
+
+__all__ = [
+    "DEFAULT_STATISTICS",
+    "RULES",
+    "Alarm",
+    "History",
+    "LightningMonitor",
+    "Monitor",
+    "MonitorCallback",
+    "Rule",
+    "Series",
+    "StopTraining",
+]
