@@ -57,7 +57,7 @@ def sums_of(reading: Reading) -> Tensor | None:
 def merged(one: Tensor, other: Tensor) -> Tensor:
     """Both as one: maxima, or sums with their squares about the common mean (Chan et al. 1979).
 
-    >>> some, more = torch.tensor([[2.0], [6.0], [2.0], [0]]), torch.tensor([[1.0], [9.0], [0], [0]])
+    >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
     >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
     [3.0, 15.0, 26.0, 0.0]
     """

@@ -17,7 +17,7 @@ from ..stats.base import Statistic, check_statistics
 from ..stats.execute import Pass
 from ..stats.needs import HEAD_OUTPUT, Need
 from ..stats.patterns import First, Previous
-from ..stats.per_head import MaxLogit
+from ..stats.per_head import MaxLogit, Norms
 from ..stats.per_query import Entropy, Mass
 from ..stats.results import Reading
 from .figures import Figures
@@ -53,6 +53,7 @@ DEFAULT_STATISTICS: tuple[Statistic, ...] = (
     Mass(Previous()),
     _OutputSize(),
     MaxLogit(),
+    Norms(),
 )
 """What a `Monitor` records that is told nothing else."""
 
@@ -83,7 +84,8 @@ class Monitor:
         every: record so often.
         queries: of each call, for statistics that are means; `None` for all.
         statistics: what to record, in place of entropy, the masses on the first and the previous
-            token, the length of the heads' outputs and the largest logit.
+            token, the length of the heads' outputs, the largest logit, and the largest norms of
+            queries and keys.
         rules: alarms (`Rule`), in place of those in `RULES`.
         history: the file to record into (`History`).
         trackers: a TensorBoard `SummaryWriter`, a run of W&B or trackio, or functions such as
@@ -223,7 +225,7 @@ class Monitor:
             self.skip()
 
     def _scale_fell(self) -> bool:
-        """Whether the GradScaler has skipped a step since it was asked last, and lowered its scale."""
+        """Whether the GradScaler has skipped a step, and so lowered its scale, since it was asked."""
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -232,7 +234,7 @@ class Monitor:
     def _end(self) -> list[Alarm]:
         self.steps += 1
         capture, alarms = self._capture, []
-        self._last_maxima = capture.largest(exact=True)
+        self._last_maxima = capture.maxima()
         if self._due(self.steps):
             capture.close()
             alarms = self._record()
@@ -251,12 +253,16 @@ class Monitor:
         """What to take of a step; `None` if nothing."""
         if self._due(step):
             limits = [rule.above for rule in self._rules if rule.statistic == "max_logit"]
-            given = [limit for limit in (*limits, self.clip) if limit is not None]
-            over = -torch.inf if self._maxima else min(given, default=None)
-            return Wanted(self._statistics, self._queries, over)
-        if self._maxima or self.clip is not None:
-            return Wanted((), self._queries, -torch.inf if self._maxima else self.clip)
-        return None
+            return Wanted(self._statistics, self._queries, self._largest(*limits, self.clip))
+        largest = self._largest(self.clip)
+        return None if largest is None else Wanted((), self._queries, largest)
+
+    def _largest(self, *limits: float | None) -> MaxLogit | None:
+        """What is to be known of largest logits: all, or those above the least of these limits."""
+        given = [limit for limit in limits if limit is not None]
+        if self._maxima or not given:
+            return MaxLogit() if self._maxima else None
+        return MaxLogit(above=min(given))
 
     def resume(self) -> None:
         """See forwards again, after `pause()`."""
@@ -279,9 +285,9 @@ class Monitor:
         """The exact largest logits `[H]` of all micro-batches since the last step, by module.
 
         After a step and before the next forward, those of that step. With `maxima=True` of every
-        step, else of recorded ones; a module is left out where only a bound was wanted.
+        step, else of those that record `max_logit`. Empty where they were not taken.
         """
-        live = self._capture.largest(exact=True) if self._capture.forwards else self._last_maxima
+        live = self._capture.maxima() if self._capture.forwards else self._last_maxima
         return {plain_name(self.model, name): x for name, x in live.items()}
 
     def _record(self) -> list[Alarm]:
@@ -328,7 +334,7 @@ class Monitor:
         """Clip the heads whose largest logit was over the limit, on all ranks alike."""
         from .clip import qk_clip_
 
-        largest = over_ranks(self._capture.largest(exact=False))
+        largest = over_ranks(self._capture.largest)
         if largest:
             qk_clip_(self.model, largest, limit=limit, optimizer=self._optimizer)
 

@@ -222,7 +222,7 @@ class StepCapture:
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 
     def figures(self, names: Mapping[str, str], heads: Heads) -> dict[str, Figures]:
-        """What was added up, by statistic, of the layers of `heads`, whose `names` are by module."""
+        """What was added up, by statistic, of the layers of `heads`; `names` are by module."""
         sums = dict(self._sums)
         exact = {name: x.double()[None] for name, (x, true) in self._largest.items() if true}
         if exact and "max_logit" not in sums:
