@@ -225,7 +225,7 @@ class Monitor:
             self.skip()
 
     def _scale_fell(self) -> bool:
-        """Whether the GradScaler has skipped a step, and so lowered its scale, since it was asked."""
+        """Whether the GradScaler skipped a step, and lowered its scale, since it was asked last."""
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -234,7 +234,7 @@ class Monitor:
     def _end(self) -> list[Alarm]:
         self.steps += 1
         capture, alarms = self._capture, []
-        self._last_maxima = capture.maxima()
+        self._last_maxima = capture.maxima
         if self._due(self.steps):
             capture.close()
             alarms = self._record()
@@ -287,7 +287,7 @@ class Monitor:
         After a step and before the next forward, those of that step. With `maxima=True` of every
         step, else of those that record `max_logit`. Empty where they were not taken.
         """
-        live = self._capture.maxima() if self._capture.forwards else self._last_maxima
+        live = self._capture.maxima if self._capture.forwards else self._last_maxima
         return {plain_name(self.model, name): x for name, x in live.items()}
 
     def _record(self) -> list[Alarm]:

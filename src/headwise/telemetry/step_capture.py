@@ -6,17 +6,18 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..capture.call import AttentionCall, HeadsCall, Looking
+from ..capture.call import AttentionCall, Looking
 from ..capture.net import Net
 from ..capture.session import catch
 from ..stats.base import Statistic
-from ..stats.per_head import MaxLogit
+from ..stats.per_head import ABOVE, MaxLogit, Norms
 from ..stats.results import Reading
 from .figures import Figures, Heads, joined, merged, sums_of
 
@@ -27,35 +28,34 @@ class Warn(Protocol):
     def __call__(self, said: str, about: object = None) -> None: ...
 
 
-_WHOLE = ("max_logit", "query_norm", "key_norm")
-"""Figures that are maxima: they are taken of every query."""
-
-
 @dataclass(frozen=True)
 class Wanted:
     """What is taken of a step.
 
-    statistics: recorded figures, of `queries` drawn queries of each call; maxima of all.
-    largest_over: where not `None`, the largest score of each head is taken, exactly where it may be
-        over this limit; of others a bound suffices. −inf: exactly everywhere.
+    statistics: recorded, of `queries` drawn queries of each call; maxima of all queries.
+    largest: what else is to be known of the largest scores: all, those above a limit, or nothing.
     """
 
     statistics: tuple[Statistic, ...]
     queries: int | None
-    largest_over: float | None
+    largest: MaxLogit | None
 
-    @property
+    @cached_property
     def of_all(self) -> tuple[Statistic, ...]:
-        """Those statistics that are taken of every query."""
-        if self.queries is None:
-            return self.statistics
-        return tuple(s for s in self.statistics if set(s.names) <= set(_WHOLE))
+        """What is taken of every query."""
+        kept = tuple(s for s in self.statistics if self._whole(s))
+        if self.largest is None or any(s == MaxLogit() for s in kept if isinstance(s, MaxLogit)):
+            return kept
+        return (*kept, self.largest)
 
-    @property
+    @cached_property
     def of_some(self) -> tuple[Statistic, ...]:
-        """Those that are taken of drawn queries."""
-        whole = self.of_all
-        return tuple(s for s in self.statistics if s not in whole)
+        """What is taken of drawn queries."""
+        return tuple(s for s in self.statistics if not self._whole(s))
+
+    def _whole(self, statistic: Statistic) -> bool:
+        """Whether every query is looked at: always for maxima, which a sample only bounds."""
+        return self.queries is None or isinstance(statistic, MaxLogit | Norms)
 
 
 class StepCapture:
@@ -84,7 +84,8 @@ class StepCapture:
         self.meant, self._begun = meant, begun
         self._stack: ExitStack | None = None
         self._net: Net | None = None
-        self._every = False
+        self._forward: Any = None
+        self._every = self._graded = False
         self.clear()
 
     def clear(self) -> None:
@@ -93,21 +94,16 @@ class StepCapture:
         self.heads: dict[str, int] = {}
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._looked_at: dict[str, tuple[int, int]] = {}
-        self._largest: dict[str, tuple[Tensor, bool]] = {}
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
-
-    @property
-    def is_open(self) -> bool:
-        return self._stack is not None
 
     def open(self, wanted: Wanted, step: int, every: bool = False) -> None:
         """See the model's calls from now on, until `close()`; compiled code runs as it is written.
 
         With `every`, all forwards count, not only those that train.
         """
-        self.wanted, self._step, self._every = wanted, step, every
-        if self.is_open:
+        self._wanted, self._step, self._every = wanted, step, every
+        if self._stack is not None:
             return
         with ExitStack() as stack:
             eager = torch.compiler.set_stance("force_eager")
@@ -122,19 +118,22 @@ class StepCapture:
         if stack is None or self._net is None:
             return
         for name, why in self._net.names.left_out.items():
-            self._warn(f"{name or 'the model'} is not monitored: {why}", name)
+            self._tell(name, why)
         self._net = None
         stack.close()
+
+    def _tell(self, name: str, why: object) -> None:
+        self._warn(f"{name or 'the model'} is not monitored: {why}", ("module", name))
 
     def _elsewhere(self, model: nn.Module) -> None:
         self._warn("a forward in another thread than that of the last step is not counted")
 
     def _begin(self) -> None:
-        """The model is called anew: find out, before it has a part of its own, who calls."""
+        """The model is called anew, with gradients or without."""
         self._graded = torch.is_grad_enabled() or _in_reentrant_checkpoint()
 
     def _counts(self) -> bool:
-        """Whether the forward that is running counts; the first call of it makes it a new one."""
+        """Whether the forward that is running counts; with its first call, it does so as one."""
         assert self._net is not None
         outermost = self._net.names.stack[0]
         counts = self._every or (outermost.module.training and self._graded)
@@ -146,8 +145,6 @@ class StepCapture:
             self.forwards += 1
         return counts
 
-    _forward: Any = None
-
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def _listen(self, call: AttentionCall) -> None:
@@ -157,36 +154,29 @@ class StepCapture:
         try:
             readings = self._readings(call)
         except Exception as error:
-            self._warn(f"{call.name or 'the model'} is not monitored: {error}", call.name)
+            self._tell(call.name, error)
             return
-        heads, batch, known = call.heads, call.batch, call.queries
-        some = Looking(self.wanted.queries).looked_at(known) * batch
-        name = call.name
+        name, heads = call.name, call.heads
 
         def keep(queries: int) -> None:
             try:
-                self._keep(name, heads, readings, (some, queries))
+                self._keep(name, heads, readings, queries)
             except Exception as error:
-                self._warn(f"{name or 'the model'} is not monitored: {error}", name)
+                self._tell(name, error)
 
         call.once_whole(keep)
 
-    def _readings(
-        self, call: AttentionCall
-    ) -> tuple[dict[str, Reading], tuple[Tensor, bool] | None]:
-        """The readings of a call, and the largest score of each head `[H]`: exact, or a bound."""
-        wanted = self.wanted
-        found: dict[str, Reading] = {}
-        if wanted.of_all:
-            found |= call.observe(wanted.of_all, Looking(seed=self._seed))
-        largest = None
-        if wanted.largest_over is not None:
-            exact = found["max_logit"].values if "max_logit" in found else None
-            largest = _largest(call, wanted.largest_over, exact)
-        if wanted.of_some:
-            looking = Looking(wanted.queries, seed=self._draw())
-            found |= call.observe(wanted.of_some, looking)
-        return found, largest
+    def _readings(self, call: AttentionCall) -> dict[str, tuple[Reading, int]]:
+        """The readings of a call, each with the number of queries that were looked at."""
+        wanted, found = self._wanted, {}
+        for statistics, queries in ((wanted.of_all, None), (wanted.of_some, wanted.queries)):
+            if not statistics:
+                continue
+            looking = Looking(queries, seed=self._draw())
+            number = call.batch * looking.looked_at(call.queries)
+            readings = call.observe(statistics, looking)
+            found |= {name: (reading, number) for name, reading in readings.items()}
+        return found
 
     def _draw(self) -> int:
         """A seed of its own for each forward of each step."""
@@ -194,79 +184,47 @@ class StepCapture:
         return mixed % 2**62
 
     def _keep(
-        self,
-        name: str,
-        heads: int,
-        found: tuple[dict[str, Reading], tuple[Tensor, bool] | None],
-        looked_at: tuple[int, int],
+        self, name: str, heads: int, readings: Mapping[str, tuple[Reading, int]], queries: int
     ) -> None:
-        readings, largest = found
+        """Add up the readings of a call that has so many queries."""
         if self.heads.setdefault(name, heads) != heads:
             raise ValueError(f"it has {heads} heads, and had {self.heads[name]} before")
-        for statistic, reading in readings.items():
+        for statistic, (reading, looked_at) in readings.items():
             sums = sums_of(reading)
             if sums is None:
-                self._warn(f"{statistic!r} is not one number a query or head, and is not recorded")
+                why = "is not one number a query or head, and is not recorded"
+                self._warn(f"{statistic!r} {why}", statistic)
                 continue
             kept = self._sums.setdefault(statistic, {})
             kept[name] = merged(kept[name], sums) if name in kept else sums
-            of = looked_at if statistic not in _WHOLE else (looked_at[1], looked_at[1])
-            before = self._looked_at.get(statistic, (0, 0))
-            self._looked_at[statistic] = (before[0] + of[0], before[1] + of[1])
-        if largest is not None:
-            known = self._largest.get(name)
-            if known is not None:
-                largest = torch.maximum(known[0], largest[0]), known[1] and largest[1]
-            self._largest[name] = largest
+            seen, of = self._looked_at.get(statistic, (0, 0))
+            self._looked_at[statistic] = (seen + min(looked_at, queries), of + queries)
 
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 
     def figures(self, names: Mapping[str, str], heads: Heads) -> dict[str, Figures]:
         """What was added up, by statistic, of the layers of `heads`; `names` are by module."""
-        sums = dict(self._sums)
-        exact = {name: x.double()[None] for name, (x, true) in self._largest.items() if true}
-        if exact and "max_logit" not in sums:
-            sums["max_logit"] = exact
-        return {
+        found = {
             statistic: joined(
-                {names[name]: x for name, x in parts.items()},
-                heads,
-                self._looked_at.get(statistic, (0, 0)),
+                {names[name]: x for name, x in parts.items()}, heads, self._looked_at[statistic]
             )
-            for statistic, parts in sums.items()
+            for statistic, parts in self._sums.items()
         }
+        for limited in [name for name in found if name.startswith(ABOVE)]:
+            found.setdefault("max_logit", found.pop(limited))  # −inf where it is not above
+        return found
 
-    def largest(self, exact: bool) -> dict[str, Tensor]:
-        """The largest score of each head `[H]` by module; also those that are bounds, or not."""
-        return {name: x for name, (x, true) in self._largest.items() if true or not exact}
+    @property
+    def largest(self) -> dict[str, Tensor]:
+        """The largest score of each head `[H]` by module; −inf where it is not above the limit."""
+        wanted = next((s for s in self._wanted.of_all if isinstance(s, MaxLogit)), None)
+        kept = {} if wanted is None else self._sums.get(wanted.names[0], {})
+        return {name: x[0] for name, x in kept.items()}
 
-
-def _largest(call: AttentionCall, limit: float, exact: Tensor | None) -> tuple[Tensor, bool]:
-    """The largest score of each head `[H]`, and whether it is exact: else a bound below `limit`."""
-    if exact is not None:
-        return exact.amax(0), True
-    bound = score_bound(call)
-    if bound is not None and bool((bound <= limit).all()):
-        return bound, False
-    found = call.observe((MaxLogit(),), Looking())
-    return found["max_logit"].values.amax(0), True
-
-
-def score_bound(call: AttentionCall) -> Tensor | None:
-    """Bound the scores of each head `[H]` by `|scale| · max‖q‖ · max‖k‖` (Cauchy-Schwarz).
-
-    `None` where queries and keys are not known, or where something is added to their product.
-    """
-    if not isinstance(call, HeadsCall) or (call.mask is not None and call.mask.biased):
-        return None
-    q, k = call.q.detach(), call.k.detach()
-    if not (q.numel() and k.numel()):
-        return None
-    scale = call.keywords.get("scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1) for x in (q, k))
-    of_k = of_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (of_q * of_k * scale).amax(0) * (1 + 1e-4)  # scores are rounded too
+    @property
+    def maxima(self) -> dict[str, Tensor]:
+        """The same where they were all taken; else nothing."""
+        return self.largest if "max_logit" in self._sums else {}
 
 
 def _in_reentrant_checkpoint() -> bool:
