@@ -290,6 +290,11 @@ class Monitor:
         live = self._capture.maxima if self._capture.forwards else self._last_maxima
         return {plain_name(self.model, name): x for name, x in live.items()}
 
+    @property
+    def layers(self) -> Mapping[str, int]:
+        """How many heads each recorded layer has, in the order of every `Figures.values`."""
+        return self._recorder.heads
+
     def _record(self) -> list[Alarm]:
         """Take up what the step gave; gives its alarms."""
         capture, known = self._capture, self._recorder.heads
