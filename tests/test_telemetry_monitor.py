@@ -427,19 +427,42 @@ def test_compiled_models_run_as_written_on_recorded_steps_and_make_no_new_graph(
     assert monitor.latest["entropy"].data[0].tolist() == [B * 2] * len(LAYERS) * H
 
 
-def test_a_monitor_inside_compiled_code_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore:headwise.Monitor: a step was not recorded")
+def test_a_monitor_is_never_part_of_a_graph() -> None:
     model, _ = made()
     monitor = hw.Monitor(model, every=2)
+    monitor.pause()  # else all code would run as it is written
 
-    @torch.compile(fullgraph=True, backend="eager")
     def step(x: Tensor) -> Tensor:
         monitor.step()
         return x + 1
 
-    monitor.pause()  # else the code would run as it is written
-    with pytest.raises(Exception, match="inside compiled code"):
-        step(torch.ones(2))
+    def make(x: Tensor) -> Tensor:
+        hw.Monitor(model).close()
+        return x + 1
+
+    for function in (step, make):
+        torch._dynamo.reset()
+        whole = torch.compile(function, fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Monitor"):
+            whole(torch.ones(2))
+        assert torch.equal(
+            torch.compile(function, backend="eager")(torch.ones(2)), torch.full((2,), 2)
+        )
+    assert monitor.steps == 1
     monitor.close()
+
+
+def test_a_compiled_optimizer_tells_of_its_steps() -> None:
+    torch._dynamo.reset()
+    model, optimizer = made()
+    taken = torch.compile(lambda: optimizer.step(), backend="eager")
+    with hw.Monitor(model, optimizer, **EXACT) as monitor:
+        for number in range(3):
+            model(batch(number)).square().mean().backward()
+            taken()
+        assert monitor.steps == 3
+    assert monitor.latest["entropy"].data[0].tolist() == [B * T] * len(LAYERS) * H
 
 
 # ── what must not happen ────────────────────────────────────────────────────────────────────────

@@ -127,7 +127,7 @@ class LightningMonitor(_Callback):
         optimizer = trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._start(pl_module, optimizer, trainer.global_step, scaler)
-        self._hook = optimizer.register_step_post_hook(lambda told, args, kwargs: self._told(told))
+        self._hook = optimizer.register_step_post_hook(lambda told, *_: self._told(told))
 
     def _told(self, optimizer: Any) -> None:
         if self.monitor is not None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,13 @@ from .rules import RULES, Alarm, Rule
 from .step_capture import StepCapture, Wanted, plain_name
 from .trackers import as_tracker
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 __all__ = ["DEFAULT_STATISTICS", "Monitor", "StopTraining"]
+
+
+_outside_compiled_code: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[assignment]
+"""A graph ends before what this decorates; a graph that must not end is refused by the compiler."""
 
 
 class _OutputSize:
@@ -120,6 +126,7 @@ class Monitor:
     >>> monitor.close()
     """
 
+    @_outside_compiled_code
     def __init__(
         self,
         model: nn.Module,
@@ -171,7 +178,7 @@ class Monitor:
 
     def _hear(self, optimizer: torch.optim.Optimizer) -> Any:
         """Let the optimizer, which keeps the monitor alive, tell of its steps."""
-        return optimizer.register_step_post_hook(lambda told, args, kwargs: self._stepped(told))
+        return optimizer.register_step_post_hook(lambda told, *_: self._stepped(told))
 
     def _about(self) -> dict[str, Any]:
         names = [name for statistic in self._statistics for name in statistic.names]
@@ -186,12 +193,12 @@ class Monitor:
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
+    @_outside_compiled_code
     def step(self) -> list[Alarm]:
         """End a step of the training: call it after `optimizer.step()`; gives new alarms.
 
         Raises:
-            ValueError: a monitor that was given the optimizer, which tells by itself; a call
-                inside compiled code.
+            ValueError: a monitor that was given the optimizer, which tells by itself.
             StopTraining: a rule says so.
         """
         if self._optimizer is not None:
@@ -199,8 +206,6 @@ class Monitor:
                 "monitor.step(): the optimizer that Monitor(model, optimizer) was given tells of "
                 "its steps itself; leave this call out, or give no optimizer."
             )
-        if torch.compiler.is_compiling():
-            raise ValueError("monitor.step(): inside compiled code; call it outside of it.")
         if self._scale_fell():
             return self.skip()
         return self._end()
@@ -211,6 +216,7 @@ class Monitor:
         self._last_maxima = {}
         return []
 
+    @_outside_compiled_code
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of the optimizer is over; fused ones are told by a GradScaler to do nothing."""
         found_inf = getattr(optimizer, "found_inf", None)
@@ -264,6 +270,7 @@ class Monitor:
             return MaxLogit() if self._maxima else None
         return MaxLogit(above=min(given))
 
+    @_outside_compiled_code
     def resume(self) -> None:
         """See forwards again, after `pause()`."""
         self._paused = False
@@ -273,6 +280,7 @@ class Monitor:
         else:
             self._capture.open(wanted, self.steps + 1)
 
+    @_outside_compiled_code
     def pause(self) -> None:
         """See no forwards until `resume()`: evaluation, which is not counted, runs faster so."""
         self._paused = True
@@ -369,6 +377,7 @@ class Monitor:
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────
 
+    @_outside_compiled_code
     def close(self) -> None:
         """See nothing more, and close the history; the model and the optimizer are as they were."""
         self.pause()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +106,7 @@ class StepCapture:
         self._wanted, self._step, self._every = wanted, step, every
         if self._stack is not None:
             return
+        _let_hooks_be()
         with ExitStack() as stack:
             eager = torch.compiler.set_stance("force_eager")
             stack.callback(eager.__exit__, None, None, None)
@@ -135,12 +137,12 @@ class StepCapture:
     def _counts(self) -> bool:
         """Whether the forward that is running counts; with its first call, it does so as one."""
         assert self._net is not None
-        outermost = self._net.names.stack[0]
-        counts = self._every or (outermost.module.training and self._graded)
+        running = self._net.names.stack
+        counts = self._every or (self._graded and _inside(running[0].module).training)
         if not counts:
             self.others += 1
-        elif outermost is not self._forward:
-            self._forward = outermost
+        elif running[0] is not self._forward:
+            self._forward = running[0]
             self._begun()
             self.forwards += 1
         return counts
@@ -237,6 +239,17 @@ def _in_reentrant_checkpoint() -> bool:
     return False
 
 
+@cache
+def _let_hooks_be() -> None:
+    """Silence the warning that compiled modules call global hooks twice; these do not mind."""
+    warnings.filterwarnings(
+        "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+    )
+
+
+# ── wrappers ────────────────────────────────────────────────────────────────────────────────────
+
+
 def plain_name(model: nn.Module, name: str) -> str:
     """A module's qualified name, less what wrappers put into it.
 
@@ -245,16 +258,24 @@ def plain_name(model: nn.Module, name: str) -> str:
     """
     module, parts = model, []
     for part in name.split(".") if name else []:
-        if not (part in _WRAPPED or (part == "module" and _wraps(module))):
+        if part != _wrapped(module):
             parts.append(part)
         module = module.get_submodule(part)
     return ".".join(parts)
 
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+def _inside(module: nn.Module) -> nn.Module:
+    """The module itself, out of all its wrappers: their training mode may be stale."""
+    while part := _wrapped(module):
+        module = module.get_submodule(part)
+    return module
 
 
-def _wraps(module: nn.Module) -> bool:
-    """Whether a module keeps another as its `module`, to run it on several devices."""
+def _wrapped(module: nn.Module) -> str:
+    """By what name a wrapper holds the module that it runs; empty of other modules."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+        if name in module._modules:
+            return name
     kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return isinstance(module, kinds) or type(module).__name__ in ("DeepSpeedEngine", "FSDP")
+    wraps = isinstance(module, kinds) or type(module).__name__ == "DeepSpeedEngine"
+    return "module" if wraps else ""
