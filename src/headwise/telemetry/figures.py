@@ -23,35 +23,24 @@ FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
 deviations from their mean, and the square of what sampling adds to the sum's standard error."""
 
 
-def sums_of(reading: Reading) -> Tensor | None:
+def kept_of(reading: Reading) -> Tensor | None:
     """What is kept of a call's reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64.
 
     `None` of a reading that is not one number for each query or batch row, such as a map.
     """
-    values = reading.values.detach().double()
+    values = reading.values.detach()
     if reading.largest:
-        return (
-            values.amax(0)[None]
-            if len(values)
-            else values.new_full((1, values.shape[1]), -math.inf)
-        )
-    if (
-        reading.per_key
-        or reading.over is not None
-        or values.dim() != 2 + (reading.rows is not None)
-    ):
+        empty = values.new_full((1, values.shape[1]), -math.inf)
+        return torch.cat([values, empty]).amax(0)[None].double()
+    axes = 2 if reading.rows is None else 3
+    if reading.per_key or reading.over is not None or values.dim() != axes:
         return None
-    if reading.rows is None:
-        values, rows = values[..., None], values.new_ones(1, 1, 1, dtype=torch.bool)
-    else:
-        rows = reading.rows
-    rows = rows.expand(values.shape)
-    count = rows.sum((0, 2)).double()
-    total = torch.where(rows, values, 0.0).sum((0, 2))
-    apart = values - (total / count.clamp(min=1))[:, None]
-    squares = torch.where(rows, apart.square(), 0.0).sum((0, 2))
-    error = torch.zeros_like(total) if reading.error is None else (count * reading.error).square()
-    return torch.stack([count, total, squares, error])
+    sums = reading.sums
+    count, squares = sums.count.sum(0), sums.squares
+    if reading.rows is None:  # one number a batch row
+        squares = (values.double() - sums.mean).square().sum(0)
+    error = torch.zeros_like(count) if reading.error is None else (count * reading.error).square()
+    return torch.stack([count, sums.total.sum(0), squares, error])
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:

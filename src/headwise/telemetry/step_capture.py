@@ -20,7 +20,7 @@ from ..capture.session import catch
 from ..stats.base import Statistic
 from ..stats.per_head import ABOVE, MaxLogit, Norms
 from ..stats.results import Reading
-from .figures import Figures, Heads, joined, merged, sums_of
+from .figures import Figures, Heads, joined, kept_of, merged
 
 
 class Warn(Protocol):
@@ -175,9 +175,10 @@ class StepCapture:
             if not statistics:
                 continue
             looking = Looking(queries, seed=self._draw())
-            number = call.batch * looking.looked_at(call.queries)
-            readings = call.observe(statistics, looking)
-            found |= {name: (reading, number) for name, reading in readings.items()}
+            some, every = looking.looked_at(call.queries), call.queries
+            for name, reading in call.observe(statistics, looking).items():
+                sampled = reading.sampled and reading.whole is None
+                found[name] = reading, call.batch * (some if sampled else every)
         return found
 
     def _draw(self) -> int:
@@ -192,13 +193,13 @@ class StepCapture:
         if self.heads.setdefault(name, heads) != heads:
             raise ValueError(f"it has {heads} heads, and had {self.heads[name]} before")
         for statistic, (reading, looked_at) in readings.items():
-            sums = sums_of(reading)
-            if sums is None:
+            found = kept_of(reading)
+            if found is None:
                 why = "is not one number a query or head, and is not recorded"
                 self._warn(f"{statistic!r} {why}", statistic)
                 continue
             kept = self._sums.setdefault(statistic, {})
-            kept[name] = merged(kept[name], sums) if name in kept else sums
+            kept[name] = merged(kept[name], found) if name in kept else found
             seen, of = self._looked_at.get(statistic, (0, 0))
             self._looked_at[statistic] = (seen + min(looked_at, queries), of + queries)
 
