@@ -528,6 +528,7 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
         ({"statistics": [hw.Entropy]}, "not a statistic; did you mean Entropy()"),
         ({"statistics": [hw.Entropy(), hw.Entropy()]}, "'entropy' is asked for twice"),
         ({"rules": [hw.Rule("entropy", below=1.0, then="stop")]}, "give save="),
+        ({"rules": [hw.Rule("entropy", below=0.1)] * 2}, "two rules are called 'entropy < 0.1'"),
         ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
     ],
 )

@@ -1,8 +1,9 @@
 """Training with open eyes: a monitor, its history, alarms, trackers and trainers' callbacks."""
 
 from .callbacks import LightningMonitor, MonitorCallback
+from .defaults import DEFAULT_STATISTICS
 from .history import History, Series
-from .monitor import DEFAULT_STATISTICS, Monitor, StopTraining
+from .monitor import Monitor, StopTraining
 from .rules import RULES, Alarm, Rule
 
 __all__ = [

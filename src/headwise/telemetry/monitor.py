@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from ..capture.modules import Modules, check_model, chosen
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics
-from ..stats.execute import Pass
-from ..stats.needs import HEAD_OUTPUT, Need
-from ..stats.patterns import First, Previous
-from ..stats.per_head import MaxLogit, Norms
-from ..stats.per_query import Entropy, Mass
-from ..stats.results import Reading
+from ..stats.per_head import MaxLogit
+from .clip import qk_clip_
+from .defaults import DEFAULT_STATISTICS
 from .figures import Figures
 from .history import HistoryWriter
 from .probe import Probe, run_probe
+from .ranks import any_of_all, is_first, largest_of_all
 from .recorder import Recorder
 from .rules import RULES, Alarm, Rule
 from .step_capture import StepCapture, Wanted, plain_name
@@ -30,38 +28,11 @@ from .trackers import as_tracker
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-__all__ = ["DEFAULT_STATISTICS", "Monitor", "StopTraining"]
+__all__ = ["Monitor", "StopTraining"]
 
 
 _outside_compiled_code: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[assignment]
 """A graph ends before what this decorates; a graph that must not end is refused by the compiler."""
-
-
-class _OutputSize:
-    """Length of each head's output `[B, H, T]`, before the output projection."""
-
-    names = ("output_norm",)
-    free, formula = True, True
-    needs: Mapping[str, Need] = MappingProxyType({"output_norm": HEAD_OUTPUT})
-
-    def read(self, found: Pass) -> dict[str, Reading]:
-        out = found[HEAD_OUTPUT][0].to(found.view.dtype)
-        return {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), found.valid_rows)}
-
-    def define(self, full: Any) -> dict[str, Tensor]:
-        out = full.out.to(full.weights.dtype)
-        return {"output_norm": torch.linalg.vector_norm(out, dim=-1)}
-
-
-DEFAULT_STATISTICS: tuple[Statistic, ...] = (
-    Entropy(),
-    Mass(First()),
-    Mass(Previous()),
-    _OutputSize(),
-    MaxLogit(),
-    Norms(),
-)
-"""What a `Monitor` records that is told nothing else."""
 
 
 class StopTraining(Exception):
@@ -150,10 +121,7 @@ class Monitor:
     ) -> None:
         said = check_model("Monitor", model)
         _check(said, every, queries, statistics, clip, step)
-        if any(rule.then == "stop" for rule in rules) and save is None:
-            raise ValueError(
-                f"{said}: a rule stops the training; give save=…, a function that saves it first."
-            )
+        _check_rules(said, rules, save is not None)
         self.model, self.every, self.clip, self.steps = model, every, clip, step
         self._optimizer, self._scaler, self._save, self._maxima = optimizer, scaler, save, maxima
         self._scale = None if scaler is None else scaler.get_scale()
@@ -164,10 +132,11 @@ class Monitor:
         self._capture = StepCapture(
             model, self._warn, seed, lambda name: meant(plain_name(model, name)), self._begun
         )
-        writes = history is not None and _rank() == 0
-        writer = HistoryWriter(history, step, self._about()) if writes and history else None
-        _check_empty(said, writer, step, overwrite)
-        loggers = [as_tracker(one) for one in trackers] if _rank() == 0 else []
+        loggers = [as_tracker(one) for one in trackers] if is_first() else []
+        writer = None
+        if history is not None and is_first():
+            writer = HistoryWriter(history, step, self._about())
+            _check_empty(said, writer, step, overwrite)
         self._recorder = Recorder(writer, loggers, rules, step, self._warn)
         self.latest: Mapping[str, Figures] = {}
         self.alarms: list[Alarm] = []
@@ -239,17 +208,16 @@ class Monitor:
 
     def _end(self) -> list[Alarm]:
         self.steps += 1
-        capture, alarms = self._capture, []
-        self._last_maxima = capture.maxima
-        if self._due(self.steps):
-            capture.close()
-            alarms = self._record()
+        self._last_maxima = self._capture.maxima
+        due = self._due(self.steps)
+        alarms = self._record() if due else []
         if self.clip is not None:
             self._clip(self.clip)
-        capture.clear()
+        self._capture.clear()
         if not self._paused:
             self.resume()
-        self._act(alarms)
+        if due:
+            self._act(alarms)
         return alarms
 
     def _due(self, step: int) -> bool:
@@ -306,6 +274,7 @@ class Monitor:
     def _record(self) -> list[Alarm]:
         """Take up what the step gave; gives its alarms."""
         capture, known = self._capture, self._recorder.heads
+        capture.close()
         if not capture.forwards:
             other = f"; {capture.others} calls were seen in forwards that do not train"
             why = other if capture.others else ""
@@ -323,7 +292,7 @@ class Monitor:
         except Exception as error:
             self._warn(f"a step was not recorded: {error}")
             return []
-        if _rank() != 0:
+        if not is_first():
             return []
         self.latest = figures
         alarms = self._recorder.record(self.steps, figures)
@@ -345,9 +314,7 @@ class Monitor:
 
     def _clip(self, limit: float) -> None:
         """Clip the heads whose largest logit was over the limit, on all ranks alike."""
-        from .clip import qk_clip_
-
-        largest = over_ranks(self._capture.largest)
+        largest = largest_of_all(self._capture.largest)
         if largest:
             qk_clip_(self.model, largest, limit=limit, optimizer=self._optimizer)
 
@@ -360,7 +327,9 @@ class Monitor:
                 act(alarm)
             else:
                 warnings.warn(f"headwise: {alarm}", stacklevel=4)
-        if stops := [alarm for alarm in alarms if then[alarm.rule] == "stop"]:
+        stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if "stop" in then.values() and any_of_all(bool(stops), device):
             self._stop(stops)
 
     def _stop(self, alarms: Sequence[Alarm]) -> None:
@@ -397,25 +366,6 @@ class Monitor:
         self.close()
 
 
-def over_ranks(largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The largest of all ranks, where the training has several: they must clip alike."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or not largest:
-        return largest
-    names = sorted(largest)
-    every = torch.cat([largest[name].float() for name in names])
-    distributed.all_reduce(every, op=distributed.ReduceOp.MAX)
-    parts = every.split([len(largest[name]) for name in names])
-    return dict(zip(names, parts, strict=True))
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
-
-
 def _check(
     said: str,
     every: int,
@@ -442,9 +392,20 @@ def _check(
         raise ValueError(f"{said}: {twice[0]!r} is asked for twice; leave one out.")
 
 
-def _check_empty(said: str, writer: HistoryWriter | None, step: int, overwrite: bool) -> None:
+def _check_rules(said: str, rules: Sequence[Rule], saves: bool) -> None:
+    """Raise ValueError for rules of one name, and for one that would stop without saving."""
+    names = [rule.name for rule in rules]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{said}: two rules are called {twice[0]!r}; give one a name=….")
+    if any(rule.then == "stop" for rule in rules) and not saves:
+        raise ValueError(
+            f"{said}: a rule stops the training; give save=…, a function that saves it first."
+        )
+
+
+def _check_empty(said: str, writer: HistoryWriter, step: int, overwrite: bool) -> None:
     """Raise ValueError where a new training would replace what an old one has recorded."""
-    before = None if writer is None else writer.read()
+    before = writer.read()
     if before is not None and not step and not overwrite and (steps := before.steps):
         raise ValueError(
             f"{said}: {before.path} has steps {steps[0]} to {steps[-1]} already; give step=… to go "
