@@ -8,6 +8,7 @@ import pickle
 import sqlite3
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_a_history_of_another_model_is_kept(path: Path) -> None:
     written(path, [2]).close()
     model, optimizer = made()
     before = path.read_bytes()
-    with pytest.warns(UserWarning, match="holds other layers or heads"):
+    with pytest.warns(UserWarning, match=r"no layer .blocks\.0\.own.: of another model"):
         monitored((model, optimizer), range(2, 3), every=1, history=path, step=2)
     assert hw.History(path).layers == LAYERS_OF
     assert hw.History(path).steps == [2]
@@ -239,7 +240,8 @@ def test_the_journal_is_a_write_ahead_log_but_on_a_network(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def journal() -> str:
-        return sqlite3.connect(path).execute("PRAGMA journal_mode").fetchone()[0]
+        with closing(sqlite3.connect(path)) as file:
+            return file.execute("PRAGMA journal_mode").fetchone()[0]
 
     written(path, [2]).close()
     assert journal() == "wal"

@@ -94,8 +94,10 @@ def test_only_finite_figures_are_logged() -> None:
     model, optimizer = made()
     with torch.no_grad():
         model.blocks[1].fused.qkv.weight.fill_(torch.nan)
-    with pytest.warns(UserWarning, match="max_logit is inf"):
-        monitor = monitored((model, optimizer), range(1), every=1, statistics=[hw.MaxLogit()])
+    with pytest.warns(UserWarning, match="entropy is inf .not a finite number"):
+        monitor = monitored((model, optimizer), range(1), every=1, statistics=[hw.Entropy()])
     scalars, heads = logged(monitor.latest, monitor.layers)
-    assert list(scalars) == [f"headwise/max_logit/{name}" for name in LAYERS[:3]]
-    assert len(heads["headwise/max_logit"]) == 3 * H
+    assert [name for name in scalars if "share" not in name] == [
+        f"headwise/entropy/{name}" for name in LAYERS[:3]
+    ]
+    assert len(heads["headwise/entropy"]) == 3 * H

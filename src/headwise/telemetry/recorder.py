@@ -40,6 +40,7 @@ class Recorder:
         self._recent: deque[Record] = deque(maxlen=max((r.reach for r in rules), default=1))
         self._unwritten: deque[tuple[Record, list[Alarm]]] = deque(maxlen=_KEPT)
         before = history.read() if history is not None and after else None
+        self._resumed = before is not None
         if before is not None:
             self.heads = before.layers
             self._recent.extend(before.records(self._recent.maxlen, until=after))
@@ -48,13 +49,15 @@ class Recorder:
         """Take up layers that are new, behind those that are known.
 
         Raises:
-            ValueError: a layer has other heads than before.
+            ValueError: a layer has other heads than before, or no layer is one of the history's.
         """
+        if self._resumed and self.heads and not set(self.heads) & set(heads):
+            raise ValueError(f"the history has no layer {next(iter(heads))!r}: of another model")
+        self._resumed = False
         for layer, number in heads.items():
             if self.heads.setdefault(layer, number) != number:
                 raise ValueError(
-                    f"{layer or 'the model'} has {number} heads, and {self.heads[layer]} in the "
-                    f"history: it is of another model"
+                    f"{layer or 'the model'} has {number} heads, and had {self.heads[layer]} before"
                 )
 
     def record(self, step: int, figures: Mapping[str, Figures]) -> list[Alarm]:

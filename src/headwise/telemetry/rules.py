@@ -132,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     Rule("entropy_share", below=0.005, steps=3, name="entropy collapse"),
     Rule("first", above=0.995, steps=3, name="all sink"),
     Rule("output_norm", below=1e-4, steps=3, name="dead head"),
+    Rule("entropy", above=1e3, name="not a finite number"),  # no entropy is as large
 )
 """The rules of a `Monitor` that is given none."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -108,8 +109,7 @@ class StepCapture:
             return
         _let_hooks_be()
         with ExitStack() as stack:
-            eager = torch.compiler.set_stance("force_eager")
-            stack.callback(eager.__exit__, None, None, None)
+            stack.enter_context(_AS_WRITTEN)
             found = catch(self.model, self._listen, self._begin, self._elsewhere)
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()
@@ -238,6 +238,29 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class _AsWritten:
+    """Has compiled code run as it is written, while any capture is open, in whatever order."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
 
 
 @cache
