@@ -145,11 +145,15 @@ wheel: .venv/.tools
 	@$(call install,.venv-peers) -c peers/constraints.txt --no-deps timm
 	@touch $@
 
+# trackio 0.43 asks for an older pillow than the rest, and does not need it here.
 .venv-trainers/.made: pyproject.toml constraints.txt trainers/constraints.txt
 	$(call new_venv,.venv-trainers)
 	@echo "installing trainers and trackers (Lightning, W&B and others) into .venv-trainers (once only) …"
 	@$(call install,.venv-trainers) -c trainers/constraints.txt \
-	  -e . pytest pandas transformers accelerate lightning tensorboard wandb trackio mlflow-skinny sqlalchemy alembic pyarrow
+	  -e . pytest pandas transformers accelerate lightning tensorboard pyarrow wandb \
+	  mlflow-skinny sqlalchemy alembic \
+	  brotli gradio-client httpx orjson python-multipart starlette uvicorn
+	@$(call install,.venv-trainers) -c trainers/constraints.txt --no-deps trackio
 	@touch $@
 
 .venv-max/.max-$(MAX): pyproject.toml constraints.txt

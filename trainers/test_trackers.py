@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,48 +42,64 @@ def test_tensorboards_own_reader_reads_back_what_was_written(tmp_path: Path) -> 
     assert histogram.sum == pytest.approx(monitor.latest["entropy"].values.sum(), rel=1e-6)
 
 
+def records(path: Path) -> Iterator[bytes]:
+    """The records of W&B's own file: LevelDB's log format, in blocks of 32 KiB."""
+    data, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
 def test_wandb_offline(tmp_path: Path) -> None:
     import wandb
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+    from wandb.proto.wandb_internal_pb2 import Record
 
     run = wandb.init(project="heads", mode="offline", dir=str(tmp_path))
     run.log({"loss": 1.0})  # the run's own steps are left alone
     monitor = told(run)
     run.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    file, rows, metrics = DataStore(), [], []
-    file.open_for_scan(str(path))
-    while (data := file.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
+    rows, metrics = [], []
+    for data in records(path):
+        record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
-            )
-        if record.WhichOneof("record_type") == "metric":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+        elif record.WhichOneof("record_type") == "metric":
             metrics.append(record.metric)
-    rows = [row for row in rows if "headwise/step" in row]
-    assert [json.loads(row["headwise/step"]) for row in rows] == STEPS
+    assert rows[0]["loss"] == 1.0
+    assert [row["headwise/step"] for row in rows[1:]] == STEPS
     assert any(m.glob_name == "headwise/*" and m.step_metric == "headwise/step" for m in metrics)
-    last = rows[-1]
-    layers = [f"headwise/entropy/{name}" for name in LAYERS]
-    assert [name in last for name in layers] == [True] * len(LAYERS)
-    histogram = json.loads(last["headwise/entropy/heads"])
-    assert histogram["_type"] == "histogram"
-    assert sum(histogram["values"]) == len(monitor.layers) * H
+    entropy = monitor.latest["entropy"].of_layers(monitor.layers)
+    for layer, want in zip(LAYERS, entropy, strict=True):
+        assert rows[-1][f"headwise/entropy/{layer}"] == pytest.approx(want)
+    assert rows[-1]["headwise/entropy/heads/_type"] == "histogram"
+    assert sum(rows[-1]["headwise/entropy/heads/values"]) == len(LAYERS) * H
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     import trackio
+    from trackio.sqlite_storage import SQLiteStorage
 
     run = trackio.init(project="heads", name="one", embed=False)
-    told(run)
+    monitor = told(run)
     trackio.finish()
-    metric = f"headwise/entropy/{LAYERS[0]}"
-    found = trackio.Api().runs("heads")[0].metrics()
-    assert metric in found
+    rows = SQLiteStorage.get_logs("heads", "one")
+    rows = [row for row in rows if "headwise/entropy/heads" in row]
+    assert [row["step"] for row in rows] == STEPS
+    entropy = monitor.latest["entropy"].of_layers(monitor.layers)
+    for layer, want in zip(LAYERS, entropy, strict=True):
+        assert rows[-1][f"headwise/entropy/{layer}"] == pytest.approx(want)
+    assert rows[-1]["headwise/entropy/heads"]["_type"] == trackio.Histogram.TYPE
 
 
 def test_mlflow_by_its_own_function(tmp_path: Path) -> None:
