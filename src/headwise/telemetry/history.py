@@ -225,8 +225,8 @@ class History:
             OSError: a folder that there is not.
         """
         try:
-            import pyarrow
-            from pyarrow import parquet
+            import pyarrow  # pyright: ignore[reportMissingImports]
+            from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError(
                 "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or take "

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..capture.modules import Modules, check_model, chosen
+from ..capture.modules import Modules, and_more, check_model, chosen
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics
 from ..stats.per_head import MaxLogit
@@ -321,12 +321,13 @@ class Monitor:
     def _act(self, alarms: Sequence[Alarm]) -> None:
         """Warn, call, or stop, as the rules of these alarms say."""
         then = {rule.name: rule.then for rule in self._rules}
+        for rule in self._rules:
+            said = [str(alarm) for alarm in alarms if alarm.rule == rule.name]
+            if said and not callable(rule.then):
+                warnings.warn(f"headwise: {and_more(said)}", stacklevel=4)
         for alarm in alarms:
-            act = then[alarm.rule]
-            if callable(act):
+            if callable(act := then[alarm.rule]):
                 act(alarm)
-            else:
-                warnings.warn(f"headwise: {alarm}", stacklevel=4)
         stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if "stop" in then.values() and any_of_all(bool(stops), device):

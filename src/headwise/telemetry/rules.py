@@ -170,13 +170,13 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
 
 def _series(statistic: str, records: Sequence[Record], heads: int) -> Array | None:
     """The recorded figures `[n, N]` that may break rules; `None` if the last record has none."""
+    found = [record.figures.get(statistic) for record in records]
+    usable = [f for f in found if f is not None and not (f.kind == MAXIMUM and f.sampled)]
+    if not usable or usable[-1] is not found[-1]:
+        return None
     rows = []
-    for record in records:
-        figures = record.figures.get(statistic)
-        if figures is None or (figures.kind == MAXIMUM and figures.sampled):
-            continue
+    for figures in usable:
         wide = figures.wide(heads)
         unfinite = wide.present & ~np.isfinite(wide.values)
         rows.append(np.where(unfinite, np.inf, wide.values))
-        last = record
-    return np.stack(rows) if rows and last is records[-1] else None
+    return np.stack(rows)
