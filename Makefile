@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-peers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
+.PHONY: run test test-units test-peers test-trainers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -56,6 +56,10 @@ test-units: .venv/.dev $(COMPILED)
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py
 
+# Trainers and trackers, the real ones: transformers, Lightning, TensorBoard, W&B, trackio, MLflow.
+test-trainers: .venv-trainers/.made
+	@.venv-trainers/bin/python -m pytest -c trainers/pytest.ini trainers/test_*.py
+
 test-max: .venv-max/.max-$(MAX)
 	@.venv-max/bin/python -m pytest -c peers/pytest.ini peers/modular_max
 
@@ -73,9 +77,10 @@ calls: $(LIBRARY)
 	@$(BIN)/ninja -C build/native --quiet driver
 	@build/native/driver $(or $(SEED),1) 0 $(or $(CASES),22000)
 
-# Trainings that are killed at random moments and resumed; see tests/kills.py.
+# Trainings that are killed at random moments and resumed; see tests/kills.py and tests/monitor_kills.py.
 kills: .venv/.dev
 	@$(BIN)/python tests/kills.py $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python tests/monitor_kills.py $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .
@@ -140,6 +145,17 @@ wheel: .venv/.tools
 	@$(call install,.venv-peers) -c peers/constraints.txt --no-deps timm
 	@touch $@
 
+# trackio 0.43 asks for an older pillow than the rest, and does not need it here.
+.venv-trainers/.made: pyproject.toml constraints.txt trainers/constraints.txt
+	$(call new_venv,.venv-trainers)
+	@echo "installing trainers and trackers (Lightning, W&B and others) into .venv-trainers (once only) …"
+	@$(call install,.venv-trainers) -c trainers/constraints.txt \
+	  -e . pytest pandas transformers accelerate lightning tensorboard pyarrow wandb \
+	  mlflow-skinny sqlalchemy alembic \
+	  brotli gradio-client httpx orjson python-multipart starlette uvicorn
+	@$(call install,.venv-trainers) -c trainers/constraints.txt --no-deps trackio
+	@touch $@
+
 .venv-max/.max-$(MAX): pyproject.toml constraints.txt
 	$(call new_venv,.venv-max)
 	@echo "installing Modular MAX $(MAX), under its own licence, into .venv-max (once only) …"
@@ -164,5 +180,5 @@ wheel: .venv/.tools
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-max .venv-suites build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
+	rm -rf .venv .venv-peers .venv-trainers .venv-max .venv-suites build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
 	  src/headwise/kernels/libheadwise.*

@@ -65,6 +65,7 @@ def sets(length: int) -> dict[str, list[Any]]:
         f"Map({MAP})": [hw.Map(MAP)],
         "Similarity, 64 queries": [hw.Similarity()],
         "OutputNorm": [hw.OutputNorm()],
+        "Norms": [hw.Norms()],
     }
     cheap = [hw.LSE(), *masses]
     return singles | {
@@ -76,7 +77,7 @@ def sets(length: int) -> dict[str, list[Any]]:
 
 
 def full_set(length: int) -> list[Any]:
-    """Every statistic there is."""
+    """Every statistic there is, but those of sinks and norms."""
     ids = torch.randint(0, max(2, length // 4), (length,), generator=torch.Generator())
     return [
         hw.LSE(),

@@ -13,6 +13,7 @@ is the mean entropy of head h over the batch, in nats. Heads above the floor are
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,24 +49,17 @@ class Settings:
     measured: int = 20
 
 
-def below(entropies: list[Tensor], floor: float) -> Tensor:
-    """How far heads lie below the floor, in all: `entropies` are `[B, H, T]`, one a layer."""
-    return torch.stack([F.relu(floor - one.mean((0, 2))).sum() for one in entropies]).sum()
-
-
-def step(run: Run, floor: float | None, strength: float) -> None:
-    """One step of training, with the floor in its loss unless that is None."""
+def step(run: Run, floor: hw.EntropyFloor | None) -> None:
+    """One step of training, with the floor in its loss if there is one."""
     batch = run.batch(run.step)
     for group in run.optimizer.param_groups:
         group["lr"] = run.config.learning_rate(run.step)
     run.model.train()
-    if floor is None:
-        loss = next_token_loss(run.model(batch[:, :-1]), batch)
-    else:
-        with hw.watch(run.model, hw.Entropy(), gradients=True) as seen:
-            logits = run.model(batch[:, :-1])
-        penalty = below([seen[name]["entropy"] for name in seen.modules], floor)
-        loss = next_token_loss(logits, batch) + strength * penalty
+    with floor or nullcontext():
+        logits = run.model(batch[:, :-1])
+    loss = next_token_loss(logits, batch)
+    if floor is not None:
+        loss = loss + floor.loss
     run.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip)
@@ -82,9 +76,10 @@ def train(
 ) -> list[dict[str, Any]]:
     """A run, looked at `measured` times on the way, each fifth time with its held-out loss."""
     run, marks = Run(config), []
+    held = None if floor is None else hw.EntropyFloor(run.model, floor, strength)
     every = max(1, config.steps // measured)
     while run.step < config.steps:
-        step(run, floor, strength)
+        step(run, held)
         if run.step % every == 0 or run.step == config.steps:
             marks.append(look(run, loss=run.step % (5 * every) == 0 or run.step == config.steps))
     return marks

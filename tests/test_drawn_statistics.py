@@ -41,6 +41,7 @@ def everything(ids: Tensor, width: int) -> list[Statistic]:
         hw.Received(),
         hw.OffsetHistogram(5),
         hw.Similarity(8, seed=3),
+        hw.Norms(),
         hw.OutputNorm(torch.ones(3, width)),
     ]
 

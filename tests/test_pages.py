@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the 
 
 from benchmarks import every_statistic  # noqa: E402
 from benchmarks.pages import __main__ as pages  # noqa: E402
-from benchmarks.pages import costs, floor, pictures  # noqa: E402
-from examples import entropy_floor  # noqa: E402
+from benchmarks.pages import costs, floor, growth, pictures  # noqa: E402
+from examples import entropy_floor, logit_growth  # noqa: E402
 
 
 def test_pages_are_what_the_runs_on_record_say() -> None:
@@ -130,7 +130,8 @@ def test_pictures_show_what_the_heads_do_now() -> None:
     then = pictures.read()
     now = pictures.measure(then["ids"])
     assert now["layers"] == then["layers"]
-    assert now["max_logit"] == pytest.approx(then["max_logit"], rel=0.02)
+    for name in ("max_logit", "query_norm", "key_norm"):
+        assert now[name] == pytest.approx(then[name], rel=0.02)
     assert torch.allclose(
         torch.tensor(now["similarity"]), torch.tensor(then["similarity"]), atol=0.02
     )
@@ -193,21 +194,21 @@ def test_heads_collapse_without_the_floor_and_not_with_it(toy: dict[str, Any]) -
 def test_a_floor_under_all_heads_changes_nothing() -> None:
     config = replace(floor.toy().config, steps=10)
     plain = entropy_floor.train(config, None, 1.0, 2)
-    assert entropy_floor.train(config, 0.0, 1.0, 2) == plain
+    assert entropy_floor.train(config, 1e-9, 1.0, 2) == plain
     assert entropy_floor.train(config, 0.5, 1.0, 2) == plain  # its rate is gentle: none is lower
 
 
 def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     run = floor.Run(floor.toy().config)
-    with hw.watch(run.model, hw.Entropy(), gradients=True) as seen:
+    held = hw.EntropyFloor(run.model)
+    with held:
         logits = run.model(run.inputs[:2])
-    entropy = seen[seen.modules[0]]["entropy"]
     assert [layer.observer for layer in run.model.modules() if hasattr(layer, "observer")] == [None]
     assert torch.equal(logits, run.model(run.inputs[:2]))
-    means = entropy.mean((0, 2))
-    bar = means.max().item() + 0.25
-    penalty = entropy_floor.below([entropy], bar)
-    torch.testing.assert_close(penalty, (bar - means).sum())
+    (means,) = held.entropies.values()
+    held.floor = means.max().item() + 0.25
+    penalty = held.loss
+    torch.testing.assert_close(penalty, (held.floor - means).sum())
     penalty.backward()
     gradient = run.model.transformer.h[0].attn.c_attn.weight.grad
     assert gradient is not None
@@ -215,7 +216,8 @@ def test_the_floor_pulls_at_queries_and_keys_alone() -> None:
     assert q.norm() > 0
     assert k.norm() > 0
     assert v.norm() == 0
-    assert entropy_floor.below([entropy], means.min().item() - 0.01) == 0
+    held.floor = means.min().item() - 0.01
+    assert held.loss == 0
 
 
 def test_the_page_says_what_came_out(toy: dict[str, Any], tmp_path: Path) -> None:
@@ -254,14 +256,80 @@ def test_the_example_tells_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].startswith("0.003, 0, 0, 0.5: ")
 
 
-def test_toy_runs_are_no_record(capsys: pytest.CaptureFixture[str]) -> None:
+# --- logit growth ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown() -> dict[str, Any]:
+    """Every method at a small size and a high rate."""
+    return growth.measure(growth.toy())
+
+
+def test_logits_grow_and_are_held(grown: dict[str, Any]) -> None:
+    tops = {one["method"]: growth.last([one], "max_logit")[0] for one in grown["runs"]}
+    assert list(tops) == list(logit_growth.METHODS)
+    assert tops["plain"] > 300
+    assert max(top for name, top in tops.items() if name != "plain") < 0.5 * tops["plain"]
+    entropies = {one["method"]: growth.shares([one])[0] for one in grown["runs"]}
+    assert min(entropies["floor"], entropies["clip"]) > 2 * entropies["plain"]
+
+
+def test_means_that_do_nothing_change_nothing() -> None:
+    settings = replace(growth.toy(), rates=(1e-3,), steps=5, every=1)
+    text = logit_growth.Text(settings.context)
+    idle = logit_growth.Method(limit=1e9, floor=1e-9)
+    plain, held = (
+        logit_growth.train(settings, 1e-3, method, 0, text)
+        for method in (logit_growth.Method(), idle)
+    )
+    assert plain == held
+
+
+def test_the_page_of_logit_growth_says_what_came_out(grown: dict[str, Any], tmp_path: Path) -> None:
+    growth.write(growth.toy(), grown, tmp_path)
+    run = growth.read(tmp_path)
+    drawn = growth.render(run)
+    assert f"{growth.last(run['runs'][:1], 'max_logit')[0]:,.0f} at the end" in " ".join(
+        drawn[growth.PAGE].split()
+    )
+    run["runs"][2]["held_out"] = 1.25
+    changed = " ".join(growth.render(run)[growth.PAGE].split())
+    assert "The lowest mean over the seeds is 1.250, with clipping." in changed
+    for mark in run["runs"][0]["marks"]:
+        mark["max_logit"] = 7.0
+    assert "does not pass 30 with every seed, and is 7 at the end" in " ".join(
+        growth.render(run)[growth.PAGE].split()
+    )
+    assert "nan" not in drawn[growth.PICTURE]
+
+
+def test_the_recorded_growth_has_the_settings_in_the_code(tmp_path: Path) -> None:
+    growth.write(logit_growth.Settings(), {}, tmp_path)
+    assert growth.read(tmp_path)["settings"] == growth.read()["settings"]
+    assert list(growth.read()["methods"]) == list(logit_growth.METHODS)
+
+
+def test_the_example_of_logit_growth_tells_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        logit_growth.main(["--seeds", "1", "--rates", "0.01", "--steps", "10"])
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        f"0.01, 0, {name}" for name in logit_growth.METHODS
+    ]
+
+
+@pytest.mark.parametrize("page", ["--floor", "--growth"])
+def test_toy_runs_are_no_record(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        pages.main(["--floor", "--toy"])
+        pages.main([page, "--toy"])
     assert stopped.value.code == 2
     assert "--results" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [every_statistic, floor])
+@pytest.mark.parametrize("module", [every_statistic, floor, growth])
 def test_examples_in_the_code_run(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaModel
 
 import headwise as hw
 from support import BACKENDS
@@ -36,6 +37,8 @@ STATISTICS: dict[str, hw.Statistic] = {
     "received": hw.Received(),
     "offsets": hw.OffsetHistogram(4, ahead=True),
     "similarity": hw.Similarity(4),
+    "norms": hw.Norms(),
+    "max_logit above": hw.MaxLogit(above=0.2),
     "output": hw.OutputNorm(),
 }
 
@@ -51,6 +54,28 @@ class Sdpa(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Hugging(nn.Module):
+    """A model of transformers, which checkpoints its layers itself."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=7,
+            hidden_size=E,
+            intermediate_size=E,
+            num_hidden_layers=2,
+            num_attention_heads=H,
+            num_key_value_heads=1,
+        )
+        self.model = LlamaModel(config)
+        if reentrant is not None:
+            keywords = {"use_reentrant": reentrant}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
 
 class Checkpointed(nn.Module):
@@ -81,6 +106,10 @@ def own(backend: str, **keywords: Any) -> Callable[[], nn.Module]:
 
 
 def made(layer: nn.Module, reentrant: bool | None, mask: hw.Mask | None = None) -> nn.Module:
+    if isinstance(layer, Hugging):
+        again = Hugging(reentrant).train()
+        again.load_state_dict(layer.state_dict())
+        return again
     kind = Reentrant if reentrant else Checkpointed
     return kind(layer, mask or hw.Causal(), reentrant)
 
@@ -111,6 +140,7 @@ def assert_unchanged(
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{name: own(name) for name in BACKENDS},
     "F.sdpa": Sdpa,
+    "transformers": lambda: Hugging(None),
 }
 
 
@@ -121,7 +151,8 @@ def test_each_statistic_leaves_no_trace(layer: str, reentrant: bool) -> None:
     plain = step(model)
     for statistic in STATISTICS.values():
         assert_unchanged(model, plain, statistic)
-    assert_unchanged(model, plain, hw.LSE(), queries=4)
+        assert_unchanged(model, plain, statistic, queries=4)
+        assert_unchanged(model, plain, statistic, queries=[0, 5, 10], running=True)
 
 
 OTHERS = {
@@ -160,7 +191,8 @@ def test_a_loss_of_statistics_is_computed_again_with_them(layer: str) -> None:
 
                 def of_statistics(seen: Any = seen) -> Tensor:
                     names = ("entropy", "lse", "previous", "distance", "map")
-                    return sum((seen["layer"][name].square().sum() for name in names), 0)
+                    figures = [seen[module][name] for module in seen for name in names]
+                    return sum((figure.square().sum() for figure in figures), 0)
 
                 steps.append(step(model, of_statistics))
             assert {row["calls"] for row in seen.table()} == {1}
@@ -172,7 +204,7 @@ def test_a_loss_of_statistics_is_computed_again_with_them(layer: str) -> None:
 def test_a_loss_of_statistics_without_graph_is_refused(layer: str) -> None:
     model = made(LAYERS[layer](), True)
     plain = step(model)
-    said = "'layer' is computed again.*use_reentrant=False"
+    said = "is computed again.*use_reentrant=False"
     with hw.watch(model, hw.Entropy(), gradients=True), pytest.raises(ValueError, match=said):
         step(model)
     assert_unchanged(model, plain, hw.Entropy())  # and all is as before

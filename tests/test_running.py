@@ -135,23 +135,6 @@ def test_maps_and_similarities_are_weighted_by_their_rows() -> None:
     )
 
 
-def test_drawn_queries_keep_their_standard_error() -> None:
-    from headwise.stats.results import summarise
-
-    running, readings = hw.Running(), []
-    for seed in range(3):
-        q, k, v = (torch.randn(2, n, 64, D).double() for n in (H, G, G))
-        seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal(), queries=16, seed=seed)
-        running.add(seen)
-        readings.append(seen.reading("entropy"))
-    want = summarise(readings)
-    assert want is not None
-    assert want.error is not None
-    row = running.table()[1]
-    assert row["entropy"] == pytest.approx(float(want.mean[1]), rel=1e-12)
-    assert row["entropy_se"] == pytest.approx(float(want.error[1]), rel=1e-12)
-
-
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_generation_of_a_watched_layer(window: int | None) -> None:
     torch.manual_seed(1)

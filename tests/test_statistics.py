@@ -55,6 +55,7 @@ def everything(ids: torch.Tensor) -> list[Statistic]:
         hw.Received(),
         hw.OffsetHistogram(5, ahead=True),
         hw.Similarity(),
+        hw.Norms(),
     ]
 
 

@@ -1,13 +1,14 @@
-"""Write docs/statistics.md's costs and pictures and docs/entropy-floor.md from runs on record."""
+"""Write docs/statistics.md's costs and pictures, docs/entropy-floor.md and docs/logit-growth.md
+from runs on record."""
 
 import argparse
 from pathlib import Path
 
 import torch
-from examples import entropy_floor
+from examples import entropy_floor, logit_growth
 
 from ..claims import runs
-from . import costs, floor, pictures
+from . import costs, floor, growth, pictures
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -21,7 +22,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--look", action="store_true", help="first look at the built-in model anew")
     parser.add_argument("--floor", action="store_true", help="first train anew, about ten minutes")
-    parser.add_argument("--toy", action="store_true", help="with --floor: seconds, for a trial")
+    parser.add_argument("--growth", action="store_true", help="first train anew, half an hour")
+    parser.add_argument(
+        "--toy", action="store_true", help="with --floor or --growth: seconds, for a trial"
+    )
     parser.add_argument(
         "--results", type=Path, default=runs.RESULTS, help="where the runs are kept"
     )
@@ -35,6 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.floor:
         settings = floor.toy() if chosen.toy else entropy_floor.Settings()
         print("kept in", floor.write(settings, floor.measure(settings), chosen.results))
+    if chosen.growth:
+        usual = growth.toy() if chosen.toy else logit_growth.Settings()
+        print("kept in", growth.write(usual, growth.measure(usual), chosen.results))
     for path in write(chosen.results, chosen.docs):
         print("written:", path)
 
@@ -44,6 +51,7 @@ def render(results: Path = runs.RESULTS, docs: Path = DOCS) -> dict[str, str]:
     found = {
         costs.PAGE: costs.fill((docs / costs.PAGE).read_text("utf-8"), costs.read(results)),
         **floor.render(floor.read(results)),
+        **growth.render(growth.read(results)),
     }
     drawn = pictures.render(pictures.read(results))
     return found | {costs.picture(name): svg for name, svg in drawn.items()}

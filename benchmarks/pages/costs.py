@@ -57,6 +57,7 @@ PER_KEY_AND_HEAD = (
     _line("`Map(64)`<br>(picture: 16)", "Map(64)", "map"),
     _line("`OffsetHistogram()`<br>(picture: 8 bins)", "OffsetHistogram", "offsets"),
     _line("`Similarity(64)`", "Similarity, 64 queries", "similarity"),
+    _line("`Norms()`", "Norms", "norms"),
 )
 TOGETHER = {
     "LSE, first, previous and self mass": "LSE, masses",
@@ -65,7 +66,7 @@ TOGETHER = {
     "… on 64 drawn queries": "64 drawn queries of those",
     "… from materialised weights": "those from materialised weights",
     "… by a second pass in blocks, as one would write it": "those by two passes",
-    "every statistic above but `Sink()`, in one call": "the full set",
+    "every statistic above but `Sink()` and `Norms()`, in one call": "the full set",
     "FlexAttention, compiled: the output alone": "FlexAttention",
     "FlexAttention with distance": "FlexAttention, distance",
     "FlexAttention with `Map(64)`": "FlexAttention, Map(64)",

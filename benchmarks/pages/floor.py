@@ -30,10 +30,12 @@ SNIPPET = """
 ```python
 >>> import torch, headwise as hw
 >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
->>> with hw.watch(layer, hw.Entropy(), gradients=True) as seen:
+>>> floor = hw.EntropyFloor(layer, floor=0.5, strength=1.0)
+>>> with floor:                                              # around each forward pass
 ...     loss = layer(x, mask=hw.Causal()).square().mean()
->>> entropies = [seen[name]["entropy"].mean((0, 2)) for name in seen.modules]   # of each head
->>> (loss + sum(torch.relu(2.0 - one).sum() for one in entropies)).backward()
+>>> (loss + floor.loss).backward()
+>>> floor.entropies[""].shape                                # by module, of each head
+torch.Size([3])
 
 ```
 """.strip()
@@ -43,10 +45,11 @@ def measure(settings: example.Settings) -> dict[str, Any]:
     """The example's runs, and what the floor adds to the time of a step."""
     config = settings.config
     run = Run(config)
+    held = hw.EntropyFloor(run.model, settings.floor, settings.strength)
     taken = timing.interleaved(
         {
-            "plain": lambda: example.step(run, None, settings.strength),
-            "floor": lambda: example.step(run, settings.floor, settings.strength),
+            "plain": lambda: example.step(run, None),
+            "floor": lambda: example.step(run, held),
         },
         rounds=21,
     )
@@ -143,7 +146,8 @@ def _page(run: dict[str, Any]) -> str:
             entropy is near 0, and so is the gradient of its softmax (Zhai et al. 2023, who bound
             the scores to prevent it). Entropy is differentiable here, so that it can stand in the
             loss itself: `strength · Σ_h relu(floor − H_h)`, with H_h the mean entropy of head h
-            over the batch in nats. Heads above the floor are left alone."""
+            over the batch in nats. Heads above the floor are left alone. `hw.EntropyFloor` is that
+            term."""
         ),
         SNIPPET,
         "## What was run",

@@ -38,6 +38,7 @@ STRIPS: dict[str, dict[str, str]] = {
     "output_norm": {"output_norm": "length", "contribution": "length"},
     "received": {"received": "queries"},
 }
+BARS = {"max_logit": ("max_logit",), "norms": ("query_norm", "key_norm")}
 MOST = {"received": 6.0}
 
 
@@ -52,22 +53,11 @@ def measure(ids: list[int]) -> dict[str, Any]:
     model = load(builtin())[0]
     text = torch.tensor([ids])
     statistics = (
-        hw.LSE(),
-        hw.Entropy(),
-        hw.MaxLogit(),
-        hw.Distance(spread=True),
-        hw.OutputNorm(),
-        hw.Mass(hw.First()),
-        hw.Mass(hw.Previous()),
-        hw.Mass(hw.Self()),
-        hw.Mass(hw.SameToken(text)),
-        hw.Mass(hw.Induction(text)),
-        hw.Mass(hw.Window(NEAR), name="near"),
-        hw.Received(),
-        hw.TopKeys(3),
-        hw.Map(BLOCKS),
-        hw.OffsetHistogram(BINS),
-        hw.Similarity(),
+        *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Distance(spread=True), hw.OutputNorm()),
+        *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())),
+        *(hw.Mass(hw.SameToken(text)), hw.Mass(hw.Induction(text))),
+        *(hw.Mass(hw.Window(NEAR), name="near"), hw.Received(), hw.TopKeys(3)),
+        *(hw.Map(BLOCKS), hw.OffsetHistogram(BINS), hw.Similarity(), hw.Norms()),
     )
     with torch.no_grad(), hw.watch(model, *statistics) as seen:
         model(text)
@@ -78,12 +68,15 @@ def measure(ids: list[int]) -> dict[str, Any]:
         "layers": [[f"{n}.{h}" for h in range(model.config.n_head)] for n in range(len(readings))],
         "shades": {name: _shaded(name, readings, unit) for name, unit in units.items()}
         | {"offsets": _shaded("offsets", readings), "map": _shaded("map", readings)},
-        "max_logit": timing.rounded(
-            [head for one in readings for head in one["max_logit"].values[0].tolist()], 3
-        ),
+        **{name: _by_head(name, readings) for group in BARS.values() for name in group},
         "similarity": [timing.rounded(one["similarity"].values[0].tolist(), 2) for one in readings],
         "top": [_surest(one) for one in readings],
     }
+
+
+def _by_head(name: str, readings: list[Any]) -> list[float]:
+    """A figure of every head, of which there is one number each."""
+    return timing.rounded([h for one in readings for h in one[name].values[0].tolist()], 3)
 
 
 def _shaded(name: str, readings: list[Any], unit: str = "") -> dict[str, Any]:
@@ -126,8 +119,8 @@ def read(folder: Path = runs.RESULTS) -> dict[str, Any]:
 def render(found: dict[str, Any]) -> dict[str, str]:
     """The pictures: names of statistics and SVG."""
     drawn = {name: _strips(found, group) for name, group in STRIPS.items()}
+    drawn |= {name: _bars(found, group) for name, group in BARS.items()}
     drawn |= {
-        "max_logit": _bars(found),
         "top_keys": _top_keys(found),
         "map": _maps(found),
         "offsets": _offsets(found),
@@ -226,16 +219,18 @@ def _stroke(picture: Picture, paths: Sequence[str], level: int | None, width: fl
     picture.parts.append(f'<path d="{"".join(paths)}" stroke={colour} stroke-width="{width:g}"/>')
 
 
-def _bars(found: dict[str, Any]) -> str:
-    """The largest logit of each head, a bar each."""
-    values = found["max_logit"]
-    picture = Picture(LEFT + CELL * TOKENS + 8, 30 + _height(found))
-    picture.text(LEFT, 16, "max_logit", bold=True)
-    _heads(picture, found, 24)
-    for value, top in zip(values, _tops(found, 24), strict=True):
-        length = 430 * max(value, 0.0) / max(*values, 1e-9)
-        picture.box(LEFT, top + 1, length, ROW - 2, COLOURS[0])
-        picture.text(LEFT + length + 4, top + ROW - 1, f"{value:.1f}", size=8)
+def _bars(found: dict[str, Any], names: Sequence[str]) -> str:
+    """Figures of which each head has one number, a bar each."""
+    tall = 30 + _height(found)
+    picture = Picture(LEFT + CELL * TOKENS + 8, tall * len(names))
+    for number, name in enumerate(names):
+        values, upper = found[name], tall * number
+        picture.text(LEFT, upper + 16, name, bold=True)
+        _heads(picture, found, upper + 24)
+        for value, top in zip(values, _tops(found, upper + 24), strict=True):
+            length = 430 * max(value, 0.0) / max(*values, 1e-9)
+            picture.box(LEFT, top + 1, length, ROW - 2, COLOURS[0])
+            picture.text(LEFT + length + 4, top + ROW - 1, f"{value:.1f}", size=8)
     return picture.svg()
 
 

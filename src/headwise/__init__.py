@@ -26,9 +26,20 @@ from .stats.base import Statistic
 from .stats.needs import RowSum
 from .stats.observe import Explanation, Seen, explain, observe
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
-from .stats.per_head import Map, MaxLogit, OffsetHistogram, Received, Similarity
+from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
+from .telemetry import (
+    Alarm,
+    History,
+    LightningMonitor,
+    Monitor,
+    MonitorCallback,
+    Rule,
+    StopTraining,
+)
+from .telemetry.clip import qk_clip_
+from .telemetry.floor import EntropyFloor
 from .weights.convert import convert
 from .weights.detect import detect_layout
 
@@ -37,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LSE",
     "ALiBi",
+    "Alarm",
     "At",
     "Bias",
     "Causal",
@@ -44,19 +56,25 @@ __all__ = [
     "Distance",
     "Documents",
     "Entropy",
+    "EntropyFloor",
     "Explanation",
     "First",
     "HeadEffects",
     "HeadName",
     "HeadOutputs",
+    "History",
     "Induction",
     "KVCache",
     "Label",
+    "LightningMonitor",
     "Map",
     "Mask",
     "Mass",
     "MaxLogit",
+    "Monitor",
+    "MonitorCallback",
     "MultiHeadAttention",
+    "Norms",
     "OffsetHistogram",
     "OutputNorm",
     "Padding",
@@ -66,6 +84,7 @@ __all__ = [
     "Received",
     "RoPE",
     "RowSum",
+    "Rule",
     "Running",
     "SameToken",
     "Seen",
@@ -73,6 +92,7 @@ __all__ = [
     "Similarity",
     "Sink",
     "Statistic",
+    "StopTraining",
     "TopKeys",
     "Verdict",
     "Watched",
@@ -93,5 +113,6 @@ __all__ = [
     "name_heads",
     "naming_statistics",
     "observe",
+    "qk_clip_",
     "watch",
 ]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..stats.accumulate import Running
-from ..stats.observe import table_rows
-from ..stats.results import Reading
+from ..stats.results import Reading, Sums, table_rows
 from .io import read_tree, write_tree
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Watched:
             KeyError: a name that is no watched module; the message lists those that are.
             ValueError: nothing was seen; the message says why.
         """
-        self._must_not_be_empty()
+        self.must_not_be_empty()
         if module not in self._modules:
             why = self.left_out.get(module)
             there = f"there are: {', '.join(self._modules)}"
@@ -114,8 +113,9 @@ class Watched:
 
         `queries` is how many queries were looked at, of `of_queries` that there are, over calls and
         batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
-        maximum; `<name>_coverage` is the share of queries that had a target; `<name>_se` the
-        standard error where queries were drawn by chance.
+        maximum (`max_logit_sampled` that of some queries, below the true one); `<name>_coverage` is
+        the share of queries that had a target; `<name>_se` the standard error where queries were
+        drawn by chance, and no mean of all was at hand (`Seen.table`).
 
         Args:
             texts: every batch row of every call is a text of its own, and `<name>_se` is the
@@ -125,7 +125,7 @@ class Watched:
         Raises:
             ValueError: nothing was seen; the message says why.
         """
-        self._must_not_be_empty()
+        self.must_not_be_empty()
         return [row for module in self._modules.values() for row in module.table(texts)]
 
     def to_pandas(self, texts: bool = False) -> DataFrame:
@@ -176,7 +176,8 @@ class Watched:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_why": _not_called}  # why may hold on to the whole model
 
-    def _must_not_be_empty(self) -> None:
+    def must_not_be_empty(self) -> None:
+        """Raise ValueError, which says why, where nothing was seen."""
         if not self._modules:
             raise ValueError(f"no attention was seen: {self._why()}")
 
@@ -246,9 +247,7 @@ class WatchedModule:
             KeyError: nothing of that name was observed.
             ValueError: calls of different shapes, which `calls` holds one by one.
         """
-        if statistic not in self.statistics:
-            known = ", ".join(self.statistics) or "nothing"
-            raise KeyError(f"{statistic!r} was not observed in {self.name!r}; there are: {known}")
+        self._must_have(statistic)
         if self.running is not None:
             return self.running[statistic]
         values = [call[statistic].values for call in self.calls]
@@ -259,6 +258,22 @@ class WatchedModule:
                 f"tensor ({shapes}); take calls[n][{statistic!r}].values"
             )
         return values[0] if len(values) == 1 else torch.cat(values)
+
+    def _must_have(self, statistic: str) -> None:
+        if statistic not in self.statistics:
+            known = ", ".join(self.statistics) or "nothing"
+            raise KeyError(f"{statistic!r} was not observed in {self.name!r}; there are: {known}")
+
+    def sampled(self, statistic: str) -> bool:
+        """Whether the maximum of a statistic is that of some queries: a lower bound.
+
+        Raises:
+            KeyError: nothing of that name was observed.
+        """
+        if self.running is not None:
+            return self.running.sampled(statistic)
+        self._must_have(statistic)
+        return any(call[statistic].largest and call[statistic].sampled for call in self.calls)
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
         """A row per head."""
@@ -275,7 +290,9 @@ class WatchedModule:
 
     def state(self) -> dict[str, Any]:
         """All of it as plain values and tensors."""
-        calls = [{name: vars(reading) for name, reading in call.items()} for call in self.calls]
+        calls = [
+            {name: _state_of(reading) for name, reading in call.items()} for call in self.calls
+        ]
         running = None if self.running is None else self.running.state()
         return {
             "name": self.name,
@@ -295,7 +312,7 @@ class WatchedModule:
         """
         made = cls(state["name"])
         for call in state["calls"]:
-            readings = {name: Reading(**reading) for name, reading in call.items()}
+            readings = {name: _reading_of(saved) for name, saved in call.items()}
             for reading in readings.values():
                 _check_reading(reading, state["heads"])
             made.add(readings, state["heads"])
@@ -308,6 +325,17 @@ class WatchedModule:
                 raise ValueError(f"figures of other heads than {made.heads}")
             made.running.table(texts=True)  # raises where its parts do not fit each other
         return made
+
+
+def _state_of(reading: Reading) -> dict[str, Any]:
+    """A reading as plain values and tensors."""
+    return vars(reading) | {"whole": None if reading.whole is None else vars(reading.whole)}
+
+
+def _reading_of(state: dict[str, Any]) -> Reading:
+    """What `_state_of()` gave; older files lack some of it."""
+    whole = state.get("whole")
+    return Reading(**state | {"whole": None if whole is None else Sums(**whole)})
 
 
 def _check_reading(reading: Reading, heads: int) -> None:
@@ -326,6 +354,13 @@ def _check_reading(reading: Reading, heads: int) -> None:
         reading.over.expand(reading.values.shape)
     if reading.error is not None and reading.error.shape != (heads,):
         raise ValueError(f"errors of other heads than {heads}")
+    if reading.weights is not None:
+        reading.weights.expand(reading.values.shape[:3])
+    if reading.whole is not None:
+        for name, sums in vars(reading.whole).items():
+            per_head = name in ("squares", "largest")
+            if sums is not None and sums.shape != reading.values.shape[per_head:2]:
+                raise ValueError(f"sums of other heads than {heads}")
 
 
 _COUNTS = ("queries", "of_queries")

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..backends.blocked import blocks
 from ..core.index import grid, lookup
 from ..core.mask_algebra import And, Interval, Mask
 from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Window
 from ..core.shapes import Extent
+from ..stats.view import keys_in_sight
 from .contents import Copy, once
 
 FORBIDDEN = -9e3
@@ -270,23 +270,7 @@ def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
 
 def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
     """The keys that some query of some head may attend to."""
-    found = None if mask.biased else mask.key_ranges(extent, device)
-    if found is not None:
-        low, high = (edge[:, 0] for edge in found)
-        edges = low.new_zeros(len(low), extent.keys + 1)
-        edges.scatter_add_(1, low, torch.ones_like(low)).scatter_add_(
-            1, high, -torch.ones_like(low)
-        )
-        return edges.cumsum(1)[:, :-1] > 0
-    i, j = grid(extent, device)
-    seen = torch.zeros(1, extent.keys, dtype=torch.bool, device=device)
-    for block in blocks(mask, extent, device):
-        allowed = mask.allowed(i[block.rows], j, extent)
-        if allowed is None:
-            return torch.ones_like(seen)
-        allowed = allowed[(None,) * (4 - allowed.dim())]
-        seen = seen | allowed.any(1).any(1)
-    return seen
+    return keys_in_sight(mask, extent, device).any(1)
 
 
 Found = TypeVar("Found")

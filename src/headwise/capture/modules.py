@@ -53,13 +53,22 @@ class Forward:
         return not self.module._modules
 
 
+def refuse_thread(model: nn.Module) -> None:
+    """Raise RuntimeError: the model starts in a thread that is not watched."""
+    raise RuntimeError(
+        f"{type(model).__name__}(…): this model is watched in another thread than the one that "
+        f"calls it; enter headwise.watch() in the thread that calls."
+    )
+
+
 class Names:
     """Follows which modules of a model are running, innermost last.
 
     Global hooks do it, so that nothing is attached to the model: hooks of a module's own would
     switch off PyTorch's fused encoder layers and travel with copies. `begin` is called whenever
     the outermost module starts, `end` with every forward that has ended and what it gave;
-    `watching` says of another thread whether it works for this one.
+    `watching` says of another thread whether it works for this one; if not, `elsewhere` is called
+    when the model starts in it.
     """
 
     def __init__(
@@ -68,12 +77,14 @@ class Names:
         begin: Callable[[], None] = lambda: None,
         end: Callable[[Forward, Any], None] = lambda forward, output: None,
         watching: Callable[[], bool] = lambda: False,
+        elsewhere: Callable[[nn.Module], None] = refuse_thread,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []
         self.calls = 0
         self.left_out: dict[str, str] = {}
         self._begin, self._end, self._watching = begin, end, watching
+        self._in_other_thread = elsewhere
         self._names = {id(module): name for name, module in model.named_modules()}
         self._threads = {threading.get_ident()}
         self._mark, self._task = object(), _task()
@@ -130,10 +141,7 @@ class Names:
             return
         if not self._here():
             if module is self.model:
-                raise RuntimeError(
-                    f"{type(module).__name__}(…): this model is watched in another thread than the "
-                    f"one that calls it; enter headwise.watch() in the thread that calls."
-                )
+                self._in_other_thread(module)
             return
         if self._of_another_task():
             self._elsewhere = True

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
-from .modules import Forward, Names, and_more
+from .modules import Forward, Names, and_more, refuse_thread
 from .parts import Settled, Waiting, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
 
@@ -36,7 +36,7 @@ class Net:
     """Who is running, how a call is told, and what is remembered between the steps of one.
 
     `roads` are the functions that are known to attend, or to be a step of it; those of `always`
-    are noticed also while no module runs.
+    are noticed also while no module runs. `begin` and `elsewhere` are those of `catch()`.
     """
 
     def __init__(
@@ -45,8 +45,11 @@ class Net:
         listener: Listener,
         roads: Mapping[Any, Road],
         always: Mapping[Any, Road],
+        begin: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[nn.Module], None] = refuse_thread,
     ) -> None:
-        self.names = Names(model, self._begin, self._end, self._watching)
+        self.names = Names(model, self._begin, self._end, self._watching, elsewhere)
+        self.begin = begin
         self.listener = listener
         self.roads, self.always = roads, always
         self.masks = MaskMemo()
@@ -59,6 +62,7 @@ class Net:
         """The model is called anew."""
         self.masks.clear()
         self.contexts.clear()
+        self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
         """A module has given its output, which tells of the calls that it made."""

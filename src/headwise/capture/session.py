@@ -20,16 +20,23 @@ from .adapters.varlen import functions as varlen_attention
 from .backward import functions as backward_passes
 from .call import Listener
 from .heads import functions as projections
+from .modules import refuse_thread
 from .net import Functions, Net
 from .patches import Replaced
 from .private_torch import modes, replace
 
 
 @contextmanager
-def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
+def catch(
+    model: nn.Module,
+    listener: Listener,
+    begin: Callable[[], None] = lambda: None,
+    elsewhere: Callable[[nn.Module], None] = refuse_thread,
+) -> Iterator[Net]:
     """Tell `listener` of every attention call that `model` makes in this thread.
 
-    Everything is restored on exit, also after an exception.
+    `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
+    another thread. Everything is restored on exit, also after an exception.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled.
@@ -37,7 +44,7 @@ def catch(model: nn.Module, listener: Listener) -> Iterator[Net]:
     refuse_compiled(model)
     always = backward_passes()
     roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
-    net = Net(model, listener, roads | varlen_attention(), always)
+    net = Net(model, listener, roads | varlen_attention(), always, begin, elsewhere)
     with ExitStack() as stack:
         stack.enter_context(net.names.following())
         stack.enter_context(own_layers(net))

@@ -29,7 +29,7 @@ class Definition:
     `logits` are the scores that enter the softmax, −inf where not allowed; `weights` the
     probabilities before dropout, 0 in rows that may attend to nothing, whose `lse` is −inf. With
     learned sinks, `lse` has the sink's logit in it and a row of `weights` sums to less than 1:
-    the rest is `sink`.
+    the rest is `sink`. `q` and `k` are those that were given.
     """
 
     out: Float[Tensor, "B H T Dv"]
@@ -38,6 +38,8 @@ class Definition:
     lse: Float[Tensor, "B H T"]
     allowed: Bool[Tensor, "B H T S"]
     extent: Extent
+    q: Float[Tensor, "B H T D"]
+    k: Float[Tensor, "B G S D"]
     sink: Float[Tensor, "B H T"] | None = None
 
 
@@ -123,7 +125,7 @@ def rows(
     kept = torch.dropout(weights, dropout, train=True) if dropout else weights
     values = v.to(dtype).repeat_interleave(extent.group, dim=1)
     out = (kept @ values).to(v.dtype)
-    return Definition(out, weights, logits, lse, allowed, extent, sink)
+    return Definition(out, weights, logits, lse, allowed, extent, q, k, sink)
 
 
 def logits_of(

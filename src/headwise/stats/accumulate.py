@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .observe import Seen, figure_rows
-from .results import Figure, Reading, Texts, summed, sums_of_texts
+from .observe import Seen
+from .results import Figure, Reading, Texts, figure_rows, known, summed
 
 _T = TypeVar("_T")
 
@@ -108,6 +108,14 @@ class Running:
     def maximum(self, name: str) -> Tensor:
         """The largest value of a per-query statistic: `[H]`, −inf where there was none."""
         return self._of_queries(name).maximum
+
+    def sampled(self, name: str) -> bool:
+        """Whether a maximum is that of some of the queries of a call: a lower bound.
+
+        Raises:
+            KeyError: as `running[name]`.
+        """
+        return getattr(self._part(name), "sampled", False)
 
     def table(self, texts: bool = False) -> list[dict[str, float | int]]:
         """A row per head, with the columns of `Seen.table()`, over all calls.
@@ -271,7 +279,7 @@ class _OfQueries(_Part):
     errors: Tensor
     texts: Texts
     covered: bool = True
-    drawn: bool = True
+    drawn: bool = False
 
     @classmethod
     def start(cls, name: str, like: Tensor) -> _OfQueries:
@@ -282,23 +290,16 @@ class _OfQueries(_Part):
         return cls(name, zero, zero, zero, lowest, zero, zero, Texts.about(centre))
 
     def add(self, reading: Reading, first: int) -> None:
-        assert reading.rows is not None
-        values = reading.values.detach().double()
-        rows = reading.rows.expand(values.shape)
-        totals, counts = sums_of_texts(reading)
-        count = counts.sum(0)
-        mean = totals.sum(0) / count.clamp(min=1)
-        squares = summed(torch.where(rows, (values - mean[:, None]).square(), 0.0), (0, 2))
-        self._join(count, mean, squares)
-        self.texts = self.texts.joined(totals, counts)
-        if values.numel():
-            largest = values.masked_fill(~rows, -torch.inf).amax((0, 2))
-            self.maximum = torch.maximum(self.maximum, largest)
-        self.covered &= reading.among is not None
-        if reading.among is not None:
-            self.among = self.among + summed(reading.among.expand(values.shape), (0, 2))
-        self.drawn &= reading.error is not None
+        sums = reading.sums
+        count = sums.count.sum(0)
+        self._join(count, sums.mean, sums.squares)
+        self.texts = self.texts.joined(sums.total, sums.count)
+        self.maximum = torch.maximum(self.maximum, sums.largest)
+        self.covered &= sums.among is not None
+        if sums.among is not None:
+            self.among = self.among + sums.among.sum(0)
         if reading.error is not None:
+            self.drawn = True
             self.errors = self.errors + (count * reading.error).square()
 
     def merge(self, other: _OfQueries) -> None:
@@ -306,7 +307,7 @@ class _OfQueries(_Part):
         self.texts = self.texts + other.texts
         self.maximum = torch.maximum(self.maximum, other.maximum)
         self.among, self.errors = self.among + other.among, self.errors + other.errors
-        self.covered, self.drawn = self.covered & other.covered, self.drawn & other.drawn
+        self.covered, self.drawn = self.covered & other.covered, self.drawn | other.drawn
 
     def _join(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         apart, total = mean - self.mean, self.count + count
@@ -328,7 +329,7 @@ class _OfQueries(_Part):
         if texts:
             return Figure(self.mean, coverage, self.texts.error(self.mean))
         error = self.errors.sqrt() / self.count.clamp(min=1) if self.drawn else None
-        return Figure(self.mean, coverage, error)
+        return Figure(self.mean, coverage, known(error))
 
 
 @dataclass(eq=False)
@@ -347,7 +348,8 @@ class _OfHeads(_Part):
     def add(self, reading: Reading, first: int) -> None:
         self.count = self.count + len(reading.values)
         self.total = self.total + summed(reading.values, 0)
-        self.texts = self.texts.joined(*sums_of_texts(reading))
+        sums = reading.sums
+        self.texts = self.texts.joined(sums.total, sums.count)
 
     def merge(self, other: _OfHeads) -> None:
         self.count, self.total = self.count + other.count, self.total + other.total
@@ -366,6 +368,7 @@ class _Largest(_Part):
     """The maximum over batch rows and calls of one number per head."""
 
     largest: Tensor
+    sampled: bool = False
 
     @classmethod
     def start(cls, name: str, like: Tensor) -> _Largest:
@@ -373,6 +376,7 @@ class _Largest(_Part):
 
     def add(self, reading: Reading, first: int) -> None:
         self.count = self.count + len(reading.values)
+        self.sampled |= reading.sampled
         if len(reading.values):
             largest = reading.values.detach().double().amax(0)
             self.largest = torch.maximum(self.largest, largest)
@@ -380,13 +384,14 @@ class _Largest(_Part):
     def merge(self, other: _Largest) -> None:
         self.count = self.count + other.count
         self.largest = torch.maximum(self.largest, other.largest)
+        self.sampled |= other.sampled
 
     @property
     def value(self) -> Tensor:
         return self.largest
 
     def figure(self, texts: bool) -> Figure:
-        return Figure(self.largest)
+        return Figure(self.largest, sampled=self.sampled)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ Each is done once, when it is first asked for. Nothing here holds the T×T matri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..backends import Backend, Call, Figures, OnePass, choose
+from ..core.call import check_scores
 from . import identities
 from .lazy import Lazy
+from .sampling import ALL_FROM
 from .score_sweep import Accumulator, sweep, tiles, whole_rows
 from .scores import RowBlock, RowFigures, Scores, near
 from .view import View
@@ -44,6 +47,7 @@ class Engine:
         keeps_graph: whether autograd will come back for the call.
         rows: the queries to look at; all, if that is `None`.
         gradients: whether figures keep a graph, where the call does.
+        drawn: of queries that were drawn, how many each stands for.
         output: whether the call is made with its output.
         made: that output, where somebody else has made it.
         projection: weight of the output projection.
@@ -55,6 +59,8 @@ class Engine:
     """Needs that a pass over the scores answers."""
     positions_too: bool = False
     """Whether positions are read by the same extra call as entropy."""
+    every: Engine | None = None
+    """The same call at all queries, of which some are drawn, where their log-sum-exp is at hand."""
 
     def __init__(
         self,
@@ -63,13 +69,14 @@ class Engine:
         keeps_graph: bool,
         *,
         rows: Int[Tensor, " n"] | None = None,
+        drawn: Float[Tensor, " n"] | None = None,
         gradients: bool = True,
         output: bool = True,
         made: Float[Tensor, "B H T Dv"] | None = None,
         projection: Float[Tensor, "O HDv"] | None = None,
     ) -> None:
         self.keeps_graph = keeps_graph
-        self.view = View(asked, rows, gradients and keeps_graph)
+        self.view = View(asked, rows, gradients and keeps_graph, drawn)
         self.chosen, self.output = chosen, output
         self.made, self.projection = made, projection
         self._backend: Backend | None = None
@@ -77,6 +84,7 @@ class Engine:
         self._keys_seen: tuple[Tensor, Tensor] | None = None
         self._reduced: dict[Reducer, Any] = {}
         self.given: Figures | None = None
+        self.whole_out: Tensor | None = None
 
     # ── the call itself ─────────────────────────────────────────────────────────────────────────
 
@@ -84,7 +92,9 @@ class Engine:
         """Make the call: its output, log-sum-exp and fields; `None` if it has no output."""
         asked, chosen, view = self.view.asked, self.chosen, self.view
         if not self.output:
-            if isinstance(self.backend, OnePass):
+            if self.every is not None and self.every.given is not None and not view.gradients:
+                self.given = self.every.given.map(view.of)
+            elif isinstance(self.backend, OnePass):
                 call = view.call.with_(sinks=view.sinks)
                 self.given = self.backend.figures(call, self.fields)
             return None
@@ -96,7 +106,33 @@ class Engine:
         self.given = whole if as_is else whole.map(view.of)
         assert self.given.lse is not None
         self.lse = self.given.lse  # type: ignore[misc]  # in place of the lazy one
+        if view.drawn is not None:
+            self.every = self._at_every_query(whole.map(Tensor.detach))
         return whole
+
+    def look_at_every_query(self) -> None:
+        """Take the log-sum-exp of all queries, of which some are drawn, and fields with it."""
+        with torch.no_grad():
+            every = self._at_every_query(None)
+            if isinstance(every.backend, OnePass):
+                every.run()
+            else:
+                tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
+                call = self.view.asked.with_(**tensors, dropout=0.0)
+                every.lse = every.chosen.run(call)[1]  # type: ignore[misc]
+            if not bool(every.lse.isnan().any()):
+                self.every = every
+
+    def _at_every_query(self, given: Figures | None) -> Engine:
+        """The same call at all queries without gradients, of which so much is known."""
+        every = Engine(self.view.asked, self.chosen, False, gradients=False, output=False)
+        every.fields, every.given = self.fields, given
+        return every
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few queries in all that one pass over all of them costs little."""
+        return self.view.whole.queries <= ALL_FROM * self.view.extent.queries
 
     def field(self, name: str) -> Float[Tensor, "B H n"]:
         """A figure of the kernel's own pass."""
@@ -128,6 +164,21 @@ class Engine:
                 chosen = choose(view.call)
             self._backend = chosen
         return self._backend
+
+    @Lazy
+    def lse_of_call(self) -> Float[Tensor, "B H _"]:
+        """Make the call: its log-sum-exp, of all queries where it has an output.
+
+        Raises:
+            ValueError: scores of finite q and k are no finite numbers.
+        """
+        view, whole = self.view, self.run()
+        with nullcontext() if view.gradients else torch.no_grad():
+            lse = self.lse if whole is None else whole.lse
+            assert lse is not None
+            check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+            self.whole_out = None if whole is None else whole.out
+            return lse if view.gradients else lse.detach()
 
     @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:
@@ -242,7 +293,8 @@ class Engine:
         """Sums of P over each block of queries and of keys, by the block of each."""
         assert isinstance(self.backend, OnePass)
         call = self.view.constant.with_(sinks=self.view.sinks)
-        return self.backend.block_map(call, self.lse.detach(), of_query, of_key, blocks)
+        lse, weights = self.lse.detach(), self.view.drawn
+        return self.backend.block_map(call, lse, of_query, of_key, blocks, weights)
 
     # ── whole rows, and single scores ───────────────────────────────────────────────────────────
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..core.call import check_scores
 from ..core.shapes import Extent
 from .engine import Engine
 from .needs import Need
@@ -23,19 +22,30 @@ from .view import View
 class Pass:
     """What one execution gave. Statistics are formulas on it: `found[need]` is a need's answer.
 
-    `out` and `lse` are those of all queries where the call was made with its output; else there is
-    no output, and the log-sum-exp is that of the queries looked at.
+    There is an output where the call was made with one.
     """
 
     view: View
     out: Float[Tensor, "B H T Dv"] | None
-    lse: Float[Tensor, "B H _"]
     answers: Mapping[Need, Any]
-    of_rows: Float[Tensor, "B H n"]
-    """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+    engine: Engine = field(repr=False)
+    every: Pass | None = None
+    """Of drawn queries, the same of all, with the needs whose figures of all are at hand."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
+
+    @property
+    def lse(self) -> Float[Tensor, "B H _"]:
+        """The log-sum-exp of all queries where the call was made with its output, else of those
+        looked at; worked out now, if nothing needed it."""
+        return self.engine.lse_of_call
+
+    @property
+    def of_rows(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+        _ = self.engine.lse_of_call  # from the call itself, where that gives it
+        return self.engine.lse
 
     @property
     def extent(self) -> Extent:
@@ -60,15 +70,29 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
     """
     view = engine.view
+    few = engine.few and view.drawn is not None
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
-    whole = engine.run()
+    if few and not engine.output and plan.masses and not torch.compiler.is_compiling():
+        engine.look_at_every_query()
+    if engine.output or any(need.scores for need in plan.routes):
+        _ = engine.lse_of_call
     with nullcontext() if view.gradients else torch.no_grad():
-        lse = engine.lse if whole is None else whole.lse
-        assert lse is not None
-        check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
-        out = None if whole is None else whole.out
-        return Pass(view, out, lse if view.gradients else lse.detach(), answers, engine.lse)
+        every = _of_every_query(plan, engine.every, few)
+        return Pass(view, engine.whole_out, answers, engine, every)
+
+
+def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
+    """The figures of all queries, where they cost next to nothing."""
+    if every is None:
+        return None
+    with torch.no_grad():
+        answers = {
+            need: need.answer(route, every)
+            for need, route in plan.routes.items()
+            if need.at_hand(route, every, few)
+        }
+        return Pass(every.view, None, answers, every)

@@ -40,6 +40,7 @@ class Setting:
         behind: whether keys in sight are ranges with none ahead of their query; only looked into
             where a need asks.
         compiling: whether the call is being traced.
+        whole: whether all queries are looked at.
     """
 
     extent: Extent
@@ -52,6 +53,7 @@ class Setting:
     sinks: bool
     behind: bool
     compiling: bool
+    whole: bool
 
 
 class Need(ABC):
@@ -66,6 +68,10 @@ class Need(ABC):
     """The need whose answer serves where the route is `VIA`."""
     passes: bool = False
     """Whether a one-pass backend answers it by a pass of its own."""
+    scores: bool = True
+    """Whether it reads scores, or their log-sum-exp: else no call is made for its sake."""
+    mass: bool = False
+    """Whether it is a mass on chosen keys, of which few queries may hold most."""
 
     @abstractmethod
     def route(self, setting: Setting) -> Route:
@@ -81,6 +87,13 @@ class Need(ABC):
     @abstractmethod
     def answer(self, route: Route, engine: Engine) -> Any:
         """The figure."""
+
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+        """Whether the figure of all queries costs next to nothing, where their LSE is at hand.
+
+        They may be `few`, or have a pass behind them that gave fields too (`every.given`).
+        """
+        return route.kind == KERNEL and every.given is not None
 
 
 # ── of the call itself ──────────────────────────────────────────────────────────────────────────
@@ -99,6 +112,9 @@ class _LogSumExp(Need):
     def answer(self, route: Route, engine: Engine) -> Tensor:
         return engine.lse
 
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+        return True
+
 
 class _SinkMass(Need):
     """The mass on the learned sink, `exp(sink − lse)`; 0 in dead rows and without sinks."""
@@ -114,6 +130,9 @@ class _SinkMass(Need):
         if not engine.near:
             return engine.of_rows("sink", _sink_of)
         return torch.exp(identities.log_sink(engine.lse, engine.view.sinks))
+
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+        return every.near
 
 
 class _Output(Need):
@@ -319,10 +338,10 @@ class ReceivedFrom(Reduced):
         return Route(KERNEL_PASS if setting.kernel_pass else PASS)
 
     def _counts(self, engine: Engine) -> Tensor:
-        """What each query counts, 1 or 0."""
+        """What each query counts: 0 before the first, else 1, or as many as it stands for."""
         view = engine.view
         first = 0 if self.last is None else view.whole.queries - self.last
-        return (view.queries >= first).to(torch.float32)
+        return (view.queries >= first) * view.weights.float()
 
     def make(self, engine: Engine) -> Columns:
         return Columns(engine.view.zeros(engine.view.extent.keys), self._counts(engine))
@@ -362,6 +381,8 @@ class BlockSums(Need):
             return engine.block_map(of_query, of_key, self.blocks)
         one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(view.dtype)
         seen = torch.where(view.valid_rows[..., None], engine.mean_of(one_hot[None, None]), 0.0)
+        if view.drawn is not None:
+            seen = seen * view.weights[:, None]
         sums = view.zeros(self.blocks, self.blocks).index_add_(1, of_query, seen.flatten(0, 1))
         return view.by_head(sums)
 

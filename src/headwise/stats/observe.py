@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -20,8 +20,8 @@ from .entries import entries
 from .execute import Pass, execute
 from .needs import Need, Setting
 from .plan import Plan, plan
-from .results import VIA, Figure, Reading, summarise
-from .sampling import Sample, draw, standard_error
+from .results import VIA, Reading, of_some, table_rows
+from .sampling import draw
 from .view import View
 
 
@@ -51,9 +51,10 @@ def observe(
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
-        queries: look at so many queries, drawn one from each of as many equal stretches, or at
-            those of a list, in ascending order (`seen.queries`); default: at all. The output is
-            whole all the same.
+        queries: look at so many queries, or at those of a list, in ascending order
+            (`seen.queries`); default: at all. A number is drawn: up to four first and two last
+            ones, and one from each of as many equal stretches of the rest. The output is whole all
+            the same.
         seed: of the draw.
         output: False leaves the attention output out, for calls of which only the statistics are
             wanted; of sampled queries that costs a fraction of a call. A tensor is the output
@@ -92,7 +93,6 @@ def observe(
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    rows = None if sample is None else sample.rows
     made = output if isinstance(output, Tensor) else None
     keeps_graph = call.needs_grad
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
@@ -100,7 +100,8 @@ def observe(
             call,
             choose(call, backend, keeps_graph),
             keeps_graph,
-            rows=rows,
+            rows=None if sample is None else sample.rows,
+            drawn=None if sample is None else sample.weights,
             gradients=gradients,
             output=output is True,
             made=made,
@@ -108,8 +109,8 @@ def observe(
         )
         found = execute(_planned(engine, statistics, "observe"), engine)
         with nullcontext() if engine.view.gradients else torch.no_grad():
-            readings = Readings(found, statistics, sample)
-    return Seen(found.lse, found, readings, output=found.out if made is None else made)
+            readings = Readings(found, statistics)
+    return Seen(found, readings, output=found.out if made is None else made)
 
 
 def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
@@ -156,6 +157,7 @@ def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
         sinks=call.sinks is not None,
         behind=any(need.via is not None for need in needs) and _only_behind(view),
         compiling=torch.compiler.is_compiling(),
+        whole=view.rows is None,
     )
 
 
@@ -176,9 +178,8 @@ class Readings(Mapping[str, Reading]):
     all at once where a graph is kept, or where the mask's tensors may have changed by then.
     """
 
-    def __init__(self, found: Pass, statistics: Sequence[Statistic], sample: Sample | None) -> None:
+    def __init__(self, found: Pass, statistics: Sequence[Statistic]) -> None:
         self._found, self._statistics = found, statistics
-        self._sample = sample if sample is not None and sample.drawn else None
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner: dict[str, int] = {}
         view = found.view
@@ -196,11 +197,20 @@ class Readings(Mapping[str, Reading]):
         part = self._parts[number]
         if part is None:
             part = self._statistics[number].read(self._found)
-            if self._sample is not None:
-                sample = self._sample
-                part = {name: _with_error(reading, sample) for name, reading in part.items()}
+            if self._found.view.rows is not None:
+                every = self._of_every_query(self._statistics[number])
+                drawn = self._found.view.drawn
+                part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
             self._parts[number] = part
         return part
+
+    def _of_every_query(self, statistic: Statistic) -> dict[str, Reading]:
+        """The readings of all queries, where drawn ones are looked at and those are at hand."""
+        every, needs = self._found.every, needs_of(statistic).values()
+        if every is None or not needs or not all(need in every.answers for need in needs):
+            return {}
+        with torch.no_grad():
+            return statistic.read(every)
 
     def __getitem__(self, name: str) -> Reading:
         if name not in self._owner:  # such as the contribution, where a projection is known
@@ -213,7 +223,9 @@ class Readings(Mapping[str, Reading]):
         statistic = None if number is None else self._statistics[number]
         if name not in getattr(statistic, "as_found", ()):
             return None
-        return self._found.answers[statistic.needs[name]]  # type: ignore[union-attr]
+        need = statistic.needs[name]  # type: ignore[union-attr]
+        every = self._found.every
+        return None if every and need in every.answers else self._found.answers[need]
 
     def __iter__(self) -> Iterator[str]:
         for number in range(len(self._parts)):
@@ -223,27 +235,26 @@ class Readings(Mapping[str, Reading]):
         return sum(1 for _ in self)
 
 
-def _with_error(reading: Reading, sample: Sample) -> Reading:
-    """A reading of drawn queries, with the standard error of its means."""
-    if reading.rows is None or reading.values.dim() != 3:
-        return reading
-    rows = reading.rows.expand(reading.values.shape)
-    return replace(reading, error=standard_error(reading.values.detach(), rows, sample.of))
-
-
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
 
     `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
-    queries, n of them stand in place of T. `lse` is that of all queries where the output was
-    computed with it, else of those looked at.
+    queries, n of them stand in place of T. The first and the last of drawn queries stand for
+    themselves, the others for more (`seen.reading(name).weights`), so that a plain mean over n is
+    none over T; what is per key or head, and `table()`, weighs them. `lse` is that of all queries
+    where the output was computed with it, else of those looked at.
     """
 
-    lse: Float[Tensor, "B H _"]
     found: Pass = field(repr=False)
     readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
+
+    @property
+    def lse(self) -> Float[Tensor, "B H _"]:
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        with self._as_given():
+            return self.found.lse
 
     @property
     def out(self) -> Float[Tensor, "B H T Dv"]:
@@ -255,6 +266,12 @@ class Seen:
         if self.output is None:
             raise ValueError("seen.out: observed with output=False, so there is no output")
         return self.output
+
+    def _as_given(self) -> AbstractContextManager[object]:
+        """What is worked out later is so without autocast too."""
+        if torch._C._is_any_autocast_enabled():
+            return as_given(self.found.view.device)
+        return nullcontext()
 
     @property
     def rows(self) -> Tensor:
@@ -287,7 +304,7 @@ class Seen:
         >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
         tensor(1.)
         """
-        with torch.no_grad(), as_given(self.lse.device):
+        with torch.no_grad(), as_given(self.found.view.device):
             return entries(self.found.view, self.found.of_rows, heads, queries, keys)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -301,7 +318,9 @@ class Seen:
             KeyError: a name that was not asked for; the message lists those that were.
         """
         if name == "lse" and name not in self.readings:
-            return Reading(self.found.of_rows, self.rows)
+            with self._as_given():
+                some = self.found.view.rows is not None
+                return Reading(self.found.of_rows, self.rows, sampled=some)
         if name not in self.readings:
             known = ", ".join(["lse", *self.readings])
             raise KeyError(f"{name!r} was not observed; there are: {known}")
@@ -315,40 +334,16 @@ class Seen:
     def table(self) -> list[dict[str, float | int]]:
         """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
 
-        Where queries were drawn, `<name>_se` is the standard error of that mean. A mass whose
-        pattern has no target on some rows is averaged over the others, and `<name>_coverage` is
-        their share.
+        Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
+        of the kernel's own pass, of masses on single keys beside the log-sum-exp of all queries,
+        and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
+        the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
+        may be higher. A mass whose pattern has no target on some rows is averaged over the others,
+        and `<name>_coverage` is their share.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
-
-
-def table_rows(
-    readings: dict[str, list[Reading]], heads: int, texts: bool = False
-) -> list[dict[str, float]]:
-    """The figures of each head over calls; statistics that are maps are left out.
-
-    With `texts`, standard errors are those over texts, each a batch row of a call.
-    """
-    return figure_rows({name: summarise(calls, texts) for name, calls in readings.items()}, heads)
-
-
-def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
-    """A row per head, with a column per figure, its standard error and its coverage."""
-    rows: list[dict[str, float]] = [{} for _ in range(heads)]
-    for name, figure in figures.items():
-        if figure is None:
-            continue
-        for row, mean in zip(rows, figure.mean.tolist(), strict=True):
-            row[name] = mean
-        if figure.error is not None:
-            for row, error in zip(rows, figure.error.tolist(), strict=True):
-                row[f"{name}_se"] = error
-        if figure.coverage is not None:
-            for row, share in zip(rows, figure.coverage.tolist(), strict=True):
-                row[f"{name}_coverage"] = share
-    return rows
 
 
 @dataclass(frozen=True)
@@ -426,12 +421,10 @@ def explain(
     )
     chosen, choices = choose(call, backend), tuple(consider(call))
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    rows = None if sample is None else sample.rows
     engine = Engine(
-        call,
-        chosen,
-        call.needs_grad,
-        rows=rows,
+        *(call, chosen, call.needs_grad),
+        rows=None if sample is None else sample.rows,
+        drawn=None if sample is None else sample.weights,
         gradients=gradients,
         output=output,
         projection=projection,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -58,6 +58,7 @@ class MassOn(Need):
 
     keys: Pattern | Mask
     name: str
+    mass: ClassVar[bool] = True
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
@@ -73,6 +74,13 @@ class MassOn(Need):
             return route
         assert isinstance(self.keys, Pattern)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
+
+    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+        if route.kind == KERNEL:
+            return every.given is not None
+        if few or not isinstance(self.keys, Pattern) or not every.near:
+            return few
+        return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
     def prepare(self, route: Route, engine: Engine) -> None:
         """Nobody who compiles knows whether the log-sum-exp serves: one pass gives all masses."""

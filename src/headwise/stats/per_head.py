@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..core.numbers import real, said
 from ..core.reference import Definition
 from .engine import Engine, rows_of_p
 from .execute import Pass
@@ -20,30 +21,99 @@ from .needs import (
     Reduced,
     Setting,
 )
+from .norms import KEY_NORM, QUERY_NORM, MaxLogitAbove, above
 from .results import Reading, Route
 from .sampling import draw
 from .score_sweep import Block
+
+ABOVE = "max_logit_above_"
+"""What the largest score above a limit is called, before the limit."""
 
 
 @dataclass(frozen=True)
 class MaxLogit:
     """The largest score of each head: `[B, H]`, −inf where no query sees a key.
 
-    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score.
+    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score. Of
+    some of the queries (`queries=`) it is a lower bound, and tables call it `max_logit_sampled`,
+    unless the kernel's own pass has that of all.
+
+    Args:
+        above: only where it is above this, −inf elsewhere; then it is called `max_logit_above_…`.
+            Most heads of a healthy model cost O(T·D) then, for `scale · max ‖q‖ · max ‖k‖` is no
+            larger. Of all queries of the call, also where only some are looked at.
+
+    >>> import torch, headwise as hw
+    >>> k = v = torch.eye(2).view(1, 2, 1, 2) * 12.0  # two heads, one query, one key
+    >>> q = k * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    >>> hw.observe(q, k, v, hw.MaxLogit(above=150.0))["max_logit_above_150"].round()
+    tensor([[-inf, 204.]])
 
     Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
     """
 
-    names = ("max_logit",)
-    free, formula, as_found = True, True, ("max_logit",)
+    above: float | None = None
+    free, formula = True, True
 
-    needs = MappingProxyType({"max_logit": MAX_LOGIT})
+    def __post_init__(self) -> None:
+        if self.above is None:
+            return
+        limit = real(self.above)
+        if limit is None or not math.isfinite(limit):
+            raise ValueError(f"MaxLogit(above={said(self.above)}): a limit is a finite number.")
+        object.__setattr__(self, "above", limit)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.above is None:
+            return ("max_logit",)
+        return (f"{ABOVE}{str(self.above).removesuffix('.0')}",)
+
+    @property
+    def as_found(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def needs(self) -> dict[str, Need]:
+        need = MAX_LOGIT if self.above is None else MaxLogitAbove(self.above)
+        return {self.names[0]: need}
 
     def read(self, found: Pass) -> dict[str, Reading]:
-        return {"max_logit": Reading(found[MAX_LOGIT], largest=True)}
+        return {name: Reading(found[need], largest=True) for name, need in self.needs.items()}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
-        return {"max_logit": full.logits.amax((-1, -2))}
+        largest = full.logits.amax((-1, -2))
+        return {self.names[0]: largest if self.above is None else above(largest, self.above)}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
+
+    `max ‖q_i‖` over the queries that may attend to something and `max ‖k_j‖` over the keys that
+    some query may attend to, those of the head's own key/value head; 0 where there are none. As
+    they enter the scores, with rotation and norms. Of all queries of the call, also where only
+    some are looked at. No score, before softcap and bias, is larger than
+    `scale · query_norm · key_norm`.
+
+    Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
+    """
+
+    names = ("query_norm", "key_norm")
+    free, formula, as_found = True, True, names
+
+    needs = MappingProxyType({"query_norm": QUERY_NORM, "key_norm": KEY_NORM})
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {name: Reading(found[need], largest=True) for name, need in self.needs.items()}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        k = full.k.repeat_interleave(full.extent.group, dim=1)
+        norms = (
+            torch.where(full.allowed.any(axis), x.double().norm(dim=-1), 0.0).amax(-1)
+            for x, axis in ((full.q, -1), (k, -2))
+        )
+        return dict(zip(self.names, (x.to(full.weights.dtype) for x in norms), strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,7 +121,7 @@ class Received:
     """The attention that every key receives: `[B, H, S]`, column sums of P. No gradient.
 
     What heavy-hitter caches keep their keys by. Sums to the number of valid queries, less what
-    learned sinks take.
+    learned sinks take. Drawn queries count as many as they stand for.
 
     Args:
         last: only from the last so many queries (SnapKV's observation window).
@@ -111,7 +181,7 @@ class OffsetHistogram:
         extent = found.extent
         total = found.view.by_head(found[_MassByDistance(self.bins, len(self.names))].total)
         alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
-        count = alive.sum(-1, keepdim=True)
+        count = (alive * found.view.weights).sum(-1, keepdim=True)
         means = (total / count.clamp(min=1)[..., None]).unbind(2)
         return {
             name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
@@ -150,16 +220,22 @@ class _MassByDistance(Reduced):
     name = "offsets"
 
     def make(self, engine: Engine) -> _Offsets:
-        return _Offsets(engine.view.zeros(self.sides, self.bins), engine.view.positions)
+        view = engine.view
+        weights = None if view.drawn is None else view.weights
+        return _Offsets(view.zeros(self.sides, self.bins), view.positions, weights)
 
 
 class _Offsets:
-    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`."""
+    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`.
 
-    def __init__(self, total: Tensor, positions: Tensor) -> None:
-        self.total, self.positions = total, positions
+    Of drawn queries at `positions`, each counts its weight.
+    """
+
+    def __init__(self, total: Tensor, positions: Tensor, weights: Tensor | None) -> None:
+        self.total, self.positions, self.weights = total, positions, weights
 
     def add(self, block: Block) -> None:
+        p = block.p if self.weights is None else block.p * self.weights[block.rows, None]
         j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
         _, sides, size = self.total.shape
         distance = self.positions[block.rows, None] - j
@@ -169,10 +245,10 @@ class _Offsets:
         total = self.total[block.heads].view(-1, sides * size)
         if not torch.compiler.is_compiling() and int(bins.amin()) == (high := int(bins.amax())):
             if high < sides * size:
-                total[:, high] += block.p.sum((-1, -2))
+                total[:, high] += p.sum((-1, -2))
         else:
-            found = block.p.new_zeros(len(block.p), sides * size + 1)
-            found.index_add_(1, bins.flatten(), block.p.flatten(1))
+            found = p.new_zeros(len(p), sides * size + 1)
+            found.index_add_(1, bins.flatten(), p.flatten(1))
             total += found[:, :-1]
 
 
@@ -204,10 +280,11 @@ class Similarity:
         return {"similarity": Reading(total / count.clamp(min=1), over=count)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
-        sample = draw(self.queries, full.extent.queries, self.seed, full.weights.device)
-        rows = slice(None) if sample is None else sample.rows
+        ones = torch.ones(full.extent.queries, dtype=torch.float64, device=full.weights.device)
+        rows, weights = _drawn(self, ones)
         sink = None if full.sink is None else full.sink[:, :, rows]
         distances, both = _js_distances(full.weights[:, :, rows], sink)
+        both = both * weights.to(both.dtype)[:, None, None]
         return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
 
 
@@ -226,17 +303,25 @@ class _DistanceOfHeads(Need):
     def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor]:
         view = engine.view
         extent = view.extent
-        sample = draw(self.queries, extent.queries, self.seed, view.device)
-        everyone = torch.arange(extent.queries, device=view.device)
-        rows = everyone if sample is None else sample.rows
+        rows, weights = _drawn(self, view.weights)
         total = engine.lse.detach().new_zeros(extent.batch, extent.heads, extent.heads)
         count = torch.zeros_like(total)
         size = max(1, (1 << 20) // max(1, extent.batch * extent.heads * extent.keys))
-        for some in rows.split(size):
+        for some, weight in zip(rows.split(size), weights.split(size), strict=True):
             distances, both = _js_distances(*rows_of_p(view, some))
+            both = both * weight[:, None, None]
             total += (distances * both).sum(1)
             count += both.sum(1)
         return total, count
+
+
+def _drawn(of: Similarity | _DistanceOfHeads, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from queries that stand for so many each `[T]`: their numbers, and for how many."""
+    sample = draw(of.queries, len(weights), of.seed, weights.device)
+    if sample is None:
+        return torch.arange(len(weights), device=weights.device), weights
+    assert sample.weights is not None
+    return sample.rows, weights[sample.rows] * sample.weights.to(weights.dtype)
 
 
 def _js_distances(p: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -293,7 +378,7 @@ class Map:
         extent, need = found.extent, BlockSums(self.blocks)
         total = found[need]
         alive = found.valid_rows.expand(extent.batch, extent.heads, extent.queries)
-        count = self._valid(alive, need.of_queries(found.view)).to(total.dtype)
+        count = self._valid(alive * found.view.weights, need.of_queries(found.view))
         return {"map": Reading(total / count.clamp(min=1), over=count)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
@@ -303,9 +388,10 @@ class Map:
             2, of_query, full.weights
         )
         total = total.new_zeros(e.batch, e.heads, n, n).index_add(3, of_key, total)
-        return {"map": total / self._valid(full.allowed.any(-1), of_query).clamp(min=1)}
+        alive = full.allowed.any(-1).to(total.dtype)
+        return {"map": total / self._valid(alive, of_query).clamp(min=1)}
 
     def _valid(self, alive: Tensor, of_query: Tensor) -> Tensor:
         """How many valid queries each block has, `[B, H, n, 1]`; `alive` is `[B, H, T]`."""
-        count = torch.zeros(*alive.shape[:2], self.blocks, dtype=torch.long, device=alive.device)
-        return count.index_add_(2, of_query, alive.long())[..., None]
+        count = alive.new_zeros(*alive.shape[:2], self.blocks)
+        return count.index_add_(2, of_query, alive)[..., None]

@@ -19,7 +19,7 @@ class Plan:
 
     `fields` are those that a one-pass backend gives with the call; `reducers` are the needs that a
     pass over the scores answers; with `positions_too`, one extra call answers two needs; those
-    that are `waiting` are told before anything runs.
+    that are `waiting` are told before anything runs; `masses` are those on chosen keys.
     """
 
     routes: Mapping[Need, Route]
@@ -27,6 +27,7 @@ class Plan:
     reducers: tuple[Reducer, ...]
     positions_too: bool
     waiting: tuple[Need, ...]
+    masses: tuple[Need, ...]
 
 
 def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
@@ -53,6 +54,7 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
         reducers=tuple(cast(Reducer, need) for need, route in routes.items() if route.kind == PASS),
         positions_too=routes.get(POSITION) is TOGETHER,
         waiting=tuple(n for n, r in routes.items() if r.kind == ROWS or setting.compiling),
+        masses=tuple(need for need in routes if need.mass),
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .sampling import standard_error
+
 KERNEL = "the kernel's own"
 CALL = "identity: one more call"
 PASS = "a pass over the scores"
@@ -25,8 +27,12 @@ class Reading:
     `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
     `[B, H, T]`) holds the queries that have what is measured; `None` means that the figure is not
     per query. `among` holds the queries that could have had it, where that is news: the share of
-    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum. `error`
-    is the standard error of each head's mean `[H]`, where queries were drawn by chance.
+    `rows` in it is the coverage. Of a figure that is the `largest`, heads keep the maximum.
+
+    Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
+    a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
+    says how many queries each stands for, and `error` is the standard error of each head's mean
+    `[H]`; or `whole` has the sums over all queries, and the mean is exact.
 
     For figures that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -40,6 +46,53 @@ class Reading:
     error: Tensor | None = None
     per_key: bool = False
     over: Tensor | None = None
+    sampled: bool = False
+    weights: Tensor | None = None
+    whole: Sums | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """What tables take of it."""
+        return sums_of(self) if self.whole is None else self.whole
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums of a figure over the valid queries of a call, in float64.
+
+    Of every batch row `[B, H]`, their `total` and number (`count`), and how many could have had the
+    figure (`among`, where that is news); of each head `[H]`, the `squares` of their deviations from
+    its mean, and the `largest`.
+    """
+
+    total: Tensor
+    count: Tensor
+    among: Tensor | None
+    squares: Tensor
+    largest: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Of each head `[H]`; 0 without a valid query."""
+        return self.total.sum(0) / self.count.sum(0).clamp(min=1)
+
+
+def of_some(reading: Reading, every: Reading | None, weights: Tensor | None) -> Reading:
+    """Say of a reading of some queries, drawn if they have weights, how its mean is that of all.
+
+    `every` is the reading of all, where that is known: its maximum takes the place of theirs.
+    """
+    if every is not None and every.largest:
+        return every
+    reading = replace(reading, sampled=True)
+    if reading.rows is None or reading.values.dim() != 3 or weights is None:
+        return reading
+    reading = replace(reading, weights=weights)
+    if every is not None:
+        return replace(reading, whole=every.sums)
+    values = reading.values.detach()
+    error = standard_error(values, reading.rows.expand(values.shape), weights)
+    return replace(reading, error=error)
 
 
 @dataclass(frozen=True)
@@ -55,11 +108,15 @@ class Route:
 
 @dataclass(frozen=True)
 class Figure:
-    """A statistic in one number per head `[H]`, over batch, valid queries and calls."""
+    """A statistic in one number per head `[H]`, over batch, valid queries and calls.
+
+    With `sampled`, a maximum is that of some of the queries.
+    """
 
     mean: Tensor
     coverage: Tensor | None = None
     error: Tensor | None = None
+    sampled: bool = False
 
 
 def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
@@ -69,29 +126,63 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     """
     first = readings[0]
     if first.largest:
-        return Figure(torch.stack([r.values.amax(0) for r in readings]).amax(0))
+        largest = torch.stack([r.values.amax(0) for r in readings]).amax(0)
+        return Figure(largest, sampled=any(r.sampled for r in readings))
     if first.values.dim() != (2 if first.rows is None else 3):
         return None
-    parts = [sums_of_texts(reading) for reading in readings]
-    total = torch.stack([part[0].sum(0).cpu() for part in parts]).sum(0)
-    count = torch.stack([part[1].sum(0).cpu() for part in parts]).sum(0)
+    parts = [reading.sums for reading in readings]
+    total = torch.stack([part.total.sum(0).cpu() for part in parts]).sum(0)
+    count = torch.stack([part.count.sum(0).cpu() for part in parts]).sum(0)
     coverage = None
-    if first.among is not None:
-        among = [summed(_held(r.among, r), (0, 2)).cpu() for r in readings]
+    among = [part.among.sum(0).cpu() for part in parts if part.among is not None]
+    if len(among) == len(parts):
         coverage = count / torch.stack(among).sum(0).clamp(min=1)
     mean = total / count.clamp(min=1)
     if texts:
         every = Texts.about(mean)
-        for totals, counts in parts:
-            every = every.joined(totals.cpu(), counts.cpu())
+        for part in parts:
+            every = every.joined(part.total.cpu(), part.count.cpu())
         return Figure(mean, coverage, every.error(mean))
-    errors = [r.error for r in readings if r.error is not None]
-    error = None
-    if len(errors) == len(readings):
-        shares = [part[1].sum(0).cpu() / count.clamp(min=1) for part in parts]
-        each = [share * part.cpu() for share, part in zip(shares, errors, strict=True)]
-        error = torch.linalg.vector_norm(torch.stack(each), dim=0)
-    return Figure(mean, coverage, error)
+    each = [
+        part.count.sum(0).cpu() / count.clamp(min=1) * reading.error.cpu()
+        for part, reading in zip(parts, readings, strict=True)
+        if reading.error is not None
+    ]
+    error = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else None
+    return Figure(mean, coverage, known(error))
+
+
+def table_rows(
+    readings: dict[str, list[Reading]], heads: int, texts: bool = False
+) -> list[dict[str, float]]:
+    """The figures of each head over calls; statistics that are maps are left out.
+
+    With `texts`, standard errors are those over texts, each a batch row of a call.
+    """
+    return figure_rows({name: summarise(calls, texts) for name, calls in readings.items()}, heads)
+
+
+def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
+    """A row per head, with a column per figure, its standard error and its coverage."""
+    rows: list[dict[str, float]] = [{} for _ in range(heads)]
+    for name, figure in figures.items():
+        if figure is None:
+            continue
+        column = f"{name}_sampled" if figure.sampled else name
+        for row, mean in zip(rows, figure.mean.tolist(), strict=True):
+            row[column] = mean
+        if figure.error is not None:
+            for row, error in zip(rows, figure.error.tolist(), strict=True):
+                row[f"{name}_se"] = error
+        if figure.coverage is not None:
+            for row, share in zip(rows, figure.coverage.tolist(), strict=True):
+                row[f"{name}_coverage"] = share
+    return rows
+
+
+def known(error: Tensor | None) -> Tensor | None:
+    """A standard error, unless a single query was drawn, which has none."""
+    return None if error is None or bool(error.isnan().any()) else error
 
 
 def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
@@ -102,16 +193,25 @@ def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     return values.detach().contiguous().sum(dims, dtype=torch.float64)
 
 
-def sums_of_texts(reading: Reading) -> tuple[Tensor, Tensor]:
-    """The sum over valid queries, and their number, of every batch row: `[B, H]`, in float64.
+def sums_of(reading: Reading) -> Sums:
+    """Sum a figure up over its queries, each of which counts as many as it stands for.
 
     Of a figure that is one number for each head and batch row, that and 1.
     """
+    values = reading.values.detach().double()
     if reading.rows is None:
-        values = reading.values.detach().double().contiguous()
-        return values, torch.ones_like(values)
-    rows = _held(reading.rows, reading)
-    return summed(torch.where(rows, reading.values, 0.0), 2), summed(rows, 2)
+        nothing = values.new_zeros(values.shape[1])
+        return Sums(values.contiguous(), torch.ones_like(values), None, nothing, nothing)
+    weights = 1.0 if reading.weights is None else reading.weights
+    rows = reading.rows.expand(values.shape)
+    counted = rows * weights
+    total, count = summed(torch.where(rows, values * weights, 0.0), 2), summed(counted, 2)
+    among = None if reading.among is None else summed(reading.among.expand(rows.shape) * weights, 2)
+    mean = total.sum(0) / count.sum(0).clamp(min=1)
+    away = torch.where(rows, (values - mean[:, None]).square() * weights, 0.0)
+    counting = values.masked_fill(~rows, -torch.inf).transpose(0, 1).flatten(1)
+    largest = torch.nn.functional.pad(counting, (0, 1), value=-torch.inf).amax(1)
+    return Sums(total, count, among, summed(away, (0, 2)), largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +273,3 @@ class Texts:
             return None
         squares = self._about(mean).squares.clamp(min=0)
         return (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
-
-
-def _held(rows: Tensor | None, reading: Reading) -> Tensor:
-    assert rows is not None  # readings of one statistic are all per query, or none is
-    return rows.expand(reading.values.shape)

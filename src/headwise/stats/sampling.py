@@ -1,4 +1,10 @@
-"""A few queries in place of all: which ones, their masks, and how far off their mean may be."""
+"""A few queries in place of all: which ones, how much each counts, how far off their mean may be.
+
+The first few queries and the last ones are unlike all others: a causal query 0 gives all of its
+mass to key 0, and closing tokens attend in their own way. Such a query counts 1/T in a mean; drawn
+by chance, as one of n, it would count 1/n in some draws and 0 in others. So these are always looked
+at and stand for themselves; of the rest one is drawn from each of as many equal stretches.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +13,83 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..core.numbers import LONGEST, said, whole
 
+ALL_FROM = 16
+"""Up to so many times the drawn queries, masses are taken at all queries: few of them may hold most
+of a mass, and no sample tells of those that it missed."""
+
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries to look at, `rows` `[n]` in ascending order, of `of` in all.
+    """Queries to look at, `rows` `[n]` in ascending order.
 
-    `drawn` says that they were drawn by chance, one from each of n equal stretches: then their mean
-    has a standard error.
+    Where they were drawn, `weights` `[n]` says how many queries each stands for, itself among them;
+    they sum to the number of all. `None` where they were named.
     """
 
     rows: Tensor
-    of: int
-    drawn: bool
+    weights: Tensor | None
 
 
 def draw(
     queries: int | Sequence[int] | Tensor, of: int, seed: int, device: torch.device
 ) -> Sample | None:
-    """The sample that a caller asked for: a number of queries, or the queries themselves.
+    """Take the sample that a caller asked for: a number of queries, or the queries themselves.
 
-    A number is drawn stratified: one query from each of so many equal stretches. `None` where the
-    number is at least that of all queries.
+    A number is drawn stratified (`stretches`). `None` where it is at least that of all queries.
 
     Raises:
         ValueError: no query, one named twice, or one that there is not.
 
-    >>> draw(4, 100, 0, torch.device("cpu")).rows // 25
-    tensor([0, 1, 2, 3])
+    >>> sample = draw(16, 100, 0, torch.device("cpu"))
+    >>> sample.rows[:2], sample.rows[-1], sample.weights.sum()
+    (tensor([0, 1]), tensor(99), tensor(100., dtype=torch.float64))
     """
     queries, seed = check_queries(queries), _checked(seed)
     compiling = torch.compiler.is_compiling()
     if isinstance(queries, int):
         if queries >= of:
             return None
-        rows = (_drawn if compiling else _draw)(queries, of, seed)
-        return Sample(rows.to(device), of, True)
+        rows, weights = (_drawn if compiling else _draw)(queries, of, seed)
+        return Sample(rows.to(device), weights.to(device))
     rows = torch.as_tensor(queries).flatten()
     ordered = (_sorted if compiling else _sort)(rows, of)
     if len(ordered) == of:
         return None
-    return Sample(ordered.to(device), of, False)
+    return Sample(ordered.to(device), None)
 
 
-def _draw(queries: int, of: int, seed: int) -> Tensor:
-    """One query from each of so many equal stretches, in order."""
+def _ends(queries: int) -> tuple[int, int]:
+    """How many of the drawn queries are the first, and how many the last."""
+    return min(4, queries // 8), min(2, queries // 16)
+
+
+def stretches(queries: int, of: int) -> Tensor:
+    """Cut `of` queries into stretches, one for each that is drawn: their edges `[n + 1]`.
+
+    The first and the last queries are a stretch each; the others are equally long, to a query.
+
+    >>> stretches(16, 43)
+    tensor([ 0,  1,  2,  6,  9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 43])
+    """
+    first, last = _ends(queries)
+    inner = queries - first - last
+    edges = torch.arange(inner + 1, dtype=torch.float64) * (of - first - last) / inner
+    ends = torch.arange(first), torch.arange(of - last + 1, of + 1)
+    return torch.cat([ends[0], first + edges.ceil().long(), ends[1]])
+
+
+def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
+    """One query from each stretch, in order, and how long that is."""
     generator = torch.Generator().manual_seed(seed)
-    edges = torch.arange(queries + 1, dtype=torch.float64) * of / queries
-    low, high = edges[:-1].ceil().long(), edges[1:].ceil().long()
+    edges = stretches(queries, of)
+    low, wide = edges[:-1], edges.diff()
     inside = torch.rand(queries, generator=generator, dtype=torch.float64)
-    return low + (inside * (high - low)).floor().long()
+    return low + (inside * wide).floor().long(), wide.double()
 
 
 def _sort(rows: Tensor, of: int) -> Tensor:
@@ -83,7 +113,7 @@ _drawn = torch.library.custom_op(
     "headwise::drawn_queries",
     _draw,
     mutates_args=(),
-    schema="(SymInt queries, SymInt of, SymInt seed) -> Tensor",
+    schema="(SymInt queries, SymInt of, SymInt seed) -> (Tensor, Tensor)",
 )
 _sorted = torch.library.custom_op(
     "headwise::named_queries",
@@ -94,8 +124,8 @@ _sorted = torch.library.custom_op(
 
 
 @_drawn.register_fake
-def _(queries: int, of: int, seed: int) -> Tensor:
-    return torch.empty(queries, dtype=torch.long)
+def _(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(queries, dtype=torch.long), torch.empty(queries, dtype=torch.float64)
 
 
 @_sorted.register_fake
@@ -143,19 +173,31 @@ def _said(rows: Tensor) -> str:
     return f"queries={rows.tolist() if len(rows) <= 8 else f'{list(rows.shape)} {rows.dtype}'}"
 
 
-def standard_error(values: Tensor, rows: Tensor, of: int) -> Tensor:
-    """Of each head's mean over a stratified sample: `[H]`, from values and rows `[B, H, n]`.
+def standard_error(
+    values: Float[Tensor, "B H n"], rows: Bool[Tensor, "B H n"], weights: Float[Tensor, " n"]
+) -> Float[Tensor, " H"]:
+    """Estimate how far off each head's mean over drawn queries may be; NaN of a single one.
 
-    Neighbouring stretches stand in for repeated draws from one: half the squared differences of
-    their residuals estimate the variance within (Cochran 1977, §5A.12), less the share of
-    queries that was looked at. Rows that do not count weigh nothing (ratio estimate).
+    A stretch holds one drawn query, so its neighbours stand in for others from it: half the squared
+    difference of two (at either end), a sixth of a squared second difference (between, where no
+    even trend adds to it). Their mean is the variance within stretches (Cochran 1977, §5A.12), less
+    the share of queries that was looked at; the first and last queries stand for themselves and add
+    none. A mean of m squares is rough: as overlapping second differences have about m/2 degrees of
+    freedom, the error is widened by t/3, so that three of it hold what three of a normal mean do
+    (Abramowitz & Stegun 1964, 26.7.5). Rows that do not count weigh nothing (ratio estimate).
     """
-    n = values.shape[2]
-    if n < 2:
+    first, last = _ends(values.shape[2])
+    inner = slice(first, values.shape[2] - last)
+    count = rows.to(weights.dtype).sum(0)
+    total = torch.where(rows, values.to(weights.dtype), 0.0).sum(0)
+    all_counts = (count * weights).sum(1, keepdim=True).clamp(min=1)
+    mean = (total * weights).sum(1, keepdim=True) / all_counts
+    residual, wide = (total - mean * count)[:, inner], weights[inner]
+    if len(wide) < 2:
         return values.new_full((values.shape[1],), math.nan)
-    count = rows.to(values.dtype).sum(0)
-    total = torch.where(rows, values, 0.0).sum(0)
-    all_counts = count.sum(1, keepdim=True).clamp(min=1)
-    residual = total - total.sum(1, keepdim=True) / all_counts * count
-    within = residual.diff(dim=1).square().sum(1) * n / (2 * (n - 1))
-    return (max(0.0, 1 - n / of) * within).sqrt() / all_counts[:, 0]
+    pairs, threes = residual.diff(dim=1).square() / 2, residual.diff(n=2, dim=1).square() / 6
+    squares = torch.cat([pairs[:, :1], threes, pairs[:, -1:]], dim=1)
+    within = squares.mean(1) * (wide * (wide - 1)).sum()
+    freedom = len(wide) / 2
+    widened = 1 + 2.5 / freedom + 5.75 / freedom**2 + 10.06 / freedom**3
+    return widened * within.sqrt() / all_counts[:, 0]

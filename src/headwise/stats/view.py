@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..backends.blocked import blocks
@@ -21,10 +21,17 @@ class View:
     """A call without its values, of which `rows` are looked at; all queries, if that is `None`.
 
     `n` stands for their number. Without `gradients` it leaves nothing in the call's own graph.
+    Where they were drawn, `drawn` `[n]` says how many queries each of them stands for.
     """
 
-    def __init__(self, asked: Call, rows: Int[Tensor, " n"] | None, gradients: bool) -> None:
-        self.asked, self.rows, self.gradients = asked, rows, gradients
+    def __init__(
+        self,
+        asked: Call,
+        rows: Int[Tensor, " n"] | None,
+        gradients: bool,
+        drawn: Float[Tensor, " n"] | None = None,
+    ) -> None:
+        self.asked, self.rows, self.gradients, self.drawn = asked, rows, gradients, drawn
         self.whole = asked.extent
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
@@ -80,6 +87,13 @@ class View:
         return torch.arange(self.extent.queries, device=self.device)
 
     @property
+    def weights(self) -> Float[Tensor, " n"]:
+        """How many queries each of those stands for, in the dtype of statistics."""
+        if self.drawn is None:
+            return torch.ones(self.extent.queries, dtype=self.dtype, device=self.device)
+        return self.drawn.to(self.dtype)
+
+    @property
     def positions(self) -> Int[Tensor, " n"]:
         """Where those queries stand among the keys."""
         return self.queries + self.whole.offset
@@ -115,6 +129,26 @@ class View:
     def by_head(self, sums: Tensor) -> Tensor:
         """Sums `[B · H, …]` as `[B, H, …]`."""
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
+
+
+def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
+    """Tell which keys some query may attend to."""
+    i, j = grid(extent, device)
+    found = None if mask.biased else mask.interval(i, extent)  # a bias may forbid keys inside
+    if found is not None:
+        every_row = i.new_zeros(1, 1, extent.queries, 1)
+        low, high, _ = torch.broadcast_tensors(*found, every_row)
+        low, high = low[..., 0], torch.maximum(low, high)[..., 0]
+        edges = i.new_zeros(*low.shape[:2], extent.keys + 1)
+        edges = edges.scatter_add(2, low, torch.ones_like(low))
+        return edges.scatter_add(2, high, -torch.ones_like(low)).cumsum(2)[..., :-1] > 0
+    seen = torch.zeros(1, 1, extent.keys, dtype=torch.bool, device=device)
+    for block in blocks(mask, extent, device):
+        allowed = mask.allowed(i[block.rows], j, extent)
+        if allowed is None:
+            return torch.ones_like(seen)
+        seen = seen | allowed[(None,) * (4 - allowed.dim())].any(2)
+    return seen
 
 
 def visible_keys(mask: Mask, extent: Extent, device: torch.device) -> Int[Tensor, "#B #H n"]:

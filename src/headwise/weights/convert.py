@@ -186,10 +186,10 @@ def _origins(layer: Layer) -> dict[str, str]:
     }
 
 
-def _read(
-    layer: Layer, load: Callable[[str], Tensor], wanted: Wanted, said: str
-) -> tuple[Parts, Sizes]:
-    """The layer's parts, and their sizes."""
+def stored(
+    layer: Layer, load: Callable[[str], Tensor]
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, str]]]:
+    """The layer's tensors, and the parts and pattern of each; those of single heads are stacked."""
     tensors: dict[str, Tensor] = {}
     patterns: dict[str, tuple[str, str]] = {}
     for name, group in layer.where.items():
@@ -200,6 +200,14 @@ def _read(
         else:
             tensors[name] = load(group[0])
         patterns[name] = parts, pattern
+    return tensors, patterns
+
+
+def _read(
+    layer: Layer, load: Callable[[str], Tensor], wanted: Wanted, said: str
+) -> tuple[Parts, Sizes]:
+    """The layer's parts, and their sizes."""
+    tensors, patterns = stored(layer, load)
     sizes = sizes_of(tensors, patterns, wanted.num_heads, wanted.num_kv_heads, said)
     found: Parts = {}
     for name, tensor in tensors.items():

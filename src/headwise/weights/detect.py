@@ -102,7 +102,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list
     for form in layout.forms:
         for name, (parts, _) in form.tensors.items():
             if parts.endswith(".weight") and not parts.startswith("out") and "norm" not in parts:
-                pattern = _named(name)
+                pattern = named_as(name)
                 found = (pattern.fullmatch(other) for other in shapes)
                 prefixes |= {match["prefix"]: None for match in found if match}
     if not prefixes:
@@ -127,7 +127,7 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str)
             f"{_some(mine)}{hint}"
         )
     names = {name for group in where.values() for name in group}
-    masks = [_named(mask) for mask in layout.masks]
+    masks = [named_as(mask) for mask in layout.masks]
     extra = []
     for short, name in mine.items():
         if any((match := mask.fullmatch(short)) and not match["prefix"] for mask in masks):
@@ -160,7 +160,7 @@ def _match(
     """Which of the state's names are the form's tensors, and which of those are missing."""
     where: dict[str, tuple[str, ...]] = {}
     for name in form.tensors:
-        pattern, found = _named(name), []
+        pattern, found = named_as(name), []
         for short, full in mine.items():
             match = pattern.fullmatch(short)
             if match and not match["prefix"]:
@@ -179,15 +179,15 @@ def _match(
 
 def _gap(name: str, prefix: str, group: tuple[str, ...]) -> str | None:
     """What is wrong with the numbers of heads that have tensors of their own, in words."""
-    numbers = [int(_named(name).fullmatch(full.removeprefix(prefix))["n"]) for full in group]  # type: ignore[index]
+    numbers = [int(named_as(name).fullmatch(full.removeprefix(prefix))["n"]) for full in group]  # type: ignore[index]
     if numbers == list(range(len(numbers))):
         return None
     return f"{name} has the numbers {', '.join(map(str, numbers))}"
 
 
 @cache
-def _named(name: str) -> re.Pattern[str]:
-    """Matches a state's name for a form's tensor; `.` and `/` both part names."""
+def named_as(name: str) -> re.Pattern[str]:
+    """A pattern of the names that a form's tensor has in states; `.` and `/` both part names."""
     text = (
         re.escape(name).replace(r"\{n\}", r"(?P<n>\d+)").replace("/", r"\.").replace(r"\.", "[./]")
     )

@@ -234,6 +234,20 @@ def _packed(held: str, pattern: str, parts: Parts, sizes: Sizes) -> Tensor:
     return torch.stack(pieces, axis + 1).flatten(axis, axis + 1)
 
 
+def per_head(held: str, pattern: str, factors: Mapping[str, Tensor], sizes: Sizes) -> Tensor:
+    """What multiplies each head in a stored tensor of q, k and v, to which it broadcasts.
+
+    `factors` are `[n]`, by part; a part that is not among them stays as it is.
+    """
+    which, kind = held.split(".")
+    parts: Parts = {}
+    for part in which:
+        one = factors.get(part, torch.ones(sizes.heads_of(part)))
+        wide = one[:, None].expand(-1, sizes.dim_of(part))
+        parts[f"{part}.{kind}"] = wide[..., None] if kind == "weight" else wide
+    return _packed(held, pattern, parts, sizes)
+
+
 def _neutral(part: str, parts: Parts, sizes: Sizes) -> Tensor:
     """The bias or output projection that changes nothing."""
     like = parts["q.weight"]

@@ -1,0 +1,245 @@
+"""`docs/logit-growth.md` and its picture, from the recorded run of `examples/logit_growth.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from examples import logit_growth as example
+
+from headwise.tutorial import timing
+
+from ..claims import runs
+from ..claims.draw import Axes, Picture, curve, frame, legend
+from ..claims.words import and_list, prose, signed, table
+
+RECORD = "logit_growth.json"
+PAGE, PICTURE = "logit-growth.md", "logit-growth.svg"
+COLOURS = {
+    "plain": "#d55e00",
+    "warm-up": "#555555",
+    "clip": "#0072b2",
+    "floor": "#009e73",
+    "clip and floor": "#cc79a7",
+}
+NAMES = {"clip": "clipping", "floor": "the floor", "clip and floor": "both"}
+FLAT = 0.1
+"""Of the entropy that even attention would have: under this a head has collapsed."""
+
+# What a user writes; it runs in the tests with the rest of the page.
+SNIPPET = """
+```python
+>>> import torch, headwise as hw
+>>> layer, x = hw.MultiHeadAttention(24, num_heads=3), 9 * torch.randn(2, 7, 24)
+>>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+>>> with hw.watch(layer, hw.MaxLogit(above=30.0)) as seen:   # all micro-batches of a step
+...     layer(x, mask=hw.Causal()).square().mean().backward()
+>>> optimizer.step()
+>>> clipped = hw.qk_clip_(layer, seen, limit=30.0, optimizer=optimizer)
+>>> sorted(clipped)                                          # modules of which heads were scaled
+['']
+
+```
+""".strip()
+
+
+def measure(settings: example.Settings) -> dict[str, Any]:
+    """The example's runs, and what token frequencies alone would give."""
+    return {
+        "unigram": example.Text(settings.context).unigram,
+        "methods": {name: asdict(method) for name, method in example.METHODS.items()},
+        "runs": example.measure(settings),
+    }
+
+
+def write(settings: example.Settings, found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
+    """Keep a run with its settings and machine; the file is whole or absent."""
+    run = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": timing.machine(),
+        "settings": asdict(settings),
+        **found,
+    }
+    return timing.write_run(folder / RECORD, run, digits=4)
+
+
+def read(folder: Path = runs.RESULTS) -> dict[str, Any]:
+    return json.loads((folder / RECORD).read_text())
+
+
+def toy() -> example.Settings:
+    """Sizes that take seconds."""
+    return replace(
+        example.Settings(), rates=(0.1,), seeds=1, steps=30, layers=1, width=32, context=16, batch=4
+    )
+
+
+def chosen(run: dict[str, Any], rate: float, method: str) -> list[dict[str, Any]]:
+    """The runs of a method at a rate, by seed."""
+    return [one for one in run["runs"] if (one["rate"], one["method"]) == (rate, method)]
+
+
+def last(some: Iterable[dict[str, Any]], figure: str) -> list[Any]:
+    """A figure of the runs' ends, by seed."""
+    return [one["marks"][-1][figure] for one in some]
+
+
+def losses(some: Iterable[dict[str, Any]]) -> list[float]:
+    return [one["held_out"] for one in some]
+
+
+def shares(some: Iterable[dict[str, Any]]) -> list[float]:
+    """The mean entropy share of all heads at the end, by seed."""
+    return [statistics.mean(heads) for heads in last(some, "entropy_share")]
+
+
+def collapsed(some: Iterable[dict[str, Any]]) -> int:
+    """How many heads of these runs end collapsed."""
+    return sum(share < FLAT for heads in last(some, "entropy_share") for share in heads)
+
+
+def passed(one: dict[str, Any], limit: float) -> int | None:
+    """The step by which a run's largest logit was above a limit."""
+    return next((mark["step"] for mark in one["marks"] if mark["max_logit"] > limit), None)
+
+
+def render(run: dict[str, Any]) -> dict[str, str]:
+    """The page and its picture."""
+    return {PAGE: _page(run), PICTURE: _picture(run)}
+
+
+def _page(run: dict[str, Any]) -> str:
+    settings, methods, machine = run["settings"], run["methods"], run["machine"]
+    heads = settings["layers"] * settings["heads"] * settings["seeds"]
+    head = [
+        *("learning rate", "method", "largest logit at the end, by seed"),
+        *(f"heads under {FLAT:g} of their entropy's bound", "entropy as a share of it, by seed"),
+        *("held-out loss, by seed", "mean"),
+    ]
+    rows = [
+        [f"{rate:g}" if name == "plain" else "", name, *_cells(chosen(run, rate, name), heads)]
+        for rate in settings["rates"]
+        for name in methods
+    ]
+    parts = [
+        "# Logit growth",
+        prose(
+            """At a high learning rate the scores of a head can grow without bound: its softmax
+            becomes a choice of one key, the gradient of that vanishes, and the loss goes on as if
+            the model learnt slowly. Two means are here. `hw.qk_clip_` scales the weights of the
+            queries of a head whose largest score has passed a limit, after the optimizer's step
+            (Kimi K2 2025). [`hw.EntropyFloor`](entropy-floor.md) is a term of the loss that holds
+            up heads whose entropy falls (after Zhai et al. 2023)."""
+        ),
+        SNIPPET,
+        "## What was run",
+        prose(
+            f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
+            {settings["width"]}, context {settings["context"]}, {settings["steps"]} steps of
+            {settings["batch"]} rows of Python's manual; AdamW (0.9, 0.95) at a constant rate, no
+            gradient clipping, no QK-norm and no softcap. Each rate with {settings["seeds"]} seeds,
+            each seed with every method: the same first weights, the same batches. Warm-up takes
+            {methods["warm-up"]["warmup"]} steps; clipping is at {methods["clip"]["limit"]:g} after
+            every step, from the scores of that step's batch; the floor is
+            {methods["floor"]["floor"]:g} nats, strength 1. These are the first values tried.
+            Largest logits and entropies are those of the last batch; held-out text is 128 windows
+            of other topics."""
+        ),
+        prose(
+            f"""`python examples/logit_growth.py` runs it; `python -m benchmarks.pages --growth`
+            also keeps the figures in `benchmarks/results/{RECORD}` and writes this page. Taken on
+            {run["date"][:10]}: {machine["cpu"]}, {machine["threads"]} of {machine["cores"]} cores,
+            PyTorch {machine["versions"]["torch"]}."""
+        ),
+        table(head, rows),
+        f"![Largest logit and loss over training, by method]({PICTURE})",
+        "## What it says",
+        *(prose(_verdict(run, rate)) for rate in settings["rates"]),
+        prose(
+            """High rates amplify rounding: on another CPU the same seeds give other digits. One
+            small model and one text: the figures say what these means do here, and not which limit
+            or floor a large model needs."""
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(some: list[dict[str, Any]], heads: int) -> list[str]:
+    return [
+        ", ".join(f"{logit:,.0f}" for logit in last(some, "max_logit")),
+        f"{collapsed(some)} of {heads}",
+        ", ".join(f"{share:.3f}" for share in shares(some)),
+        ", ".join(f"{loss:.3f}" for loss in losses(some)),
+        f"{statistics.mean(losses(some)):.3f}",
+    ]
+
+
+def _verdict(run: dict[str, Any], rate: float) -> str:
+    """What came out at a rate, in words that follow the figures."""
+    plain, limit = chosen(run, rate, "plain"), run["methods"]["clip"]["limit"]
+    steps = [passed(one, limit) for one in plain]
+    said = f"At {rate:g} the plain run's largest logit "
+    if None in steps:
+        said += f"does not pass {limit:g} with every seed"
+    else:
+        said += f"is above {limit:g} by step {_range(steps)}"
+    said += f", and is {_range(last(plain, 'max_logit'))} at the end."
+    changes = [
+        f"{NAMES.get(name, name)} changes it by {_range(_changes(run, rate, name), signed)}"
+        for name in run["methods"]
+        if name != "plain"
+    ]
+    said += f""" Its held-out loss is {_range(losses(plain), "{:.3f}".format)} (token frequencies
+        alone: {run["unigram"]:.3f}); with the same seed {and_list(changes)}."""
+    means = {name: statistics.mean(losses(chosen(run, rate, name))) for name in run["methods"]}
+    best = min(means, key=means.__getitem__)
+    named = NAMES.get(best, best)
+    return f"{said} The lowest mean over the seeds is {means[best]:.3f}, with {named}."
+
+
+def _changes(run: dict[str, Any], rate: float, method: str) -> list[float]:
+    """What a method adds to each seed's held-out loss."""
+    pair = (losses(chosen(run, rate, name)) for name in ("plain", method))
+    return [other - plain for plain, other in zip(*pair, strict=True)]
+
+
+def _range(values: Sequence[Any], told: Any = "{:,.0f}".format) -> str:
+    """
+    >>> _range([3, 1, 2]), _range([7])
+    ('1 to 3', '7')
+    """
+    low, high = told(min(values)), told(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _picture(run: dict[str, Any]) -> str:
+    """A column a rate: the largest logit in powers of ten, and the loss of the batches."""
+    rates, steps = run["settings"]["rates"], run["settings"]["steps"]
+    picture = Picture(60 + 400 * len(rates), 480)
+    legend(picture, 50, 20, COLOURS)
+    picture.text(50, 40, "a line a seed; largest logit, powers of 10 (above), loss, nats (below)")
+    marks = [mark for one in run["runs"] for mark in one["marks"]]
+    powers = [math.log10(max(mark["max_logit"], 0.1)) for mark in marks]
+    tops = [mark["loss"] for mark in marks if mark["step"] > run["settings"]["every"]]
+    for column, rate in enumerate(rates):
+        left = 50 + 400 * column
+        upper = Axes(left, 75, 350, 150, (0, steps), (-1, math.ceil(max(powers))))
+        edges = math.floor(min(tops)), math.ceil(max(tops))
+        lower = Axes(left, 270, 350, 160, (0, steps), edges)
+        frame(picture, upper, f"learning rate {rate:g}", (), range(-1, int(upper.y[1]) + 1), "")
+        frame(picture, lower, "", (0, steps), range(edges[0], edges[1] + 1))
+        for name, colour in COLOURS.items():
+            for one in chosen(run, rate, name):
+                logits = [
+                    (mark["step"], math.log10(max(mark["max_logit"], 0.1))) for mark in one["marks"]
+                ]
+                curve(picture, upper, logits, colour, 1.1)
+                known = [(mark["step"], min(mark["loss"], edges[1])) for mark in one["marks"]]
+                curve(picture, lower, known, colour, 1.1)
+    return picture.svg()

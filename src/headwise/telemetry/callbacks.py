@@ -1,0 +1,178 @@
+"""A monitor as trainers take it: a callback of transformers' `Trainer`, and one of Lightning's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .monitor import Monitor
+from .rules import Alarm
+
+__all__ = ["LightningMonitor", "MonitorCallback"]
+
+
+class _TrainersMonitor(Monitor):
+    """A monitor whose steps a trainer tells of, and which the trainer stops for."""
+
+    stopping = False
+
+    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
+        """The trainer tells."""
+
+    def _stop(self, alarms: Sequence[Alarm]) -> None:
+        self.stopping = True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has been called, which a GradScaler may have told to do nothing."""
+        self._stepped(optimizer)
+
+    def ended(self) -> None:
+        """A step is over."""
+        self._end()
+
+
+class _Callback:
+    """Holds the settings until the trainer starts, and the monitor while it trains."""
+
+    monitor: _TrainersMonitor | None = None
+    """The monitor of the training that runs, or ran last."""
+
+    def __init__(self, **settings: Any) -> None:
+        for name in {"model", "optimizer", "step", "save", "scaler"} & set(settings):
+            raise ValueError(f"{type(self).__name__}({name}=…): the trainer tells; leave it out.")
+        self._settings = settings
+
+    def _start(self, model: Any, optimizer: Any, step: int, scaler: Any = None) -> None:
+        self._end()
+        settings = {**self._settings, "step": step, "scaler": scaler, "save": lambda: None}
+        self.monitor = _TrainersMonitor(model, optimizer, **settings)
+        self.monitor.pause()
+
+    def _end(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+@cache
+def _kind_of(cls: type, base: type) -> type:
+    """A class that is both ours and a trainer's, whose package is imported only now."""
+    return type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+class MonitorCallback(_Callback):
+    """A `Monitor` as a callback of transformers' `Trainer`: `callbacks=[hw.MonitorCallback(…)]`.
+
+    Settings are those of `Monitor`; model, optimizer and steps are the trainer's, also of one that
+    resumes from a checkpoint. A rule with `then="stop"` has the trainer save, then stop.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: a setting that the trainer tells itself.
+    """
+
+    def __new__(cls, **settings: Any) -> MonitorCallback:
+        try:
+            from transformers import TrainerCallback
+        except ImportError:
+            raise ImportError(
+                "MonitorCallback(…): transformers is not installed; `pip install transformers`"
+            ) from None
+        return object.__new__(_kind_of(cls, TrainerCallback))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        self._start(known["model"], known.get("optimizer"), state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.steps = state.global_step
+            self.monitor.resume()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        if self.monitor is None:
+            return
+        self.monitor.pause()
+        if getattr(known.get("optimizer"), "step_was_skipped", False):
+            self.monitor.skip()
+        else:
+            self.monitor.ended()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        if self.monitor is not None and self.monitor.stopping:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        self._end()
+
+
+class LightningMonitor(_Callback):
+    """A `Monitor` as a callback of Lightning's `Trainer`: `callbacks=[hw.LightningMonitor(…)]`.
+
+    Settings are those of `Monitor`; the model is the `LightningModule`, steps are those of the
+    trainer's first optimizer. A rule with `then="stop"` has the trainer save
+    `headwise-stop-STEP.ckpt` in its `default_root_dir`, then stop.
+
+    Raises:
+        ImportError: neither lightning nor pytorch_lightning is installed.
+        ValueError: a setting that the trainer tells itself.
+    """
+
+    def __new__(cls, **settings: Any) -> LightningMonitor:
+        return object.__new__(_kind_of(cls, _lightning_callback()))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._start(pl_module, optimizer, trainer.global_step, scaler)
+        self._hook = optimizer.register_step_post_hook(lambda told, *_: self._told(told))
+
+    def _told(self, optimizer: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.pause()
+            self.monitor.stepped(optimizer)
+
+    def on_train_batch_start(self, *told: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.resume()
+
+    def on_train_batch_end(self, trainer: Any, *told: Any) -> None:
+        monitor = self.monitor
+        if monitor is None or not monitor.stopping or trainer.should_stop:
+            return
+        folder = Path(trainer.default_root_dir)
+        trainer.save_checkpoint(folder / f"headwise-stop-{monitor.steps}.ckpt")
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    def on_exception(self, *told: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        super()._end()
+        if self._hook is not None:
+            self._hook.remove()
+
+    _hook: Any = None
+
+
+def _lightning_callback() -> type:
+    """The class of Lightning's callbacks, from whichever package is installed.
+
+    Raises:
+        ImportError: none is.
+    """
+    try:
+        from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        try:
+            from pytorch_lightning import Callback  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ImportError(
+                "LightningMonitor(…): Lightning is not installed; `pip install lightning`"
+            ) from None
+    return Callback

@@ -1,0 +1,380 @@
+"""QK-clip: weights of heads whose largest score has passed a limit are scaled down to it."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..capture.captured import Watched, WatchedModule
+from ..capture.modules import check_model
+from ..core.numbers import real, said
+from ..stats.per_head import ABOVE
+from ..weights.projections import Projections, projections_of
+
+RULES = ("query", "both")
+
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)
+_NORM = re.compile(
+    r"(^|_)(q|k|qk|query|key)_?(layer_?)?(norm|ln|rms)|(norm|ln|rms)_?(q|k|qk|query|key)(_|$)",
+    re.IGNORECASE,
+)
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+
+
+@torch.no_grad()
+def qk_clip_(
+    model: nn.Module,
+    seen: Watched | Mapping[str, Tensor],
+    limit: float = 100.0,
+    optimizer: Any = None,
+    *,
+    rule: str = "query",
+) -> dict[str, Float[Tensor, " H"]]:
+    """Scale the weights of heads whose largest score is above a limit, so that it is the limit.
+
+    `γ_h = min(1, limit / S_h)`, with S_h the largest score of head h over everything that went
+    into the step, all micro-batches of it. Call it after the optimizer's step. Weights and biases
+    of the projections are scaled in place; the optimizer's own state (its moments) is left alone.
+    A head scaled by γ has γ times its scores on the same input, so that its largest is the limit;
+    rotary positions change nothing about that. What is added to the scores (ALiBi, a bias) is not
+    scaled, nor does a softcap scale: the limit then holds for `scale · q·k` alone.
+
+    Args:
+        model: the model, as it was watched or bare: wrappers' `module.`, `_orig_mod.` and
+            `_checkpoint_wrapped_module.` in names are passed over.
+        seen: what `watch(model, MaxLogit())` saw of the step, or `MaxLogit(above=limit)`, which
+            costs less; or each module's largest scores by its name, `[H]`. −inf is a head that saw
+            nothing; it is left alone, like every head that is not above the limit.
+        limit: the largest score that a head may keep, in units of the scores; above 0.
+        optimizer: the one that steps these weights. Weights under float32 need it: it may hold
+            float32 masters, which are scaled too and rounded to the weights. They are found as
+            `param.main_param`, in `optimizer.state[param]`, or in `param_groups_master`.
+        rule: `"query"` puts all of γ on the queries, which leaves every other head bit for bit as
+            it was. `"both"` puts √γ on queries and keys each; where heads share a key, it takes
+            the group's least γ, and each query the rest, so that no head is scaled further than
+            its γ; heads of the group that were not above the limit change by rounding alone.
+
+    Returns:
+        γ by module name, `[H]` in float64, of the modules in which a head was scaled.
+
+    Raises:
+        ValueError: maxima of sampled queries, which are too low, or that are no numbers; queries
+            and keys that are normalised, whose scale changes nothing; weights of an unknown layout,
+            sharded, or under float32 without an optimizer; names or numbers of heads that do not
+            fit the model; an unknown rule. Nothing was scaled then.
+
+    Modules that share their weights are scaled once, by the least γ of each head.
+
+    Source: Kimi K2 2025, §2.1 (its √γ on both is `rule="both"`).
+
+    >>> import torch, headwise as hw
+    >>> _ = torch.manual_seed(0)
+    >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), 5.5 * torch.randn(2, 7, 24)
+    >>> with hw.watch(layer, hw.MaxLogit()) as before:
+    ...     out = layer(x)
+    >>> clipped = hw.qk_clip_(layer, before, limit=100.0)
+    >>> with hw.watch(layer, hw.MaxLogit()) as after:
+    ...     out = layer(x)
+    >>> [seen[""]["max_logit"].amax(0).round().tolist() for seen in (before, after)]
+    [[94.0, 121.0, 103.0], [94.0, 100.0, 100.0]]
+    >>> [round(gamma, 2) for gamma in clipped[""].tolist()]
+    [1.0, 0.83, 0.97]
+    """
+    call = check_model("qk_clip_", model).replace("…", f"…, limit={said(limit)}")
+    ceiling = real(limit)
+    if ceiling is None or not 0 < ceiling < math.inf:
+        raise ValueError(f"{call}: the limit must be a finite number above 0.")
+    if rule not in RULES:
+        raise ValueError(f"{call}: there is no rule {rule!r}; there are: {', '.join(RULES)}.")
+    finder = _Finder(model, call)
+    shared: dict[tuple[int, ...], _Weights] = {}
+    places: dict[str, tuple[_Weights, slice]] = {}
+    for name, largest in _maxima(seen, ceiling, call):
+        weights, heads = finder.weights_of(name, len(largest))
+        weights = shared.setdefault(weights.key, weights)
+        factor = torch.where(largest > ceiling, ceiling / largest, 1.0)
+        weights.gamma[heads] = torch.minimum(weights.gamma[heads], factor)
+        places[name] = weights, heads
+    _check_apart(shared, call)
+    changes = [
+        (weights.parameters[name], factor, _master_of(weights.parameters[name], optimizer, call))
+        for weights in shared.values()
+        if bool((weights.gamma < 1).any())
+        for name, factor in weights.factors(rule)
+    ]
+    for parameter, factor, master in changes:
+        stepped = parameter if master is None else master
+        kind = torch.promote_types(stepped.dtype, torch.float32)
+        stepped.mul_(factor.to(stepped.device, kind))
+        if master is not None:
+            parameter.copy_(master)
+    found = ((name, weights.gamma[heads]) for name, (weights, heads) in places.items())
+    return {name: gamma for name, gamma in found if bool((gamma < 1).any())}
+
+
+# ── the largest scores ──────────────────────────────────────────────────────────────────────────
+
+
+def _maxima(
+    seen: Watched | Mapping[str, Tensor], limit: float, call: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Each module's largest scores, `[H]` in float64 on the CPU.
+
+    Raises:
+        ValueError: there are none that decide anything.
+    """
+    if not isinstance(seen, Watched | Mapping):
+        raise ValueError(
+            f"{call}: seen is a {type(seen).__name__}; give what watch(model, MaxLogit()) gave, or "
+            f"a mapping from module names to largest scores [H]."
+        )
+    if isinstance(seen, Watched):
+        seen.must_not_be_empty()
+    if not len(seen):
+        raise ValueError(f"{call}: seen is empty; no attention was seen in this step.")
+    if isinstance(seen, Watched) and seen.left_out:
+        some = "; ".join(f"{name or 'the model'}: {why}" for name, why in seen.left_out.items())
+        warnings.warn(f"{call}: not clipped, as they were not seen: {some}", stacklevel=4)
+    for name in seen:
+        if isinstance(seen, Watched):
+            largest = _largest_of(seen[name], limit, call)
+        else:
+            largest = torch.as_tensor(seen[name])
+        if largest.dim() != 1:
+            raise ValueError(f"{call}: of {name!r}, {list(largest.shape)}; give one number a head.")
+        largest = largest.detach().double().cpu()
+        wrong = largest.isnan() | (largest == math.inf)
+        if bool(wrong.any()):
+            head = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{call}: the largest score of head {head} in {name!r} is {float(largest[head])}; "
+                f"no factor mends that: go back to a checkpoint."
+            )
+        yield name, largest
+
+
+def _largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
+    """The largest score of each head over all calls, from a figure that decides."""
+    looked_at, there = module.queries or (0, 1)
+    some = [name for name in module.statistics if name.startswith(ABOVE)]
+    names = [name for name in some if float(name.removeprefix(ABOVE)) <= limit]
+    if "max_logit" in module.statistics and looked_at == there:
+        names.insert(0, "max_logit")
+    if not names:
+        why = f"it holds {', '.join(module.statistics) or 'nothing'}"
+        if "max_logit" in module.statistics:
+            why = "its maxima are those of some queries alone, and so too low"
+        raise ValueError(
+            f"{call}: in {module.name!r} the largest scores are not known: {why}; watch with "
+            f"MaxLogit(), or with MaxLogit(above={limit:g}), which looks at all queries always."
+        )
+    if module.running is not None:
+        return module.running[names[0]]
+    tops = [x.amax(0) for one in module.calls if len(x := one[names[0]].values)]
+    return torch.stack(tops).amax(0) if tops else torch.full((module.heads,), -math.inf)
+
+
+# ── the weights ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The projections of one layer, and what its heads are to be scaled by, `[H]`."""
+
+    found: Projections
+    parameters: Mapping[str, nn.Parameter]
+    gamma: Tensor
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells these weights from others: modules may share them."""
+        return tuple(id(self.parameters[n]) for group in self.found.names.values() for n in group)
+
+    def factors(self, rule: str) -> Iterator[tuple[str, Tensor]]:
+        """What multiplies each tensor."""
+        of_keys = torch.ones(self.found.sizes.num_kv_heads, dtype=torch.float64)
+        groups = torch.tensor([self.found.group_of(head) for head in range(len(self.gamma))])
+        if rule == "both":
+            of_keys = of_keys.scatter_reduce(0, groups, self.gamma, "amin").sqrt()
+        return self.found.factors(self.gamma / of_keys[groups], of_keys)
+
+
+class _Finder:
+    """Finds the weights of a model's modules by the modules' names."""
+
+    def __init__(self, model: nn.Module, call: str) -> None:
+        self.model, self.call = model, call
+        self._bare: dict[str, nn.Module] | None = None
+
+    def module(self, name: str) -> nn.Module:
+        """The module of that name, whatever wrappers are around it."""
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:
+            pass
+        if self._bare is None:
+            self._bare = {_bare(n): m for n, m in self.model.named_modules(remove_duplicate=False)}
+        if (bare := _bare(name)) not in self._bare:
+            raise ValueError(f"{self.call}: the model has no module {name!r}.")
+        return self._bare[bare]
+
+    def weights_of(self, name: str, heads: int) -> tuple[_Weights, slice]:
+        """The weights that make a module's queries and keys, and which of their heads are its own.
+
+        They may be those of a module around it, where the module itself only attends.
+        """
+        module = self.module(name)
+        at = f"{self.call}: in {name!r} ({type(module).__name__})"
+        for attribute in _HEADS:
+            known = getattr(module, attribute, heads)
+            if isinstance(known, int) and known != heads:
+                raise ValueError(f"{at}: there are {heads} largest scores, and {known} heads.")
+        faults = []
+        for root in _and_around(name):
+            owner, inside = self.module(root), name[len(root) :].lstrip(".") + "."
+            _check_norms(owner, at)
+            named = owner.named_parameters(remove_duplicate=False)
+            parameters = {_bare(n): parameter for n, parameter in named}
+            try:
+                found = projections_of(parameters, heads)
+            except ValueError as error:
+                faults.append(str(error))
+                continue
+            if {n for n in parameters if n.startswith(inside)} <= found.layer.names:
+                _check_weights(found, parameters, at)
+                first = _first_head(found, inside, heads, at)
+                gamma = torch.ones(found.sizes.num_heads, dtype=torch.float64)
+                return _Weights(found, parameters, gamma), slice(first, first + heads)
+        latent = any("kv_b_proj" in n for n, _ in module.named_parameters())
+        raise ValueError(f"{at}: {_LATENT if latent else f'no known layout: {faults[0]}'}")
+
+
+def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
+    """Where a module's heads begin among those of its layer; each may be a module of its own."""
+    total = found.sizes.num_heads
+    own = [name.startswith(inside) for name in found.names["q"]]
+    if total == heads:
+        return 0
+    if heads == 1 and any(own):
+        return own.index(True)
+    raise ValueError(f"{at}: there are {heads} largest scores, and {total} heads.")
+
+
+_NORMED = (
+    "queries and keys are normalised after their projection, so that the scale of its weights "
+    "changes no score; the norms' own weights bound the scores there."
+)
+_LATENT = (
+    "multi-head latent attention makes its keys from a latent that all heads share; multiply "
+    "the head's rows of q_b_proj (of q_proj, where there is none) by limit / max_logit."
+)
+
+
+def _bare(name: str) -> str:
+    """A name without what wrappers put into it.
+
+    >>> _bare("module.layers.0._checkpoint_wrapped_module.attn"), _bare("module")
+    ('layers.0.attn', 'module')
+    """
+    while (shorter := _WRAPPERS.sub(r"\1", name)) != name:
+        name = shorter
+    return name
+
+
+def _and_around(name: str, most: int = 3) -> list[str]:
+    """A module's name, and those of the modules around it.
+
+    >>> _and_around("layers.0.attn")
+    ['layers.0.attn', 'layers.0', 'layers', '']
+    """
+    names = [name]
+    while names[-1] and len(names) <= most:
+        names.append(names[-1].rpartition(".")[0])
+    return names
+
+
+def _check_norms(module: nn.Module, at: str) -> None:
+    """Raise ValueError where queries or keys are normalised; by the names of parts and weights."""
+    parts = [n for n, m in module.named_modules() if not isinstance(m, nn.Identity)]
+    parts += [n for n, _ in module.named_parameters()]
+    if found := next((n for n in parts if _NORM.search(n.rpartition(".")[2])), None):
+        raise ValueError(f"{at}: by {found!r}, {_NORMED}")
+
+
+def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], at: str) -> None:
+    """Raise ValueError for weights that cannot be scaled where they are."""
+    if found.normed:
+        raise ValueError(f"{at}: {_NORMED}")
+    held = found.names
+    for name in (*held["q"], *held["k"]):
+        parameter = parameters[name]
+        if any(hasattr(parameter, x) for x in ("device_mesh", "ds_id", "_hp_mapping")):
+            raise ValueError(f"{at}: {name} is sharded over ranks; only whole weights are scaled.")
+        if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
+            raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
+    theirs = {id(parameters[n]) for n in held["k"] if n not in held["q"]}
+    if theirs & {id(parameters[n]) for n in held["q"]}:
+        raise ValueError(f"{at}: one weight makes queries and keys, so that it scales both.")
+
+
+def _check_apart(shared: Mapping[tuple[int, ...], _Weights], call: str) -> None:
+    """Raise ValueError where layers share some of their weights and not the rest."""
+    owner: dict[int, tuple[int, ...]] = {}
+    for key in shared:
+        for one in key:
+            if owner.setdefault(one, key) != key:
+                raise ValueError(
+                    f"{call}: two modules share some of the weights of their queries and keys, "
+                    f"and not all; each would be scaled by what the other needs."
+                )
+
+
+# ── masters ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | None:
+    """The float32 copy of a weight of less, that its optimizer steps; `None` where it is its own.
+
+    Raises:
+        ValueError: there may be one, and no optimizer was given.
+    """
+    if parameter.dtype.itemsize >= 4:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            f"{call}: there are weights in {parameter.dtype}; their optimizer may hold float32 "
+            f"masters that would undo the clip at its next step; give optimizer=…."
+        )
+    kept = getattr(optimizer, "state", {}).get(parameter, {})
+    candidates = {str(name): value for name, value in kept.items()}
+    candidates["main_param"] = getattr(parameter, "main_param", None)  # Megatron-LM
+    groups = getattr(optimizer, "param_groups_master", ())  # apex
+    for group, masters in zip(getattr(optimizer, "param_groups", ()), groups, strict=False):
+        for one, master in zip(group["params"], masters["params"], strict=False):
+            if one is parameter:
+                candidates["master"] = master
+    for name, value in candidates.items():
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            continue
+        if value.shape != parameter.shape:
+            continue
+        if "master" in name or torch.equal(value.to(parameter.dtype), parameter):
+            return value
+    step = torch.finfo(parameter.dtype).eps
+    warnings.warn(
+        f"{call}: no float32 master of {parameter.dtype} weights was found in "
+        f"{type(optimizer).__name__}; they are scaled themselves, which rounds γ to steps of "
+        f"{step:.2g}: a head may stay above the limit by that share.",
+        stacklevel=4,
+    )
+    return None

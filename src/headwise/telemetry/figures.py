@@ -1,0 +1,132 @@
+"""What is kept of heads over a step: sums that merge rightly, or maxima."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..stats.results import Reading
+
+Array = npt.NDArray[np.float64]
+Heads = Mapping[str, int]
+"""How many heads each layer has, in order: those of the first layer come first."""
+
+MEAN, MAXIMUM = "mean", "maximum"
+FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
+"""What is kept of each head: of a mean, the number of values, their sum, the sum of their squared
+deviations from their mean, and the square of what sampling adds to the sum's standard error."""
+
+
+def kept_of(reading: Reading) -> Tensor | None:
+    """What is kept of a call's reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64.
+
+    `None` of a reading that is not one number for each query or batch row, such as a map.
+    """
+    values = reading.values.detach()
+    if reading.largest:
+        empty = values.new_full((1, values.shape[1]), -math.inf)
+        return torch.cat([values, empty]).amax(0)[None].double()
+    axes = 2 if reading.rows is None else 3
+    if reading.per_key or reading.over is not None or values.dim() != axes:
+        return None
+    sums = reading.sums
+    count, squares = sums.count.sum(0), sums.squares
+    if reading.rows is None:  # one number a batch row
+        squares = (values.double() - sums.mean).square().sum(0)
+    error = torch.zeros_like(count) if reading.error is None else (count * reading.error).square()
+    return torch.stack([count, sums.total.sum(0), squares, error])
+
+
+def merged(one: Tensor, other: Tensor) -> Tensor:
+    """Both as one: maxima, or sums with their squares about the common mean (Chan et al. 1979).
+
+    >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
+    >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
+    [3.0, 15.0, 26.0, 0.0]
+    """
+    if len(one) == 1:
+        return torch.maximum(one, other)
+    count, total = one[0] + other[0], one[1] + other[1]
+    apart = other[1] / other[0].clamp(min=1) - one[1] / one[0].clamp(min=1)
+    between = apart.square() * one[0] * other[0] / count.clamp(min=1)
+    return torch.stack([count, total, one[2] + other[2] + between, one[3] + other[3]])
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """One statistic of every head of a model over a step.
+
+    `data` is `[4, N]` or `[1, N]` (`FIELDS[kind]`), where N counts the heads of all layers, those
+    of the first layer first. `queries` were looked at of `of_queries` that there were.
+    """
+
+    kind: str
+    data: Array
+    queries: int
+    of_queries: int
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some queries only were looked at; a maximum is then a lower bound."""
+        return self.queries < self.of_queries
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The heads of which there is a figure `[N]`."""
+        return self.data[0] != (-math.inf if self.kind == MAXIMUM else 0)
+
+    @property
+    def values(self) -> Array:
+        """Each head's mean or maximum `[N]`; NaN where there is none."""
+        present = self.present
+        if self.kind == MAXIMUM:
+            return np.where(present, self.data[0], np.nan)
+        return np.where(present, self.data[1] / np.where(present, self.data[0], 1.0), np.nan)
+
+    @property
+    def errors(self) -> Array:
+        """The standard errors of sampled means `[N]`: 0 of exact ones, NaN where there is none."""
+        if self.kind == MAXIMUM:
+            return np.full(self.data.shape[1], np.nan)
+        present = self.present
+        return np.where(
+            present, np.sqrt(self.data[3]) / np.where(present, self.data[0], 1.0), np.nan
+        )
+
+    def wide(self, heads: int) -> Figures:
+        """The same where the layers that came later are counted too: of them there is none."""
+        missing = heads - self.data.shape[1]
+        empty = -math.inf if self.kind == MAXIMUM else 0.0
+        data = np.pad(self.data, ((0, 0), (0, missing)), constant_values=empty)
+        return Figures(self.kind, data, self.queries, self.of_queries)
+
+    def of_layers(self, heads: Heads) -> Array:
+        """A number a layer `[L]`: its mean over queries and heads, or the largest; NaN of none."""
+        found, first = [], 0
+        for number in heads.values():
+            part = self.data[:, first : first + number]
+            first += number
+            if self.kind == MAXIMUM:
+                found.append(part[0].max(initial=-math.inf))
+            else:
+                count = part[0].sum()
+                found.append(part[1].sum() / count if count else -math.inf)
+        numbers = np.array(found)
+        return np.where(numbers == -math.inf, np.nan, numbers)
+
+
+def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: Sequence[int]) -> Figures:
+    """What layers gave by name, as one; layers of `heads` that gave nothing have no figure."""
+    kind = MAXIMUM if len(next(iter(parts.values()))) == 1 else MEAN
+    empty = -math.inf if kind == MAXIMUM else 0.0
+    columns = [
+        parts[name].cpu().numpy() if name in parts else np.full((len(FIELDS[kind]), number), empty)
+        for name, number in heads.items()
+    ]
+    return Figures(kind, np.concatenate(columns, axis=1), *looked_at)

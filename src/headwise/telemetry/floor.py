@@ -1,0 +1,138 @@
+"""An entropy floor: a loss term that keeps heads from putting all their weight on one key."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..capture.captured import Watched
+from ..capture.modules import Modules, check_model
+from ..capture.watch import watch
+from ..core.numbers import real, said
+from ..stats.per_query import Entropy
+from ..stats.results import Reading
+
+
+class EntropyFloor:
+    """Penalise heads whose mean entropy is under a floor: `strength · Σ_h relu(floor − H_h)`.
+
+    `H_h` is the mean entropy of head h, in nats, over batch and valid queries of all its calls.
+    Heads above the floor are left alone. Enter it around the forward pass, each time anew; then
+    `loss` is the term, a scalar with a graph, and `entropies` are the means. The model's own
+    output stays bit for bit what it was.
+
+    With activation checkpointing (`use_reentrant=False`), call `backward()` in the block too.
+
+    Args:
+        model: any module that `watch` takes.
+        floor: nats, above 0; a query that attends evenly to n keys has log n.
+        strength: what a nat under the floor costs.
+        queries: look at so many drawn queries of every call only, other ones each time: cheaper.
+        modules: only these, as in `watch()`.
+
+    Raises:
+        ValueError: a floor or strength that makes no term; `loss` of a model that was not called;
+            what `watch(gradients=True)` raises.
+
+    >>> import torch, headwise as hw
+    >>> layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+    >>> with hw.EntropyFloor(layer, floor=2.0) as floor:
+    ...     out = layer(x)
+    >>> (out.square().mean() + floor.loss).backward()
+    >>> floor.entropies[""].shape, floor.loss.shape
+    (torch.Size([3]), torch.Size([]))
+
+    Source: Zhai et al. 2023 (entropy collapse).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        floor: float = 0.5,
+        strength: float = 1.0,
+        *,
+        queries: int | None = None,
+        modules: Modules = None,
+    ) -> None:
+        self._said = check_model("EntropyFloor", model)
+        self.floor, self.strength = real(floor) or 0.0, real(strength) or 0.0
+        for name, value in (("floor", floor), ("strength", strength)):
+            if not 0 < (real(value) or 0.0) < math.inf:
+                raise ValueError(f"{self._said}: {name}={said(value)} is no number above 0.")
+        self.model, self.queries, self.modules = model, queries, modules
+        self._watching: AbstractContextManager[Watched] | None = None
+        self._seen: Watched | None = None
+        self._entered = 0
+
+    def __enter__(self) -> Self:
+        if self._watching is not None:
+            raise ValueError(f"{self._said}: it is entered already; leave it first.")
+        self._watching = watch(
+            *(self.model, Entropy()),
+            queries=self.queries,
+            seed=self._entered,
+            gradients=True,
+            modules=self.modules,
+        )
+        self._seen = self._watching.__enter__()
+        self._entered += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        watching, self._watching = self._watching, None
+        assert watching is not None
+        watching.__exit__(kind, error, trace)
+
+    @property
+    def entropies(self) -> dict[str, Float[Tensor, " H"]]:
+        """The mean entropy of each head by module, in nats, with its graph; 0 of no valid query.
+
+        Raises:
+            ValueError: it was not entered, or no attention was seen.
+        """
+        return {name: mean for name, (mean, _) in self._means().items()}
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """The term to add to the loss. Heads without a valid query are left out.
+
+        Raises:
+            ValueError: as `entropies`.
+        """
+        under = [
+            torch.where(count > 0, F.relu(self.floor - mean), 0.0).sum()
+            for mean, count in self._means().values()
+        ]
+        return self.strength * torch.stack([one.to(under[0].device) for one in under]).sum()
+
+    def _means(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The mean entropy of each head, and over how many queries: both `[H]`."""
+        if self._seen is None:
+            raise ValueError(f"{self._said}: enter it around the forward pass first.")
+        self._seen.must_not_be_empty()
+        found = {}
+        for name in self._seen:
+            readings = [call["entropy"] for call in self._seen[name].calls]
+            held = [(r.values, _rows_of(r)) for r in readings]
+            total = torch.stack([torch.where(rows, x, 0.0).sum((0, 2)) for x, rows in held])
+            count = torch.stack([rows.sum((0, 2)) for _, rows in held]).sum(0)
+            found[name] = total.sum(0) / count.clamp(min=1), count
+        return found
+
+
+def _rows_of(reading: Reading) -> Tensor:
+    """The valid queries, `[B, H, T]`."""
+    assert reading.rows is not None  # an entropy is that of a query
+    return reading.rows.expand(reading.values.shape)

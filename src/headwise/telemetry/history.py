@@ -1,0 +1,408 @@
+"""`History`: what was recorded of a training's heads, in one SQLite file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._io import place_for
+from .figures import FIELDS, Array, Figures, Heads
+from .file_systems import is_remote
+from .rules import Alarm, Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["History", "Series"]
+
+_MARK, _VERSION = 0x68647773, 1  # "hdws": what SQLite calls an application's id, and its version
+_WAIT = 0.25
+"""Seconds to wait for a file that another process has locked."""
+
+_TABLES = f"""
+PRAGMA application_id = {_MARK};
+PRAGMA user_version = {_VERSION};
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE layers (place INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, heads INTEGER NOT NULL);
+CREATE TABLE figures (
+    step INTEGER NOT NULL, statistic TEXT NOT NULL, kind TEXT NOT NULL,
+    queries INTEGER NOT NULL, of_queries INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (step, statistic));
+CREATE TABLE alarms (
+    step INTEGER NOT NULL, rule TEXT NOT NULL, statistic TEXT NOT NULL,
+    layer TEXT NOT NULL, head INTEGER NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (step, rule, layer, head));
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A statistic over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
+
+    N counts the heads of all layers, as `History.heads` does. Values are means or, if `kind` says
+    so, maxima; NaN where a head was not seen. `errors` are the standard errors of sampled means, 0
+    of exact ones. `sampled` `[n]` says at which steps some queries only were looked at.
+    """
+
+    kind: str
+    steps: npt.NDArray[np.int64]
+    values: Array
+    errors: Array
+    sampled: npt.NDArray[np.bool_]
+
+
+class History:
+    """The record of a training's heads, in one SQLite file; it can be read while it is written.
+
+    Kept of every step and statistic are sums, squares and counts of each head, or maxima, so that
+    batches of unequal padding merge rightly. What is opened here is only read; `Monitor` writes.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a file that no `Monitor` wrote.
+
+    >>> import tempfile, torch, headwise as hw
+    >>> model = hw.MultiHeadAttention(24, num_heads=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/heads.sqlite"
+    ...     with hw.Monitor(model, every=2, history=path) as monitor:
+    ...         for _ in range(4):
+    ...             out = model(torch.randn(2, 7, 24), mask=hw.Causal())
+    ...             alarms = monitor.step()
+    ...     history = hw.History(path)
+    ...     history.steps, history["entropy"].values.shape, history.heads[2]
+    ([1, 2, 4], (3, 3), ('', 2))
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"History({str(path)!r}): there is no such file.")
+        self._file = _File(self.path, write=False)
+
+    # ── what it holds ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Versions and settings of the monitor that wrote it."""
+        rows = self._file.read("SELECT name, value FROM about ORDER BY name")
+        return {name: json.loads(value) for name, value in rows}
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """How many heads each layer has, in the order of `heads`."""
+        return dict(self._file.read("SELECT name, heads FROM layers ORDER BY place"))
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """Layer and number of every head, in the order of the axis N."""
+        return [(layer, head) for layer, heads in self.layers.items() for head in range(heads)]
+
+    @property
+    def steps(self) -> list[int]:
+        """The recorded steps, ascending."""
+        rows = self._file.read("SELECT DISTINCT step FROM figures ORDER BY step")
+        return [step for (step,) in rows]
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of what was recorded."""
+        rows = self._file.read("SELECT DISTINCT statistic FROM figures ORDER BY statistic")
+        return [name for (name,) in rows]
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Every alarm, by step."""
+        rows = self._file.read(
+            "SELECT step, rule, statistic, layer, head, value FROM alarms "
+            "ORDER BY step, rule, layer, head"
+        )
+        return [Alarm(*row) for row in rows]
+
+    def __getitem__(self, statistic: str) -> Series:
+        """A statistic over all recorded steps.
+
+        Raises:
+            KeyError: nothing of that name was recorded; the message lists what was.
+        """
+        heads = sum(self.layers.values())  # first, so that no figure is of more heads
+        rows = [(step, figures.wide(heads)) for step, name, figures in self._rows(statistic, heads)]
+        if not rows:
+            known = ", ".join(self.statistics) or "nothing yet"
+            raise KeyError(f"{statistic!r} was not recorded; there are: {known}")
+        kinds = rows[-1][1].kind
+        rows = [(step, figures) for step, figures in rows if figures.kind == kinds]
+        return Series(
+            kinds,
+            np.array([step for step, _ in rows]),
+            np.stack([figures.values for _, figures in rows]),
+            np.stack([figures.errors for _, figures in rows]),
+            np.array([figures.sampled for _, figures in rows]),
+        )
+
+    def records(self, last: int | None = None, until: int | None = None) -> list[Record]:
+        """What was recorded at each step, oldest first: all, or the `last` ones up to `until`."""
+        steps = [step for step in self.steps if until is None or step <= until]
+        steps = steps if last is None else steps[len(steps) - min(last, len(steps)) :]
+        if not steps:
+            return []
+        found: dict[int, dict[str, Figures]] = {step: {} for step in steps}
+        for step, name, figures in self._rows(None, sum(self.layers.values()), steps[0]):
+            if step in found:
+                found[step][name] = figures
+        return [Record(step, figures) for step, figures in found.items()]
+
+    def _rows(
+        self, statistic: str | None, heads: int, first: int = 0
+    ) -> Iterator[tuple[int, str, Figures]]:
+        rows = self._file.read(
+            "SELECT step, statistic, kind, queries, of_queries, data FROM figures "
+            "WHERE step >= ? AND (? IS NULL OR statistic = ?) ORDER BY step, statistic",
+            (first, statistic, statistic),
+        )
+        for step, name, kind, queries, of_queries, data in rows:
+            numbers = np.frombuffer(zlib.decompress(data), dtype="<f8").astype(np.float64)
+            numbers = numbers.reshape(len(FIELDS[kind]), -1)[:, :heads]
+            yield step, name, Figures(kind, numbers, queries, of_queries)
+
+    # ── tables ──────────────────────────────────────────────────────────────────────────────────
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """A table as columns: `step`, `layer`, `head`, and a number for each statistic.
+
+        A row per recorded step and head, as of `Watched.table()`: `<name>_se` is the standard error
+        of sampled means. NaN where a statistic was not recorded.
+        """
+        heads, steps = self.heads, np.array(self.steps, dtype=np.int64)
+        columns: dict[str, npt.NDArray[Any]] = {
+            "step": np.repeat(steps, len(heads)),
+            "layer": np.tile(np.array([layer for layer, _ in heads], dtype=object), len(steps)),
+            "head": np.tile(np.array([head for _, head in heads], dtype=np.int64), len(steps)),
+        }
+        for name in self.statistics:
+            series = self[name]
+            place = np.searchsorted(steps, series.steps)
+            columns[name] = _spread(series.values, place, len(steps))
+            if series.sampled.any() and series.kind == "mean":
+                columns[f"{name}_se"] = _spread(series.errors, place, len(steps))
+        return columns
+
+    def to_pandas(self) -> DataFrame:
+        """`columns()` as a pandas `DataFrame`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise ImportError(
+                "history.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+                "history.columns()"
+            ) from None
+        return DataFrame(self.columns())
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write `columns()` to a Parquet file.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+            OSError: a folder that there is not.
+        """
+        try:
+            import pyarrow  # pyright: ignore[reportMissingImports]
+            from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ImportError(
+                "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or take "
+                "history.columns()"
+            ) from None
+        parquet.write_table(pyarrow.table(self.columns()), place_for(Path(path)))
+
+    def __repr__(self) -> str:
+        steps, heads = self.steps, sum(self.layers.values())
+        said = f"steps {steps[0]} to {steps[-1]}" if steps else "no step yet"
+        return f"<History {str(self.path)!r}: {said}; {heads} heads; {', '.join(self.statistics)}>"
+
+
+def _spread(values: Array, place: npt.NDArray[np.int64], steps: int) -> Array:
+    """Rows of a series where its steps stand among all; flat."""
+    whole = np.full((steps, values.shape[1]), np.nan)
+    whole[place] = values
+    return whole.ravel()
+
+
+class HistoryWriter:
+    """Writes a `History`, each step whole or not at all.
+
+    Args:
+        path: the file; it is made where there is none.
+        after: the training goes on after this step: what the file has of later ones is replaced.
+
+    Raises:
+        OSError: no file can be there.
+        ValueError: a file of another kind.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], after: int, about: Mapping[str, Any]) -> None:
+        self.path = place_for(Path(path))
+        self._after: int | None = after
+        self._about = {**about, "writer": uuid.uuid4().hex}
+        self._file = _File(self.path, write=True)
+
+    def read(self) -> History | None:
+        """What the file holds; `None` where there is none yet."""
+        return History(self.path) if self.path.exists() else None
+
+    def write(self, records: Sequence[tuple[Record, Sequence[Alarm]]], layers: Heads) -> None:
+        """Add records, with the alarms of each, in one transaction.
+
+        Raises:
+            sqlite3.Error, OSError: the disk is full, the file is locked or gone.
+            ValueError: another monitor has begun to write into the file.
+        """
+        with self._file.transaction() as file:
+            self._take_over(file)
+            held = list(file.execute("SELECT name, heads FROM layers ORDER BY place"))
+            if held != list(layers.items())[: len(held)]:
+                raise ValueError(f"{self.path}: it holds other layers or heads than this model's")
+            new = list(enumerate(layers.items()))[len(held) :]
+            file.executemany(
+                "INSERT INTO layers VALUES (?, ?, ?)", [(n, *layer) for n, layer in new]
+            )
+            for record, alarms in records:
+                for name in ("figures", "alarms"):
+                    file.execute(f"DELETE FROM {name} WHERE step = ?", (record.step,))
+                file.executemany(
+                    "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?)",
+                    [(record.step, *_row(item)) for item in record.figures.items()],
+                )
+                rows = [astuple(alarm) for alarm in alarms]
+                file.executemany("INSERT OR REPLACE INTO alarms VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._after = None
+
+    def _take_over(self, file: sqlite3.Connection) -> None:
+        """On the first write, drop what the file has of later steps and say who writes."""
+        if self._after is None:
+            writer = file.execute("SELECT value FROM about WHERE name = 'writer'").fetchone()
+            if writer != (json.dumps(self._about["writer"]),):
+                raise ValueError(f"{self.path}: another monitor has begun to write into it")
+            return
+        for name in ("figures", "alarms"):
+            file.execute(f"DELETE FROM {name} WHERE step > ?", (self._after,))
+        if not self._after:
+            file.execute("DELETE FROM layers")
+        rows = [(name, json.dumps(value)) for name, value in self._about.items()]
+        file.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
+
+    def close(self) -> None:
+        """Close the file; the next write opens it again."""
+        self._file.close()
+
+
+def _row(item: tuple[str, Figures]) -> tuple[Any, ...]:
+    name, figures = item
+    data = zlib.compress(np.ascontiguousarray(figures.data, dtype="<f8").tobytes(), 1)
+    return name, figures.kind, figures.queries, figures.of_queries, data
+
+
+class _File:
+    """A connection to the file, opened when it is needed; none is taken along into a fork."""
+
+    def __init__(self, path: Path, *, write: bool) -> None:
+        self.path, self.write = path, write
+        self._lock = threading.Lock()
+        self._open: tuple[int, sqlite3.Connection] | None = None
+        if path.exists():
+            with closing(self._connect()):
+                pass
+
+    def _connect(self) -> sqlite3.Connection:
+        """Open the file, and make its tables where it has none and is written.
+
+        Raises:
+            ValueError: a file of another kind.
+        """
+        mode = "rwc" if self.write else "ro"
+        file = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=_WAIT,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            mark, version, tables = _kind(file)
+            if (mark, version) != (_MARK, _VERSION) and (mark or tables):
+                raise ValueError(f"{self.path}: not a history that this version of headwise reads")
+            if self.write:
+                mode = "DELETE" if is_remote(self.path) else "WAL"
+                file.execute(f"PRAGMA journal_mode = {mode}")
+                file.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'WAL' else 'FULL'}")
+                if not tables:
+                    file.executescript(f"BEGIN IMMEDIATE;{_TABLES}COMMIT;")
+        except sqlite3.DatabaseError as error:
+            file.close()
+            if isinstance(error, sqlite3.OperationalError):  # locked, full, unreadable
+                raise
+            raise ValueError(f"{self.path}: not a history ({error})") from None
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a query; none of a file that has no tables yet."""
+        with closing(self._connect()) as file:
+            return list(file.execute(query, values)) if _kind(file)[2] else []
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A connection inside a transaction that is committed at the end, or rolled back."""
+        with self._lock:
+            if self._open is None or self._open[0] != os.getpid():
+                self._open = (os.getpid(), self._connect())
+            file = self._open[1]
+            file.execute("BEGIN IMMEDIATE")
+            try:
+                yield file
+                file.execute("COMMIT")
+            except BaseException:
+                if file.in_transaction:
+                    file.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open is not None and self._open[0] == os.getpid():
+                self._open[1].close()
+            self._open = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "write": self.write}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+
+def _kind(file: sqlite3.Connection) -> tuple[int, int, int]:
+    """The mark, the version and the number of tables of a file."""
+    mark = file.execute("PRAGMA application_id").fetchone()[0]
+    version = file.execute("PRAGMA user_version").fetchone()[0]
+    tables = file.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+    return mark, version, tables

@@ -1,0 +1,414 @@
+"""`Monitor`: statistics of every head of a model in training, recorded every so many steps."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.modules import Modules, and_more, check_model, chosen
+from ..core.numbers import real, whole
+from ..stats.base import Statistic, check_statistics
+from ..stats.per_head import MaxLogit
+from .clip import qk_clip_
+from .defaults import DEFAULT_STATISTICS
+from .figures import Figures
+from .history import HistoryWriter
+from .probe import Probe, run_probe
+from .ranks import any_of_all, is_first, largest_of_all
+from .recorder import Recorder
+from .rules import RULES, Alarm, Rule
+from .step_capture import StepCapture, Wanted, plain_name
+from .trackers import as_tracker
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+__all__ = ["Monitor", "StopTraining"]
+
+
+_outside_compiled_code: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[assignment]
+"""A graph ends before what this decorates; a graph that must not end is refused by the compiler."""
+
+
+class StopTraining(Exception):
+    """A rule says stop; what `save=` does is done. `alarms` names the heads."""
+
+    def __init__(self, alarms: Sequence[Alarm]) -> None:
+        super().__init__("; ".join(map(str, alarms)))
+        self.alarms = tuple(alarms)
+
+
+class Monitor:
+    """Record statistics of every head of a model in training, and name heads that go wrong.
+
+    With an optimizer there is nothing else to write: the optimizer tells when a step is done.
+    Without one, call `monitor.step()` after `optimizer.step()`. Recorded are step 1 and every
+    `every`-th; all micro-batches of a step count, evaluation in between does not. A monitored
+    training computes the same numbers, bit for bit; of compiled models, recorded steps run as they
+    are written, whose rounding is another. What goes wrong in recording is warned of, once.
+
+    Maxima (`max_logit`, norms) are of all queries and exact; other statistics are of `queries`
+    drawn ones of each call, with standard errors.
+
+    Args:
+        model: any module that `watch()` takes, also in wrappers (DDP, `torch.compile`).
+        optimizer: its steps are the training's.
+        every: record so often.
+        queries: of each call, for statistics that are means; `None` for all.
+        statistics: what to record, in place of entropy, the masses on the first and the previous
+            token, the length of the heads' outputs, the largest logit, and the largest norms of
+            queries and keys.
+        rules: alarms (`Rule`), in place of those in `RULES`.
+        history: the file to record into (`History`).
+        trackers: a TensorBoard `SummaryWriter`, a run of W&B or trackio, or functions such as
+            `mlflow.log_metrics`.
+        clip: after every step, clip heads whose largest logit is over this (`qk_clip_`).
+        maxima: take the exact largest logits of every step, for `monitor.maxima`.
+        probe: a batch, as the model takes it, or a function that runs the model on one: recorded
+            beside the training's figures, as `probe/entropy` and so on, in evaluation mode.
+        scaler: the `GradScaler`, so that a step which it skips is not counted.
+        step: the training goes on after this step; what the history has of later ones is replaced.
+        overwrite: a training from step 0 may replace what the history has.
+        save: called before a rule with `then="stop"` raises `StopTraining`.
+        modules: only these, as in `watch()`.
+        seed: of the drawn queries.
+
+    Raises:
+        ValueError: a setting out of its range; a history that has steps already, with `step=0`.
+        OSError: no file can be where the history is to be.
+        StopTraining: from the step, where a rule says so.
+
+    >>> import torch, headwise as hw
+    >>> model = hw.MultiHeadAttention(24, num_heads=3)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> monitor = hw.Monitor(model, optimizer, every=2)
+    >>> for _ in range(4):
+    ...     loss = model(torch.randn(2, 7, 24), mask=hw.Causal()).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> monitor.steps, monitor.latest["entropy"].values.shape
+    (4, (3,))
+    >>> monitor.close()
+    """
+
+    @_outside_compiled_code
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 100,
+        queries: int | None = 64,
+        *,
+        statistics: Sequence[Statistic] = DEFAULT_STATISTICS,
+        rules: Sequence[Rule] = RULES,
+        history: str | os.PathLike[str] | None = None,
+        trackers: Sequence[Any] = (),
+        clip: float | None = None,
+        maxima: bool = False,
+        probe: Probe | None = None,
+        scaler: Any = None,
+        step: int = 0,
+        overwrite: bool = False,
+        save: Callable[[], object] | None = None,
+        modules: Modules = None,
+        seed: int = 0,
+    ) -> None:
+        said = check_model("Monitor", model)
+        _check(said, every, queries, statistics, clip, step)
+        _check_rules(said, rules, save is not None)
+        self.model, self.every, self.clip, self.steps = model, every, clip, step
+        self._optimizer, self._scaler, self._save, self._maxima = optimizer, scaler, save, maxima
+        self._scale = None if scaler is None else scaler.get_scale()
+        self._statistics, self._queries, self._probe = tuple(statistics), queries, probe
+        self._rules = tuple(rules)
+        self._warned: set[object] = set()
+        meant = chosen(modules)
+        self._capture = StepCapture(
+            model, self._warn, seed, lambda name: meant(plain_name(model, name)), self._begun
+        )
+        loggers = [as_tracker(one) for one in trackers] if is_first() else []
+        writer = None
+        if history is not None and is_first():
+            writer = HistoryWriter(history, step, self._about())
+            _check_empty(said, writer, step, overwrite)
+        self._recorder = Recorder(writer, loggers, rules, step, self._warn)
+        self.latest: Mapping[str, Figures] = {}
+        self.alarms: list[Alarm] = []
+        self._last_maxima: dict[str, Tensor] = {}
+        self._hook: Any = None if optimizer is None else self._hear(optimizer)
+        self._paused = False
+        self.resume()
+
+    def _hear(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Let the optimizer, which keeps the monitor alive, tell of its steps."""
+        return optimizer.register_step_post_hook(lambda told, *_: self._stepped(told))
+
+    def _about(self) -> dict[str, Any]:
+        names = [name for statistic in self._statistics for name in statistic.names]
+        return {
+            "torch": torch.__version__,
+            "model": type(self.model).__name__,
+            "every": self.every,
+            "queries": self._queries,
+            "statistics": names,
+            "rules": [rule.name for rule in self._rules],
+        }
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────
+
+    @_outside_compiled_code
+    def step(self) -> list[Alarm]:
+        """End a step of the training: call it after `optimizer.step()`; gives new alarms.
+
+        Raises:
+            ValueError: a monitor that was given the optimizer, which tells by itself.
+            StopTraining: a rule says so.
+        """
+        if self._optimizer is not None:
+            raise ValueError(
+                "monitor.step(): the optimizer that Monitor(model, optimizer) was given tells of "
+                "its steps itself; leave this call out, or give no optimizer."
+            )
+        if self._scale_fell():
+            return self.skip()
+        return self._end()
+
+    def skip(self) -> list[Alarm]:
+        """Forget the forwards since the last step: the optimizer did not take theirs."""
+        self._capture.clear()
+        self._last_maxima = {}
+        return []
+
+    @_outside_compiled_code
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of the optimizer is over; fused ones are told by a GradScaler to do nothing."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            self.skip()
+        else:
+            self._end()
+
+    def _begun(self) -> None:
+        """A forward begins; if a step was skipped since the last, that step's figures go."""
+        if self._scale_fell():
+            self.skip()
+
+    def _scale_fell(self) -> bool:
+        """Whether the GradScaler skipped a step, and lowered its scale, since it was asked last."""
+        if self._scaler is None:
+            return False
+        before, self._scale = self._scale, self._scaler.get_scale()
+        return self._scale < before
+
+    def _end(self) -> list[Alarm]:
+        self.steps += 1
+        self._last_maxima = self._capture.maxima
+        due = self._due(self.steps)
+        alarms = self._record() if due else []
+        if self.clip is not None:
+            self._clip(self.clip)
+        self._capture.clear()
+        if not self._paused:
+            self.resume()
+        if due:
+            self._act(alarms)
+        return alarms
+
+    def _due(self, step: int) -> bool:
+        return step == 1 or step % self.every == 0
+
+    def _wanted(self, step: int) -> Wanted | None:
+        """What to take of a step; `None` if nothing."""
+        if self._due(step):
+            limits = [rule.above for rule in self._rules if rule.statistic == "max_logit"]
+            return Wanted(self._statistics, self._queries, self._largest(*limits, self.clip))
+        largest = self._largest(self.clip)
+        return None if largest is None else Wanted((), self._queries, largest)
+
+    def _largest(self, *limits: float | None) -> MaxLogit | None:
+        """What is to be known of largest logits: all, or those above the least of these limits."""
+        given = [limit for limit in limits if limit is not None]
+        if self._maxima or not given:
+            return MaxLogit() if self._maxima else None
+        return MaxLogit(above=min(given))
+
+    @_outside_compiled_code
+    def resume(self) -> None:
+        """See forwards again, after `pause()`."""
+        self._paused = False
+        wanted = self._wanted(self.steps + 1)
+        if wanted is None:
+            self._capture.close()
+        else:
+            self._capture.open(wanted, self.steps + 1)
+
+    @_outside_compiled_code
+    def pause(self) -> None:
+        """See no forwards until `resume()`: evaluation, which is not counted, runs faster so."""
+        self._paused = True
+        self._capture.close()
+
+    # ── what is seen ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def maxima(self) -> dict[str, Tensor]:
+        """The exact largest logits `[H]` of all micro-batches since the last step, by module.
+
+        After a step and before the next forward, those of that step. With `maxima=True` of every
+        step, else of those that record `max_logit`. Empty where they were not taken.
+        """
+        live = self._capture.maxima if self._capture.forwards else self._last_maxima
+        return {plain_name(self.model, name): x for name, x in live.items()}
+
+    @property
+    def layers(self) -> Mapping[str, int]:
+        """How many heads each recorded layer has, in the order of every `Figures.values`."""
+        return self._recorder.heads
+
+    def _record(self) -> list[Alarm]:
+        """Take up what the step gave; gives its alarms."""
+        capture, known = self._capture, self._recorder.heads
+        capture.close()
+        if not capture.forwards:
+            other = f"; {capture.others} calls were seen in forwards that do not train"
+            why = other if capture.others else ""
+            self._warn(
+                "a step was not recorded: no forward of the model in training mode with gradients "
+                f"was seen before it{why}"
+            )
+            return []
+        try:
+            names = {name: plain_name(self.model, name) for name in capture.heads}
+            self._recorder.know({names[name]: heads for name, heads in capture.heads.items()})
+            figures = capture.figures(names, known)
+            if self._probe is not None:
+                figures |= self._probed(self._probe)
+        except Exception as error:
+            self._warn(f"a step was not recorded: {error}")
+            return []
+        if not is_first():
+            return []
+        self.latest = figures
+        alarms = self._recorder.record(self.steps, figures)
+        self.alarms += alarms
+        return alarms
+
+    def _probed(self, probe: Probe) -> dict[str, Figures]:
+        """The figures of the probe, with the model as it is after the step."""
+        capture = StepCapture(self.model, self._warn, 0, self._capture.meant)
+        capture.open(Wanted(self._statistics, self._queries, None), 0, every=True)
+        try:
+            run_probe(self.model, probe)
+        finally:
+            capture.close()
+        names = {name: plain_name(self.model, name) for name in capture.heads}
+        self._recorder.know({names[name]: heads for name, heads in capture.heads.items()})
+        found = capture.figures(names, self._recorder.heads)
+        return {f"probe/{name}": figures for name, figures in found.items()}
+
+    def _clip(self, limit: float) -> None:
+        """Clip the heads whose largest logit was over the limit, on all ranks alike."""
+        largest = largest_of_all(self._capture.largest)
+        if largest:
+            qk_clip_(self.model, largest, limit=limit, optimizer=self._optimizer)
+
+    def _act(self, alarms: Sequence[Alarm]) -> None:
+        """Warn, call, or stop, as the rules of these alarms say."""
+        then = {rule.name: rule.then for rule in self._rules}
+        for rule in self._rules:
+            said = [str(alarm) for alarm in alarms if alarm.rule == rule.name]
+            if said and not callable(rule.then):
+                warnings.warn(f"headwise: {and_more(said)}", stacklevel=4)
+        for alarm in alarms:
+            if callable(act := then[alarm.rule]):
+                act(alarm)
+        stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if "stop" in then.values() and any_of_all(bool(stops), device):
+            self._stop(stops)
+
+    def _stop(self, alarms: Sequence[Alarm]) -> None:
+        """Save, and stop the training."""
+        assert self._save is not None  # asked for at the start
+        self._save()
+        raise StopTraining(alarms)
+
+    def _warn(self, said: str, about: object = None) -> None:
+        """Warn once of each thing, or of what it is about."""
+        if (key := about or said) not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"headwise.Monitor: {said}", stacklevel=3)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────
+
+    @_outside_compiled_code
+    def close(self) -> None:
+        """See nothing more, and close the history; the model and the optimizer are as they were."""
+        self.pause()
+        if self._hook is not None:
+            self._hook.remove()
+        self._recorder.close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check(
+    said: str,
+    every: int,
+    queries: int | None,
+    statistics: Sequence[Statistic],
+    clip: Any,
+    step: int,
+) -> None:
+    """Raise ValueError for a setting out of its range."""
+    if (whole(every) or 0) < 1:
+        raise ValueError(f"{said}: every={every!r}: give a whole number of steps, 1 or more.")
+    if queries is not None and (whole(queries) or 0) < 2:
+        raise ValueError(
+            f"{said}: queries={queries!r}: give a whole number, 2 or more, so that there is a "
+            f"standard error; None for all queries."
+        )
+    if (number := whole(step)) is None or number < 0:
+        raise ValueError(f"{said}: step={step!r}: give the number of steps done before.")
+    if clip is not None and not (real(clip) or 0.0) > 0:
+        raise ValueError(f"{said}: clip={clip!r}: give a limit for logits, above 0.")
+    check_statistics(statistics, "Monitor")
+    names = [name for statistic in statistics for name in statistic.names]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{said}: {twice[0]!r} is asked for twice; leave one out.")
+
+
+def _check_rules(said: str, rules: Sequence[Rule], saves: bool) -> None:
+    """Raise ValueError for rules of one name, and for one that would stop without saving."""
+    names = [rule.name for rule in rules]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{said}: two rules are called {twice[0]!r}; give one a name=….")
+    if any(rule.then == "stop" for rule in rules) and not saves:
+        raise ValueError(
+            f"{said}: a rule stops the training; give save=…, a function that saves it first."
+        )
+
+
+def _check_empty(said: str, writer: HistoryWriter, step: int, overwrite: bool) -> None:
+    """Raise ValueError where a new training would replace what an old one has recorded."""
+    before = writer.read()
+    if before is not None and not step and not overwrite and (steps := before.steps):
+        raise ValueError(
+            f"{said}: {before.path} has steps {steps[0]} to {steps[-1]} already; give step=… to go "
+            f"on after that step, overwrite=True to replace them, or another file."
+        )

@@ -1,0 +1,305 @@
+"""What the attention calls of one training step's forwards add up to."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..capture.call import AttentionCall, Looking
+from ..capture.net import Net
+from ..capture.session import catch
+from ..stats.base import Statistic
+from ..stats.per_head import ABOVE, MaxLogit, Norms
+from ..stats.results import Reading
+from .figures import Figures, Heads, joined, kept_of, merged
+
+
+class Warn(Protocol):
+    """Tells of what went wrong, once of each thing that it is `about`."""
+
+    def __call__(self, said: str, about: object = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is taken of a step.
+
+    statistics: recorded, of `queries` drawn queries of each call; maxima of all queries.
+    largest: what else is to be known of the largest scores: all, those above a limit, or nothing.
+    """
+
+    statistics: tuple[Statistic, ...]
+    queries: int | None
+    largest: MaxLogit | None
+
+    @cached_property
+    def of_all(self) -> tuple[Statistic, ...]:
+        """What is taken of every query."""
+        kept = tuple(s for s in self.statistics if self._whole(s))
+        if self.largest is None or any(s == MaxLogit() for s in kept if isinstance(s, MaxLogit)):
+            return kept
+        return (*kept, self.largest)
+
+    @cached_property
+    def of_some(self) -> tuple[Statistic, ...]:
+        """What is taken of drawn queries."""
+        return tuple(s for s in self.statistics if not self._whole(s))
+
+    def _whole(self, statistic: Statistic) -> bool:
+        """Whether every query is looked at: always for maxima, which a sample only bounds."""
+        return self.queries is None or isinstance(statistic, MaxLogit | Norms)
+
+
+class StepCapture:
+    """Adds up what the attention calls of a model give, from one optimizer step to the next.
+
+    Counted are forwards that train: of a module in training mode, with gradients on, also inside
+    activation checkpointing. What a backward pass computes again is not counted twice.
+
+    Args:
+        model: any module.
+        warn: told of what cannot be seen.
+        seed: of the drawn queries, with the step and the number of the forward.
+        meant: whether a module is looked at, by its name.
+        begun: called when a forward that counts begins.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        warn: Warn,
+        seed: int,
+        meant: Callable[[str], bool],
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self._warn, self._seed = model, warn, seed
+        self.meant, self._begun = meant, begun
+        self._stack: ExitStack | None = None
+        self._net: Net | None = None
+        self._forward: Any = None
+        self._every = self._graded = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that was added up."""
+        self.forwards, self.others = 0, 0
+        self.heads: dict[str, int] = {}
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        self._looked_at: dict[str, tuple[int, int]] = {}
+
+    # ── open and shut ───────────────────────────────────────────────────────────────────────────
+
+    def open(self, wanted: Wanted, step: int, every: bool = False) -> None:
+        """See the model's calls from now on, until `close()`; compiled code runs as it is written.
+
+        With `every`, all forwards count, not only those that train.
+        """
+        self._wanted, self._step, self._every = wanted, step, every
+        if self._stack is not None:
+            return
+        _let_hooks_be()
+        with ExitStack() as stack:
+            stack.enter_context(_AS_WRITTEN)
+            found = catch(self.model, self._listen, self._begin, self._elsewhere)
+            self._net = stack.enter_context(found)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """See nothing any more; what was added up stays."""
+        stack, self._stack = self._stack, None
+        if stack is None or self._net is None:
+            return
+        for name, why in self._net.names.left_out.items():
+            self._tell(name, why)
+        self._net = None
+        stack.close()
+
+    def _tell(self, name: str, why: object) -> None:
+        self._warn(f"{name or 'the model'} is not monitored: {why}", ("module", name))
+
+    def _elsewhere(self, model: nn.Module) -> None:
+        self._warn("a forward in another thread than that of the last step is not counted")
+
+    def _begin(self) -> None:
+        """The model is called anew, with gradients or without."""
+        self._graded = torch.is_grad_enabled() or _in_reentrant_checkpoint()
+
+    def _counts(self) -> bool:
+        """Whether the forward that is running counts; with its first call, it does so as one."""
+        assert self._net is not None
+        running = self._net.names.stack
+        counts = self._every or (self._graded and _inside(running[0].module).training)
+        if not counts:
+            self.others += 1
+        elif running[0] is not self._forward:
+            self._forward = running[0]
+            self._begun()
+            self.forwards += 1
+        return counts
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────
+
+    def _listen(self, call: AttentionCall) -> None:
+        """Add up what a call gives; whatever goes wrong here, the training goes on."""
+        if call.again or not self.meant(call.name) or not self._counts():
+            return
+        try:
+            readings = self._readings(call)
+        except Exception as error:
+            self._tell(call.name, error)
+            return
+        name, heads = call.name, call.heads
+
+        def keep(queries: int) -> None:
+            try:
+                self._keep(name, heads, readings, queries)
+            except Exception as error:
+                self._tell(name, error)
+
+        call.once_whole(keep)
+
+    def _readings(self, call: AttentionCall) -> dict[str, tuple[Reading, int]]:
+        """The readings of a call, each with the number of queries that were looked at."""
+        wanted, found = self._wanted, {}
+        for statistics, queries in ((wanted.of_all, None), (wanted.of_some, wanted.queries)):
+            if not statistics:
+                continue
+            looking = Looking(queries, seed=self._draw())
+            some, every = looking.looked_at(call.queries), call.queries
+            for name, reading in call.observe(statistics, looking).items():
+                sampled = reading.sampled and reading.whole is None
+                found[name] = reading, call.batch * (some if sampled else every)
+        return found
+
+    def _draw(self) -> int:
+        """A seed of its own for each forward of each step."""
+        mixed = (self._seed * 1_000_003 + self._step) * 1_000_003 + self.forwards
+        return mixed % 2**62
+
+    def _keep(
+        self, name: str, heads: int, readings: Mapping[str, tuple[Reading, int]], queries: int
+    ) -> None:
+        """Add up the readings of a call that has so many queries."""
+        if self.heads.setdefault(name, heads) != heads:
+            raise ValueError(f"it has {heads} heads, and had {self.heads[name]} before")
+        for statistic, (reading, looked_at) in readings.items():
+            found = kept_of(reading)
+            if found is None:
+                why = "is not one number a query or head, and is not recorded"
+                self._warn(f"{statistic!r} {why}", statistic)
+                continue
+            kept = self._sums.setdefault(statistic, {})
+            kept[name] = merged(kept[name], found) if name in kept else found
+            seen, of = self._looked_at.get(statistic, (0, 0))
+            self._looked_at[statistic] = (seen + min(looked_at, queries), of + queries)
+
+    # ── what it has come to ─────────────────────────────────────────────────────────────────────
+
+    def figures(self, names: Mapping[str, str], heads: Heads) -> dict[str, Figures]:
+        """What was added up, by statistic, of the layers of `heads`; `names` are by module."""
+        found = {
+            statistic: joined(
+                {names[name]: x for name, x in parts.items()}, heads, self._looked_at[statistic]
+            )
+            for statistic, parts in self._sums.items()
+        }
+        for limited in [name for name in found if name.startswith(ABOVE)]:
+            found.setdefault("max_logit", found.pop(limited))  # −inf where it is not above
+        return found
+
+    @property
+    def largest(self) -> dict[str, Tensor]:
+        """The largest score of each head `[H]` by module; −inf where it is not above the limit."""
+        wanted = next((s for s in self._wanted.of_all if isinstance(s, MaxLogit)), None)
+        kept = {} if wanted is None else self._sums.get(wanted.names[0], {})
+        return {name: x[0] for name, x in kept.items()}
+
+    @property
+    def maxima(self) -> dict[str, Tensor]:
+        """The same where they were all taken; else nothing."""
+        return self.largest if "max_logit" in self._sums else {}
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether gradients are off because a checkpoint of the reentrant kind runs the forward."""
+    inside, frame = CheckpointFunction.forward.__code__, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is inside:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _AsWritten:
+    """Has compiled code run as it is written, while any capture is open, in whatever order."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
+
+
+@cache
+def _let_hooks_be() -> None:
+    """Silence the warning that compiled modules call global hooks twice; these do not mind."""
+    warnings.filterwarnings(
+        "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+    )
+
+
+# ── wrappers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """A module's qualified name, less what wrappers put into it.
+
+    >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
+    '0'
+    """
+    module, parts = model, []
+    for part in name.split(".") if name else []:
+        if part != _wrapped(module):
+            parts.append(part)
+        module = module.get_submodule(part)
+    return ".".join(parts)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module itself, out of all its wrappers: their training mode may be stale."""
+    while part := _wrapped(module):
+        module = module.get_submodule(part)
+    return module
+
+
+def _wrapped(module: nn.Module) -> str:
+    """By what name a wrapper holds the module that it runs; empty of other modules."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+        if name in module._modules:
+            return name
+    kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    wraps = isinstance(module, kinds) or type(module).__name__ == "DeepSpeedEngine"
+    return "module" if wraps else ""

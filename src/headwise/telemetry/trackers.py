@@ -1,0 +1,108 @@
+"""Experiment trackers: a scalar a layer and a histogram a statistic, never a scalar a head."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from .figures import Array, Figures, Heads
+
+__all__ = ["Tracker", "as_tracker"]
+
+
+class Tracker(Protocol):
+    """Is told of what was recorded."""
+
+    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        """Log `scalars` by tag, a number a layer, and `heads`, every head's figure by tag."""
+
+
+def as_tracker(given: Any) -> Tracker:
+    """What logs to a TensorBoard `SummaryWriter`, a run of W&B or trackio, or a function.
+
+    A function is called as `function(scalars, step=step)`, as `mlflow.log_metrics` is.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if hasattr(given, "add_scalar") and hasattr(given, "add_histogram"):
+        return _TensorBoard(given)
+    if hasattr(given, "define_metric") and hasattr(given, "log"):
+        return _WandB(given)
+    if (type(given).__module__ or "").partition(".")[0] == "trackio" or _is(given, "trackio"):
+        return _Trackio(given)
+    if callable(given) and not inspect.isclass(given):
+        return _Function(given)
+    raise ValueError(
+        f"trackers=[{type(given).__name__}]: give a TensorBoard SummaryWriter, a run of W&B or "
+        f"trackio, or a function that is called as mlflow.log_metrics(numbers, step=…)."
+    )
+
+
+def _is(given: Any, name: str) -> bool:
+    return isinstance(given, ModuleType) and given.__name__ == name
+
+
+def logged(
+    figures: Mapping[str, Figures], heads: Heads
+) -> tuple[dict[str, float], dict[str, Array]]:
+    """The scalars and the heads that trackers are told of: finite figures alone."""
+    scalars, every = {}, {}
+    for name, one in figures.items():
+        for layer, value in zip(heads, one.of_layers(heads), strict=True):
+            if np.isfinite(value):
+                scalars[f"headwise/{name}/{layer or 'model'}"] = float(value)
+        values = one.values
+        if len(finite := values[np.isfinite(values)]):
+            every[f"headwise/{name}"] = finite
+    return scalars, every
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+        for tag, values in heads.items():
+            self._writer.add_histogram(tag, values, step)
+
+
+class _WandB:
+    """Logs against `headwise/step`, so that the run's own steps are left alone."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._defined = run, False
+
+    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        if not self._defined:
+            self._run.define_metric("headwise/step")
+            self._run.define_metric("headwise/*", step_metric="headwise/step")
+            self._defined = True
+        histogram = sys.modules["wandb"].Histogram
+        every = {f"{tag}/heads": histogram(values) for tag, values in heads.items()}
+        self._run.log({"headwise/step": step, **scalars, **every})
+
+
+class _Trackio:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        histogram = sys.modules["trackio"].Histogram
+        every = {f"{tag}/heads": histogram(values) for tag, values in heads.items()}
+        self._run.log({**scalars, **every}, step=step)
+
+
+class _Function:
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        self._function(scalars, step=step)
