@@ -1,4 +1,4 @@
-"""`headwise check`: what is asked for, done and shown."""
+"""`headwise check`: a verdict on a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from ..check.files import Report, check_file
@@ -15,27 +17,48 @@ from ..check.files.sandbox import Limits
 from ..check.findings.rules import lesson
 from ..check.findings.verdict import Verdict
 from ..check.steps import check_step, usual_limits, write_template
+from .terminal import read_or_not
 
 
-def command(
-    words: Sequence[str],
-    *,
-    step: str | None = None,
-    new: str | None = None,
-    explain: str | None = None,
-    arguments: Sequence[str] = (),
-    seconds: float | None = None,
-    memory: float | None = None,
-    as_json: bool = False,
+@read_or_not()
+def check(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE.py[:Name] [--ARGUMENT VALUE]...",
+            help="The file, the class or function in it, and arguments of its constructor.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Follow a step: scalar, per_head, split or gpt2.")
+    ] = None,
+    new: Annotated[
+        str | None, typer.Option(help="Write FILE.py, a step's file with blanks to fill in.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="RULE", help="A short lesson on one rule.")
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An argument, in another way; may be given again."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds the file may take. [default: 60]")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB of memory the file may take. [default: 4]")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdict as one JSON object.")
+    ] = False,
 ) -> int:
-    """Run `headwise check`; 0: right, 1: not right.
+    """Say what is wrong with an attention that you wrote, where it shows, and what to change.
 
-    Args:
-        words: the file, and constructor's arguments as `--name value` or `--name=value`.
-        arguments: constructor's arguments as `name=value`.
+    The file is run in a process of its own. 0: right; 1: not right; 2: what was asked for makes no
+    sense.
 
-    Raises:
-        ValueError: what is asked for does not make sense.
+    Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
     """
     asked = [
         f"--{name}"
@@ -45,11 +68,11 @@ def command(
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)}: give one of them")
     if explain is not None:
-        if words or arguments:
+        if words or arg:
             raise ValueError(f"--explain {explain}: takes nothing beside it")
         print(lesson(explain))
         return 0
-    target, given = parsed(words, arguments)
+    target, given = parsed(words or [], arg or [])
     if given and asked:
         raise ValueError(
             f"{asked[0]}: takes no arguments of a constructor; leave out {', '.join(given)}"
@@ -60,7 +83,7 @@ def command(
         return 0
 
     def limited(usual: Limits) -> Limits:
-        changes = {"seconds": seconds, "memory": memory}
+        changes = {"seconds": timeout, "memory": memory}
         return replace(
             usual, **{name: value for name, value in changes.items() if value is not None}
         )

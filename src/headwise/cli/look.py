@@ -1,19 +1,16 @@
-"""`headwise look`: what is asked for, done and shown."""
+"""`headwise look`: a table of heads, and a page."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .._io import place_for
@@ -22,12 +19,13 @@ from ..models import data as corpus
 from ..models import gpt
 from ..report.compare import differences
 from ..report.folders import load_folder
-from ..report.look import look
+from ..report.look import look as look_at
 from ..report.page import check_out, write_page
 from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
 from ..report.terminal import fitted, signed, summary, table
 from ..report.texts import Texts
+from .terminal import SEEDS, bar, console
 
 PAGE = Path("headwise-look.html")
 DTYPES = {
@@ -38,28 +36,61 @@ DTYPES = {
 }
 
 
-def command(
-    *,
-    model: Path | None = None,
-    text: str | None = None,
-    texts: Path | None = None,
-    image: Path | None = None,
-    target: str | None = None,
-    context: int | None = None,
-    seed: int = 0,
-    importance: bool = False,
-    ablation: bool = False,
-    compare: tuple[Path, Path] | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    save: Path | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
+def look(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face folder of any architecture; none: the built-in model."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="A UTF-8 file, - for a pipe; none: Python's manual."),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|FOLDER", help="Many: a file's lines, or a folder's .txt files."),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An image, for vision transformers.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What the decoder reads; none: what the model writes."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens to look at; none: what the model can, up to 2048.")
+    ] = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="How much the loss minds each head, by gradient.")
+    ] = False,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="The loss without each head: a forward a head.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
+    ] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write. [default: headwise-look.html; none with --json]"),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an array instead: a row for each head.")
+    ] = False,
 ) -> int:
-    """Run `headwise look`; 0: done.
+    """See what every head of a model does on a text: a table, and one page that needs no network.
 
-    Raises:
-        ValueError: what is asked for does not make sense, or cannot be read or written.
+    Takes causal models, encoders and encoder–decoders with a text, vision transformers with an
+    image. Of many texts, figures are means with standard errors, and maps are of the first.
+
+    Example: `headwise look --model notes-gpt --text notes.txt --out notes.html`
     """
     out = PAGE if out is None and not as_json else out
     if out is not None:
@@ -77,12 +108,14 @@ def command(
             raise LookError(f"cannot write {error}") from None
     if dtype not in DTYPES:
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    with _bar() as report:
+    with bar("looking") as report:
         network, tokenizer = load_folder(
             gpt.builtin() if model is None else model, dtype=DTYPES[dtype], device=_device(device)
         )
-        seen = look(
-            *(network, tokenizer, what),
+        seen = look_at(
+            network,
+            tokenizer,
+            what,
             target=target,
             context=context,
             seed=seed,
@@ -133,10 +166,10 @@ def _device(name: str) -> str:
 
 
 def _show(seen: Look) -> None:
-    console = _console()
-    drawn, left_out = table(seen, console.width)
+    screen = console()
+    drawn, left_out = table(seen, screen.width)
     before, after = summary(seen, left_out)
-    _print(console, before, drawn, after)
+    _print(screen, before, drawn, after)
 
 
 def _print(console: Console, before: str, drawn: Table, after: str) -> None:
@@ -153,15 +186,15 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps(finite(rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        console = _console()
+        screen = console()
         names = titles(looks)
         changes = [{**row, "label": [_change(*row["labels"])]} for row in rows]
-        drawn, left_out = fitted(changes, console.width, signed)
+        drawn, left_out = fitted(changes, screen.width, signed)
         before = f"A: {names[0]}\nB: {names[1]}\nB − A of every figure:"
         after = [f"{alone} heads are in one of the two alone and are left out."] if alone else []
         if left_out:
             after.append(f"Left out of this narrow terminal: {'; '.join(left_out)} (see --json).")
-        _print(console, before, drawn, "\n".join(after))
+        _print(screen, before, drawn, "\n".join(after))
     if out is not None:
         print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
     return 0
@@ -171,23 +204,3 @@ def _change(before: list[str], after: list[str]) -> str:
     """Labels of two looks in a few words."""
     names = [", ".join(labels) or "none of these" for labels in (before, after)]
     return names[0] if names[0] == names[1] else " → ".join(names)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, for each thing that is done in turn."""
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("looking", total=1.0)
-
-        def report(doing: str, share: float) -> None:
-            if bar.tasks[0].description != doing:
-                bar.reset(task, description=doing)
-            bar.update(task, completed=share)
-
-        yield report

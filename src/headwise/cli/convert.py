@@ -1,0 +1,81 @@
+"""`headwise convert`: weights from one layout to another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._text import escaped
+from .terminal import bar
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN", help="A .safetensors file, or a folder with one or shards."),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder, to write.")
+    ],
+    to: Annotated[str, typer.Option("--to", help="The layout to write.")],
+    from_: Annotated[
+        str | None, typer.Option("--from", help="The layout that is there; none: found out.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads; none: from the shapes or config.json.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads; none: from the shapes.")
+    ] = None,
+    bias: Annotated[
+        bool | None,
+        typer.Option(
+            "--bias/--no-bias",
+            help="Write biases of zeros, or leave them out, where OUT can be either way.",
+        ),
+    ] = None,
+    shard_gb: Annotated[
+        float, typer.Option(min=1e-6, help="Most gigabytes a file, where OUT is a folder.")
+    ] = 5.0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there under OUT.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was done as one JSON object.")
+    ] = False,
+) -> int:
+    """Move attention weights from one implementation's layout to another's, exactly.
+
+    Every attention layer is converted where it stands, other tensors go through as they are. What
+    OUT's layout cannot hold is refused by name, and nothing is written.
+
+    Example: `headwise convert gpt2/ ours.safetensors --from gpt2 --to headwise --heads 12`
+    """
+    from ..weights.files import convert_file
+
+    with bar("converting") as report:
+        done = convert_file(
+            source,
+            target,
+            source=from_,
+            target=to,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            bias=bias,
+            shard_bytes=round(shard_gb * 1e9),
+            overwrite=overwrite,
+            report=lambda share: report("converting", share),
+        )
+    if as_json:
+        print(json.dumps(asdict(done)))
+    else:
+        layers = "1 attention layer" if done.layers == 1 else f"{done.layers} attention layers"
+        print(
+            f"{layers} from {done.source} to {done.target}: {done.tensors} tensors, "
+            f"{done.bytes / 1e6:,.3g} MB in {escaped(', '.join(done.files))}"
+        )
+    return 0

@@ -1,0 +1,84 @@
+"""`headwise generate`: text that a model writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import SEEDS
+
+
+def generate(
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT", help="Text to go on from; - reads a pipe.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face GPT-2 folder; none: the built-in model."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest with this much probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from those this likely beside the likeliest.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="The same seed writes the same text.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given again.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an array: prompt, text, ids, reason.")
+    ] = False,
+) -> int:
+    """Write on after each prompt; one prompt is streamed as it comes.
+
+    Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
+    """
+    from ..models import data as corpus
+    from ..models import generate as generation
+    from ..models import gpt
+
+    network, tokenizer = gpt.load(model or gpt.builtin())
+    texts = [corpus.read_text("-") if prompt == "-" else prompt for prompt in prompts]
+    rows = generation.stream(
+        network,
+        texts,
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        tokenizer=tokenizer,
+    )
+    streamed = len(texts) == 1 and not as_json
+    if streamed:
+        print(texts[0], end="", flush=True)
+    done: dict[int, generation.Generation] = {}
+    for piece in rows:
+        if streamed:
+            print(piece.text, end="", flush=True)
+        if piece.done is not None:
+            done[piece.row] = piece.done
+    results = [{"prompt": text, **asdict(done[row])} for row, text in enumerate(texts)]
+    if as_json:
+        print(json.dumps(results))
+    elif streamed:
+        print()
+    else:
+        print("\n\n".join(result["prompt"] + result["text"] for result in results))
+    if any(result["reason"] == "context" for result in results):
+        size = network.config.n_positions
+        print(f"headwise: stopped at the end of the model's context ({size})", file=sys.stderr)
+    return 0

@@ -1,0 +1,73 @@
+"""`headwise ladder`: every rung on the same weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._text import escaped
+from .terminal import bar, console
+
+
+def ladder(
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sizes",
+            metavar="BxTxExH",
+            help="Batch x length x width x heads; several parted by commas, or given again.",
+            show_default="1x16x16x4,4x256x256x8",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the rungs, and run FlexAttention too.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Rounds of timing; every rung has a turn.")] = 11,
+    out: Annotated[
+        Path | None, typer.Option(help="A page to write, with the plot.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+) -> int:
+    """Run every rung of the ladder on the same weights: equal first, then measured.
+
+    Each figure stands beside its ratio to the rung before. A rung that is not equal to the
+    definition is named, nothing is timed, and the exit code is 1.
+
+    Example: `headwise ladder --sizes 1x16x16x4,2x128x64x4 --out ladder.html`
+    """
+    from ..report.page import check_out
+    from ..report.page.ladder import write_ladder
+    from ..tutorial.compare import SIZES, Disagreement, climb, parse_sizes, shown
+
+    chosen = parse_sizes(sizes) if sizes else SIZES
+    if out is not None:
+        check_out(out)  # before the slow part
+    try:
+        with bar("climbing") as report:
+            found = climb(
+                chosen,
+                device=device,
+                compile=compile,
+                rounds=rounds,
+                report=lambda share: report("climbing", share),
+            )
+    except Disagreement as error:
+        print(f"headwise: {error}", file=sys.stderr)
+        return 1
+    if out is not None:
+        write_ladder(found, out)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for part in shown(found):
+            console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    if out is not None:
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
+    return 0

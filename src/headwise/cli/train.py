@@ -1,0 +1,218 @@
+"""`headwise train`: a small GPT, its progress, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from .._text import escaped
+from ..models.train import Progress, Summary, TrainConfig
+from .terminal import STOPPED
+
+
+def _setting(name: str, help: str, *flags: str) -> Any:
+    """An option of `train`; it is None unless given, and shows the setting's default."""
+    default = getattr(TrainConfig, name)
+    return typer.Option(*flags, help=f"{help} [default: {default}]", show_default=False)
+
+
+def train(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT", help="UTF-8 files; none: Python's own manual."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.")] = Path(
+        "headwise-gpt"
+    ),
+    steps: Annotated[int | None, _setting("steps", "Steps of the whole run.")] = None,
+    batch: Annotated[int | None, _setting("batch", "Rows a step.")] = None,
+    context: Annotated[int | None, _setting("context", "Tokens a row.")] = None,
+    layers: Annotated[int | None, _setting("layers", "Layers.")] = None,
+    heads: Annotated[int | None, _setting("heads", "Heads a layer.")] = None,
+    width: Annotated[int | None, _setting("width", "Width of the residual stream.")] = None,
+    vocab: Annotated[int | None, _setting("vocab", "Tokens of the byte-level BPE.")] = None,
+    lr: Annotated[float | None, _setting("lr", "Highest learning rate.")] = None,
+    warmup: Annotated[int | None, _setting("warmup", "Steps up to it; then a cosine to 0.")] = None,
+    weight_decay: Annotated[float | None, _setting("weight_decay", "Of matrices only.")] = None,
+    clip: Annotated[float | None, _setting("clip", "Longest gradient.")] = None,
+    dropout: Annotated[
+        float | None, _setting("dropout", "On embeddings and the residual stream.")
+    ] = None,
+    repeats: Annotated[
+        float | None, _setting("repeats", "Share of rows that repeat random tokens.")
+    ] = None,
+    sinusoids: Annotated[
+        bool | None,
+        _setting(
+            "sinusoids",
+            "Start the position table as sinusoids, or at random.",
+            "--sinusoids/--no-sinusoids",
+        ),
+    ] = None,
+    sinusoid_std: Annotated[
+        float | None, _setting("sinusoid_std", "Deviation of those sinusoids.")
+    ] = None,
+    sinusoid_base: Annotated[
+        float | None, _setting("sinusoid_base", "Longest wavelength of those, over 2π.")
+    ] = None,
+    held_out: Annotated[float | None, _setting("held_out", "Share of the text kept back.")] = None,
+    seed: Annotated[int | None, _setting("seed", "Of weights, rows and dropout.")] = None,
+    dtype: Annotated[
+        str | None,
+        _setting("dtype", "auto, float32 or bfloat16 (autocast); auto: bfloat16 on CUDA."),
+    ] = None,
+    device: Annotated[str | None, _setting("device", "auto, cpu or cuda.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, bit for bit.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in --out.")
+    ] = False,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Stop, saved, after so many steps.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object.")
+    ] = False,
+) -> int:
+    """Train a small GPT on text files, or on Python's own manual.
+
+    Ctrl-C saves and says how to go on.
+
+    Example: `headwise train notes.txt --out notes-gpt --steps 2000`
+    """
+    from ..models import train as training
+
+    settings = {
+        "steps": steps,
+        "batch": batch,
+        "context": context,
+        "layers": layers,
+        "heads": heads,
+        "width": width,
+        "vocab": vocab,
+        "lr": lr,
+        "warmup": warmup,
+        "weight_decay": weight_decay,
+        "clip": clip,
+        "dropout": dropout,
+        "repeats": repeats,
+        "sinusoids": sinusoids,
+        "sinusoid_std": sinusoid_std,
+        "sinusoid_base": sinusoid_base,
+        "held_out": held_out,
+        "seed": seed,
+        "dtype": dtype,
+        "device": device,
+        "texts": tuple(texts) if texts else None,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if resume and given:
+        raise ValueError(
+            f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
+        )
+    with until_interrupted() as interrupted, training_bar() as report:
+        summary = training.train(
+            out,
+            None if resume else TrainConfig(**given),
+            resume=resume,
+            overwrite=overwrite,
+            stop_after=stop_after,
+            should_stop=interrupted,
+            report=report,
+        )
+    print(json.dumps(asdict(summary)) if as_json else told(summary))
+    if not summary.finished:
+        print(
+            f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
+            f"go on with: headwise train --resume --out {escaped(shlex.quote(str(out)))}",
+            file=sys.stderr,
+        )
+    return STOPPED if interrupted() else 0
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into an answer; a second one ends the program at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def training_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on standard error, and a line for every measurement on held-out text."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=None, loss=float("nan"), speed=0.0)
+
+        def report(now: Progress) -> None:
+            bar.update(
+                task,
+                total=now.steps,
+                completed=now.step,
+                loss=now.loss,
+                speed=now.tokens_per_second,
+            )
+            if now.held_out is not None:
+                console.print(
+                    f"step {now.step:,} of {now.steps:,}: loss {now.loss:.3f}, "
+                    f"held-out {now.held_out:.3f}, {now.tokens_per_second:,.0f} tokens/s, "
+                    f"{_duration(now.seconds_left)} left",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+
+        yield report
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def told(summary: Summary) -> str:
+    """The summary for people."""
+    return "\n".join(
+        (
+            f"text       {escaped(summary.source)}",
+            f"           {summary.held_out_rule}",
+            f"held-out   {summary.held_out_loss:.3f} nats a token "
+            f"({summary.held_out_bits_per_byte:.2f} bits a byte); "
+            f"bigram {summary.bigram_loss:.3f}, unigram {summary.unigram_loss:.3f}",
+            f"repeats    first copy {summary.repeats_first_loss:.2f}, "
+            f"second copy {summary.repeats_second_loss:.2f}",
+            f"model      {escaped(summary.folder)}: {summary.parameters:,} parameters, "
+            f"step {summary.step:,} of {summary.steps:,}",
+        )
+    )
