@@ -20,8 +20,8 @@ from .parts import check_out, fill, packed, part, plotly, version, write_html
 __all__ = ["made", "render_page", "write_page"]
 
 SCRIPTS = (
-    *("core.js", "plots.js", "choice.js", "heads.js", "table.js", "map.js", "head.js", "text.js"),
-    *("mosaic.js", "likeness.js", "scatter.js", "compare.js", "about.js", "main.js"),
+    *("core.js", "tip.js", "plots.js", "choice.js", "heads.js", "table.js", "map.js", "head.js"),
+    *("text.js", "mosaic.js", "likeness.js", "scatter.js", "compare.js", "about.js", "main.js"),
 )
 
 # What the page's header has, or the looks' own arrays.
