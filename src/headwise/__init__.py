@@ -21,6 +21,7 @@ from .layers.kv_cache import KVCache
 from .layers.rope import RoPE
 from .report import look
 from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
+from .report.page.timeline import timeline
 from .stats.accumulate import Running
 from .stats.base import Statistic
 from .stats.needs import RowSum
@@ -114,5 +115,6 @@ __all__ = [
     "naming_statistics",
     "observe",
     "qk_clip_",
+    "timeline",
     "watch",
 ]

@@ -1,4 +1,5 @@
-"""The command line: `headwise look`, `check`, `convert`, `ladder`, `train` and `generate`.
+"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train`
+and `generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -20,6 +21,7 @@ from .generate import generate
 from .ladder import ladder
 from .look import look
 from .terminal import STOPPED
+from .timeline import timeline
 from .train import train
 
 app = typer.Typer(
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 for command in (train, generate, look, convert, ladder):
     app.command()(command)
+app.command()(timeline)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 
 

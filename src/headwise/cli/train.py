@@ -84,6 +84,12 @@ def train(
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Stop, saved, after so many steps.")
     ] = None,
+    monitor: Annotated[
+        bool,
+        typer.Option(
+            "--monitor", help="Record every head while it trains: alarms, and a timeline in --out."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object.")
     ] = False,
@@ -95,6 +101,7 @@ def train(
     Example: `headwise train notes.txt --out notes-gpt --steps 2000`
     """
     from ..models import train as training
+    from .monitored import recording, write_page
 
     settings = {
         "steps": steps,
@@ -133,8 +140,11 @@ def train(
             stop_after=stop_after,
             should_stop=interrupted,
             report=report,
+            during=recording(out, wanted=monitor, resume=resume),
         )
     print(json.dumps(asdict(summary)) if as_json else told(summary))
+    if said := write_page(out):
+        print(said, file=sys.stderr if as_json else sys.stdout)
     if not summary.finished:
         print(
             f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def train(
     stop_after: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
+    during: Callable[[Run], AbstractContextManager[object]] = nullcontext,
 ) -> Summary:
     """Train a small GPT into `folder`, a Hugging Face GPT-2 folder with a checkpoint beside it.
 
@@ -80,6 +82,7 @@ def train(
         stop_after: stop, saved, after so many steps of this call.
         should_stop: asked after every step; True stops the run, saved.
         report: told of every step.
+        during: gives what is open while the run trains, such as a monitor of its model.
 
     Raises:
         FolderError: the folder is not empty, is written into by another run, holds no run to
@@ -93,7 +96,8 @@ def train(
         raise ValueError(f"stop_after={stop_after}: must be at least 1")
     with only_run(folder):
         run = _begin(folder, config, resume=resume, overwrite=overwrite)
-        return _train(run, folder, stop_after, should_stop, report)
+        with during(run):
+            return _train(run, folder, stop_after, should_stop, report)
 
 
 def _train(

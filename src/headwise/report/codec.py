@@ -2,7 +2,7 @@
 
 A *grid* is a dict: `shape`; `planes`, how many bytes a number has; and `data`, all high bytes, then
 the lower ones, packed with gzip and base64 (apart, because high bytes repeat and gzip finds that
-out). What the whole numbers stand for is said by the other keys, see `pack` and `pack_whole`.
+out). What the numbers stand for is said by the other keys, see `pack`, `pack_whole`, `pack_float`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["pack", "pack_whole", "pooled", "squeeze", "stretch", "unpack"]
+__all__ = ["pack", "pack_float", "pack_whole", "pooled", "squeeze", "stretch", "unpack"]
 
 BYTE = 254  # the highest level of one byte; 255 is for no number
 TWO_BYTES = 65534
@@ -53,6 +53,26 @@ def pack_whole(values: np.ndarray) -> dict[str, Any]:
     return _planes(codes, 1 if highest < 1 << 8 else 2 if highest < 1 << 16 else 4)
 
 
+def pack_float(values: np.ndarray, planes: int) -> dict[str, Any]:
+    """Numbers, NaN and infinite ones too, as floats of 4 bytes or 2: 24 or 11 bits each are kept.
+
+    Those of 2 bytes are multiples of `unit`, a power of two with which the largest fits; numbers
+    under 2⁻²⁹ of it keep fewer bits.
+
+    >>> grid = pack_float(np.array([[0.1, 17000.0, math.nan, math.inf]]), 2)
+    >>> grid["planes"], grid["unit"]
+    (2, 1.0)
+    >>> unpack(grid).round(4).tolist()
+    [[0.1, 16992.0, nan, inf]]
+    """
+    values = np.asarray(values, dtype=np.float64)
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    unit = 2.0 ** (math.frexp(largest)[1] - 15) if planes == 2 else 1.0
+    with np.errstate(over="ignore"):
+        codes = (values / unit).astype(f">f{planes}").view(f">u{planes}")
+    return {"unit": unit} | _planes(codes, planes)
+
+
 def _planes(codes: np.ndarray, planes: int) -> dict[str, Any]:
     whole = np.ascontiguousarray(codes.ravel(), dtype=f">u{planes}")
     apart = whole.view(np.uint8).reshape(-1, planes).T
@@ -71,6 +91,8 @@ def unpack(grid: dict[str, Any]) -> np.ndarray:
         raise ValueError(f"{len(content)} bytes do not fill {list(shape)} of {planes} bytes each")
     apart = np.frombuffer(content, np.uint8).reshape(planes, -1)
     codes = np.ascontiguousarray(apart.T).view(f">u{planes}").reshape(shape)
+    if "unit" in grid:
+        return (codes.view(f">f{planes}").astype(np.float64) * grid["unit"]).astype(np.float32)
     if "levels" not in grid:
         return codes.astype(np.int64) - 1
     share = codes / grid["levels"]

@@ -83,11 +83,11 @@ class Figures:
 
     @property
     def values(self) -> Array:
-        """Each head's mean or maximum `[N]`; NaN where there is none."""
-        present = self.present
-        if self.kind == MAXIMUM:
-            return np.where(present, self.data[0], np.nan)
-        return np.where(present, self.data[1] / np.where(present, self.data[0], 1.0), np.nan)
+        """Each head's mean or maximum `[N]`; NaN where there is none, inf where not finite."""
+        present, found = self.present, self.data[0]
+        if self.kind == MEAN:
+            found = self.data[1] / np.where(present, self.data[0], 1.0)
+        return np.where(present, np.where(np.isfinite(found), found, np.inf), np.nan)
 
     @property
     def errors(self) -> Array:

@@ -52,8 +52,9 @@ class Series:
     """A statistic over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
 
     N counts the heads of all layers, as `History.heads` does. Values are means or, if `kind` says
-    so, maxima; NaN where a head was not seen. `errors` are the standard errors of sampled means, 0
-    of exact ones. `sampled` `[n]` says at which steps some queries only were looked at.
+    so, maxima; NaN where a head was not seen, infinite where a figure was not finite. `errors` are
+    the standard errors of sampled means, 0 of exact ones. `sampled` `[n]` says at which steps some
+    queries only were looked at.
     """
 
     kind: str

@@ -174,9 +174,4 @@ def _series(statistic: str, records: Sequence[Record], heads: int) -> Array | No
     usable = [f for f in found if f is not None and not (f.kind == MAXIMUM and f.sampled)]
     if not usable or usable[-1] is not found[-1]:
         return None
-    rows = []
-    for figures in usable:
-        wide = figures.wide(heads)
-        unfinite = wide.present & ~np.isfinite(wide.values)
-        rows.append(np.where(unfinite, np.inf, wide.values))
-    return np.stack(rows)
+    return np.stack([figures.wide(heads).values for figures in usable])

@@ -16,7 +16,17 @@ from headwise._io import place_for, write_whole
 from headwise.report.codec import squeeze
 from headwise.report.schema import finite
 
-__all__ = ["PageError", "check_out", "fill", "json_text", "packed", "part", "plotly", "version"]
+__all__ = [
+    "PageError",
+    "check_out",
+    "check_place",
+    "fill",
+    "json_text",
+    "packed",
+    "part",
+    "plotly",
+    "version",
+]
 
 
 class PageError(ValueError):
@@ -28,12 +38,18 @@ def check_out(path: str | os.PathLike[str]) -> Path:
 
     Call it before the slow part, so that a wrong `--out` costs nothing.
     """
+    path = check_place(path)
+    plotly()
+    return path
+
+
+def check_place(path: str | os.PathLike[str]) -> Path:
+    """The path for a page that needs no Plotly, if a file can be there; else `PageError`."""
     path = Path(path)
     try:
         place_for(path)
     except OSError as error:
         raise PageError(f"cannot write {error}") from None
-    plotly()
     return path
 
 

@@ -20,7 +20,7 @@ from .parts import check_out, fill, packed, part, plotly, version, write_html
 __all__ = ["made", "render_page", "write_page"]
 
 SCRIPTS = (
-    "core plots choice heads table map head text mosaic likeness scatter compare about main"
+    "core tip plots choice heads table map head text mosaic likeness scatter compare about main"
 ).split()
 
 # What the page's header has, or the looks' own arrays.

@@ -27,6 +27,26 @@ async function unpack(text) {
 
 const unpackText = async (id) => new TextDecoder().decode(await unpack($(id).textContent));
 
+/** The number that the code of a float of 2 bytes stands for. */
+function half(code) {
+  const [sign, power, rest] = [code & 0x8000 ? -1 : 1, (code >> 10) & 31, code & 1023];
+  if (power === 31) return rest ? NaN : sign * Infinity;
+  return sign * (power ? (1 + rest / 1024) * 2 ** (power - 15) : rest * 2 ** -24);
+}
+
+const HALVES = [];  // of every code, once one is asked for
+const word = new DataView(new ArrayBuffer(4));
+
+/** What the code of a float of so many bytes stands for. */
+function float(code, planes) {
+  if (planes === 2) {
+    if (!HALVES.length) for (let each = 0; each < 65536; each++) HALVES.push(half(each));
+    return HALVES[code];
+  }
+  word.setUint32(0, code);
+  return word.getFloat32(0);
+}
+
 /** The numbers of a grid (see headwise.report.codec), unpacked once: `{ shape, values }`, NaN for none. */
 function numbers(grid) {
   grid.unpacked ??= unpack(grid.data).then((bytes) => {
@@ -36,7 +56,8 @@ function numbers(grid) {
     for (let index = 0; index < count; index++) {
       let code = 0;
       for (let plane = 0; plane < grid.planes; plane++) code = code * 256 + bytes[plane * count + index];
-      if (grid.levels === undefined) values[index] = code - 1;
+      if (grid.unit !== undefined) values[index] = float(code, grid.planes) * grid.unit;
+      else if (grid.levels === undefined) values[index] = code - 1;
       else if (code > grid.levels) values[index] = NaN;
       else {
         const share = code / grid.levels;

@@ -82,26 +82,6 @@ const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.lay
 /** The line round what is chosen. */
 const marked = (width = 1.5) => ({ color: css("--mark"), width });
 
-/** Shows lines of [name, code or null, tail] beside the pointer. */
-function showTip(event, lines) {
-  const tip = $("tip");
-  tip.replaceChildren(...lines.map(([name, code, tail]) => {
-    const line = el("div", {}, `${name} `);
-    if (code !== null) line.append(el("code", {}, code), " ");
-    line.append(el("b", {}, tail));
-    return line;
-  }));
-  tip.hidden = false;
-  const point = event.touches?.[0] ?? event;
-  const [width, height] = [tip.offsetWidth, tip.offsetHeight];
-  const left = point.clientX + 16 + width > innerWidth ? point.clientX - width - 16 : point.clientX + 16;
-  const top = point.clientY + 16 + height > innerHeight ? point.clientY - height - 12 : point.clientY + 16;
-  tip.style.left = `${Math.max(6, left)}px`;
-  tip.style.top = `${Math.max(6, top)}px`;
-}
-
-const hideTip = () => { $("tip").hidden = true; };
-
 /** What a tip says of a head. */
 function headTip(row, column) {
   const lines = [[headName(row), null, row.of.reads], ["Label", null, allLabels(row)]];

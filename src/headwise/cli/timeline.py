@@ -1,0 +1,175 @@
+"""`headwise timeline`: a training's heads over its steps, while it runs or after."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .._text import escaped
+from ..report.schema import finite
+from ..report.timeline import (
+    NothingRecordedError,
+    Timeline,
+    TimelineError,
+    differences,
+    file_of,
+    matched,
+    read_timeline,
+)
+
+PAGE = Path("headwise-timeline.html")
+MOST_ALARMS = 10
+"""Alarms that are printed; the page and `--json` have all."""
+
+
+def timeline(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A history, or the folder of a monitored run.")
+    ],
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN2", help="Another run of the model, and B − A.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=f"The page.  [default: {PAGE}]", show_default=False)
+    ] = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Write the page anew so often while the training runs, until Ctrl-C; an open page "
+            "reads itself anew.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print steps, alarms and the last figures as one JSON object."),
+    ] = False,
+) -> int:
+    """Show every head of a training over its steps, with alarms, as one offline page.
+
+    Example: `headwise timeline notes-gpt --watch 10`
+    """
+    from ..report.page.parts import check_place
+
+    if watch is not None and as_json:
+        raise ValueError("--watch writes pages; leave out --json")
+    out = PAGE if out is None and not as_json else out
+    if out is not None:
+        check_place(out)  # before the slow part
+    paths = [run] if compare is None else [run, compare]
+    if watch is not None and out is not None:
+        return _watch(paths, out, watch)
+    runs = [read_timeline(path) for path in paths]
+    if out is not None:
+        _write(runs, out)
+    if as_json:
+        print(json.dumps(finite(_document(runs)), ensure_ascii=False, allow_nan=False))
+    else:
+        print(_told(runs))
+    if out is not None:
+        print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _write(runs: list[Timeline], out: Path, reread: float | None = None) -> None:
+    from ..report.page.timeline import write_timeline
+
+    write_timeline(runs[0], out, other=runs[1] if len(runs) > 1 else None, reread=reread)
+
+
+# --- while a training runs -------------------------------------------------------------------
+
+
+def _watch(paths: list[Path], out: Path, every: float) -> int:
+    """Write the page whenever there is more, until Ctrl-C; then once more, as one that stays."""
+    shown: list[Timeline] = []
+    try:
+        for runs in _newer(paths, every):
+            _write(runs, out, reread=every)
+            if not shown:
+                print(f"{_told(runs)}\npage: {escaped(out.resolve())}", flush=True)
+            shown = runs
+    except KeyboardInterrupt:
+        if shown:
+            _write(shown, out)
+    return 0
+
+
+def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
+    """The runs as they stand, and again whenever there is more of them."""
+    before, waiting, begun = None, "", False
+    while True:
+        now = [_state(path) for path in paths]
+        if now != before:
+            try:
+                runs = [read_timeline(path) for path in paths]
+            except TimelineError as error:
+                if not begun and not isinstance(error, NothingRecordedError):
+                    raise
+                if str(error) != waiting:
+                    print(f"headwise: {escaped(error)}; waiting", file=sys.stderr)
+                waiting = str(error)
+            else:
+                before, begun = now, True
+                yield runs
+        time.sleep(every)
+
+
+def _state(path: Path) -> list[tuple[int, int]]:
+    """What changes whenever something is written: time and size of the file and of its log."""
+    file = file_of(path)
+    log = file.with_name(f"{file.name}-wal")  # readers leave an empty one
+    found = [one.stat() for one in (file, log) if one.exists()]
+    return [(one.st_mtime_ns, one.st_size) for one in found if one.st_size]
+
+
+# --- what is printed -------------------------------------------------------------------------
+
+
+def _document(runs: list[Timeline]) -> dict[str, Any]:
+    """One run; or two, and the last figures' differences."""
+    if len(runs) == 1:
+        return runs[0].document()
+    a, b, left_out = matched(*runs)
+    step, rows = differences(a, b)
+    return {
+        **{"a": a.document(), "b": b.document(), "left_out": left_out},
+        **{"step": step, "differences": rows},
+    }
+
+
+def _told(runs: list[Timeline]) -> str:
+    """Runs and their alarms, for people."""
+    lines = []
+    for letter, run in zip("AB", runs, strict=False):
+        name = run.name if len(runs) == 1 else f"{letter}: {run.name}"
+        heads, layers = len(run.heads), len(run.layers)
+        lines += [
+            f"run        {escaped(name)}: {heads:,} heads in {layers:,} layers",
+            f"recorded   {len(run.steps):,} steps, {run.steps[0]:,} to {run.steps[-1]:,}; "
+            f"{escaped(', '.join(run.tracks))}",
+            *_alarms(run),
+        ]
+    if len(runs) == 2:
+        lines += [f"left out   {escaped(said)}" for said in matched(*runs)[2]]
+    return "\n".join(lines)
+
+
+def _alarms(run: Timeline) -> list[str]:
+    if not run.alarms:
+        return ["alarms     none"]
+    said = [escaped(one) for one in run.alarms[:MOST_ALARMS]]
+    if more := len(run.alarms) - len(said):
+        said.append(f"and {more:,} more (see the page, or --json)")
+    return [f"{'alarms' if n == 0 else '':11}{text}" for n, text in enumerate(said)]

@@ -1,0 +1,294 @@
+"""The timeline: what was recorded of a training in, one HTML file out that needs no other file.
+
+The page is `timeline.html` with style sheets, scripts and packed figures put in. It is drawn on a
+canvas, without Plotly: a million cells are one picture, and a page that is read anew while the
+training runs must be there at once.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwise.report.codec import pack_float
+from headwise.report.columns import COLUMNS
+from headwise.report.schema import finite
+from headwise.report.timeline import Array, Timeline, Track, matched, read_timeline
+from headwise.telemetry import History
+
+from .parts import check_place, fill, packed, part, version, write_html
+
+__all__ = ["render_timeline", "timeline", "write_timeline"]
+
+SCRIPTS = (
+    *("views/core.js", "views/tip.js"),
+    *("steps/columns.js", "steps/marks.js", "steps/heat.js", "steps/curve.js", "steps/tables.js"),
+    "steps/main.js",
+)
+
+LARGEST = 4_600_000
+"""Characters of packed figures: a page of 5 MB."""
+
+ROOM = LARGEST * 3 // 4
+"""The same in bytes, of which base64 makes four letters of three."""
+
+_TITLES = {
+    "lse": ("Log of the softmax's sum", "logit", "ln Σ exp of a query's scores."),
+    "output_norm": (
+        "Length of its output",
+        "",
+        "How long the head's output is, before the output projection. A dead head gives none.",
+    ),
+    "query_norm": ("Largest query", "", "The length of the longest query. It grows with logits."),
+    "key_norm": ("Largest key", "", "The length of the longest key. It grows with logits."),
+    "sink": ("Learned sink", "share", "Weight that the head gives to no key at all."),
+}
+"""Title, unit and meaning of what a monitor records and `headwise look` does not show."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How figures are kept in the page: bytes a figure, whether errors too, steps a column."""
+
+    planes: int
+    errors: bool
+    steps: int
+
+
+def timeline(
+    run: History | str | os.PathLike[str],
+    path: str | os.PathLike[str] = "headwise-timeline.html",
+    *,
+    compare: History | str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write the timeline of a run: heads by steps, alarms, each head's curve, in one HTML file.
+
+    Args:
+        run: a `History`, its file, or a folder with `monitor.sqlite`, as `headwise train --monitor`
+            leaves it. A training may be going on.
+        path: the page; a file that is there is replaced in one step.
+        compare: another run of the model, B: both are on the page, and B − A.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: there is no history.
+        ValueError: a history that is torn or has no step yet, two runs without a common head, or
+            a page that cannot be written.
+
+    >>> import tempfile, torch, headwise as hw
+    >>> model = hw.MultiHeadAttention(24, num_heads=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with hw.Monitor(model, every=1, history=f"{folder}/monitor.sqlite") as monitor:
+    ...         for _ in range(3):
+    ...             out = model(torch.randn(2, 7, 24), mask=hw.Causal())
+    ...             alarms = monitor.step()
+    ...     hw.timeline(folder, f"{folder}/timeline.html").stat().st_size < 100_000
+    True
+    """
+    path = check_place(path)
+    other = None if compare is None else read_timeline(compare)
+    return write_timeline(read_timeline(run), path, other=other)
+
+
+def write_timeline(
+    run: Timeline,
+    path: str | os.PathLike[str],
+    *,
+    other: Timeline | None = None,
+    reread: float | None = None,
+) -> Path:
+    """Write a timeline as one HTML file; an existing file is replaced in one step.
+
+    With `other`, both are on the page, as far as they match, and their difference. With `reread`,
+    an open page reads its file anew every so many seconds.
+
+    Raises:
+        PageError: the folder does not exist or cannot be written.
+        TimelineError: two runs that have nothing in common.
+    """
+    path = check_place(path)
+    return write_html(path, render_timeline(run, other=other, reread=reread))
+
+
+def render_timeline(
+    run: Timeline, *, other: Timeline | None = None, reread: float | None = None
+) -> str:
+    """The whole page as a string. Without `reread`, the same runs give the same string."""
+    runs, left_out = ([run], []) if other is None else _pair(run, other)
+    coding = _coding(runs)
+    while len(results := _packed(runs, left_out, coding, reread)) > LARGEST:
+        coding = Coding(2, False, coding.steps + 1)
+    parts = {
+        "title": html.escape(" and ".join(one.name for one in runs)),
+        "style": part("style.css") + part("report.css"),
+        "results": results,
+        "script": "\n".join(part(script) for script in SCRIPTS),
+    }
+    return fill(part("timeline.html"), parts)
+
+
+def _pair(one: Timeline, other: Timeline) -> tuple[list[Timeline], list[str]]:
+    a, b, left_out = matched(one, other)
+    return [a, b], left_out
+
+
+def _coding(runs: Sequence[Timeline]) -> Coding:
+    """The finest coding that should fit: by what each kind of figure packs to at the worst."""
+    tracks = [track for run in runs for track in run.tracks.values()]
+    values = sum(track.values.size for track in tracks)
+    errors = sum(track.errors.size for track in tracks if track.errors is not None)
+    for coding in (Coding(4, True, 1), Coding(2, True, 1), Coding(2, False, 1)):
+        bytes_each = {4: 3.8, 2: 1.5}[coding.planes]
+        if values * bytes_each + errors * coding.errors * 1.5 <= ROOM:
+            return coding
+    return Coding(2, False, -(-int(values * 1.5) // ROOM))
+
+
+def _packed(
+    runs: Sequence[Timeline], left_out: list[str], coding: Coding, reread: float | None
+) -> str:
+    """What the page's script reads."""
+    first = runs[0]
+    found = {
+        "layers": list(first.layers.items()),
+        "statistics": [
+            _described(name, [run.tracks[name] for run in runs]) for name in first.tracks
+        ],
+        "runs": [_run(run, coding) for run in runs],
+        "left_out": left_out,
+        "digits": 3 if coding.planes == 2 else 4,
+        "reread": reread and {"every": reread, "written": round(time.time(), 3)},
+    }
+    text = json.dumps(finite(found), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return packed("results", text.encode("utf-8", "backslashreplace"))
+
+
+# --- a statistic -----------------------------------------------------------------------------
+
+
+def _described(name: str, tracks: Sequence[Track]) -> dict[str, Any]:
+    """A statistic in words, and what its figures are of."""
+    bare = name.removeprefix("probe/")
+    known = next((column for column in COLUMNS if column.key == bare), None)
+    if known is not None:
+        title, short, unit, meaning = known.title, known.short, known.unit, known.meaning
+    else:
+        title, unit, meaning = _TITLES.get(bare, (bare.replace("_", " "), "", ""))
+        short = bare.replace("_", " ")
+    if bare != name:
+        title, short = f"{title}, on the probe", f"{short} (probe)"
+    sampled = any(track.sampled for track in tracks)
+    kind = tracks[0].kind
+    if kind == "mean":
+        of = "A mean over drawn queries." if sampled else "A mean over queries."
+    else:
+        of = "Of drawn queries only: a lower bound." if sampled else "The largest of all queries."
+    return {
+        **{"key": name, "title": title, "short": short, "unit": unit},
+        **{"kind": kind, "meaning": f"{meaning} {of}".strip()},
+    }
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+def _run(run: Timeline, coding: Coding) -> dict[str, Any]:
+    starts = np.arange(0, len(run.steps), coding.steps)
+    ends = np.append(starts[1:], len(run.steps)) - 1
+    pooled = {name: _pooled(track, starts) for name, track in run.tracks.items()}
+    errors = {
+        name: pack_float(track.errors.T, 2)
+        for name, track in run.tracks.items()
+        if coding.errors and track.errors is not None
+    }
+    return {
+        "name": run.name,
+        "first": run.steps[starts].tolist(),
+        "last": run.steps[ends].tolist(),
+        "count": (ends - starts + 1).tolist(),
+        "values": {name: pack_float(found.T, coding.planes) for name, found in pooled.items()},
+        "errors": errors,
+        "crowd": {name: _crowd(found) for name, found in pooled.items()},
+        "alarms": _alarms(run),
+        "made": _made(run, coding),
+    }
+
+
+def _pooled(track: Track, starts: np.ndarray) -> Array:
+    """Values `[columns, N]`: means, or the largest, of the steps from each start to the next."""
+    if len(starts) == len(track.values):
+        return track.values
+    if track.kind == "maximum":
+        return np.fmax.reduceat(track.values, starts, axis=0)
+    known = ~np.isnan(track.values)
+    total = np.add.reduceat(np.where(known, track.values, 0.0), starts, axis=0)
+    count = np.add.reduceat(known, starts, axis=0, dtype=np.int64)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _crowd(values: Array) -> list[list[float]]:
+    """Quartiles over the heads `[3, columns]`, of finite figures, to five digits."""
+    filled = np.where(np.isfinite(values), values, np.nan)
+    there = ~np.isnan(filled).all(axis=1)
+    found = np.full((3, len(values)), np.nan)
+    found[:, there] = np.nanquantile(filled[there], (0.25, 0.5, 0.75), axis=1)
+    return [[float(f"{value:.5g}") for value in line] for line in found]
+
+
+def _alarms(run: Timeline) -> dict[str, list[Any]]:
+    """Alarms as columns; heads by their place, figures that are not finite as `null`."""
+    place = {head: n for n, head in enumerate(run.heads)}
+    return {
+        "step": [one.step for one in run.alarms],
+        "head": [place[one.layer, one.head] for one in run.alarms],
+        "rule": [one.rule for one in run.alarms],
+        "statistic": [one.statistic for one in run.alarms],
+        "value": [one.value for one in run.alarms],
+    }
+
+
+def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
+    """How the figures came about, as names and values to read."""
+    about = run.about
+    queries = about.get("queries")
+    means = "all queries" if queries is None else f"{queries:,} drawn queries of each call"
+    told = [
+        ("Run", run.name),
+        ("Model", f"{about.get('model', 'unnamed')}: {_counted(run)}"),
+        ("Recorded", f"{len(run.steps):,} steps, {run.steps[0]:,} to {run.steps[-1]:,}"),
+        ("Figures", f"means over {means}, maxima over all queries and micro-batches of a step"),
+        ("Rules", ", ".join(map(str, about.get("rules", []))) or "none"),
+        ("In this page", _rounding(coding)),
+        ("Versions", f"headwise {version('headwise')}, torch {about.get('torch', 'unknown')}"),
+    ]
+    return [(name, value) for name, value in told if value]
+
+
+def _counted(run: Timeline) -> str:
+    heads, layers = len(run.heads), len(run.layers)
+    return f"{heads:,} head{'s' * (heads != 1)} in {layers:,} layer{'s' * (layers != 1)}"
+
+
+def _rounding(coding: Coding) -> str:
+    """What the page keeps of the figures, in words."""
+    if coding.planes == 4:
+        return "figures are kept in single precision and shown with four digits"
+    said = "figures are kept with eleven bits and shown with three digits"
+    if not coding.errors:
+        said += "; standard errors are left out, as there are so many figures"
+    if coding.steps > 1:
+        said += (
+            f"; a column stands for {coding.steps} recorded steps, with their mean, or the largest "
+            "of what is a maximum"
+        )
+    return f"{said}; the history has all of it"

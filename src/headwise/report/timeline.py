@@ -1,0 +1,285 @@
+"""A training's heads over its steps, as the timeline shows them: a history read, or two matched."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._text import escaped
+from ..telemetry import Alarm, History, Series
+
+__all__ = [
+    "HISTORY",
+    "NothingRecordedError",
+    "Timeline",
+    "TimelineError",
+    "Track",
+    "differences",
+    "file_of",
+    "matched",
+    "read_timeline",
+]
+
+Array = npt.NDArray[np.float64]
+
+HISTORY = "monitor.sqlite"
+"""What the history in a run's folder is called."""
+
+_DAMAGE = (sqlite3.Error, zlib.error, ValueError, KeyError, TypeError, OverflowError)
+"""What reading a file that is torn raises."""
+
+
+class TimelineError(ValueError):
+    """A history that cannot be shown: the message says which, why and what to do."""
+
+
+class NothingRecordedError(TimelineError):
+    """A history without a step, as of a training that has just begun."""
+
+
+@dataclass(frozen=True, eq=False)
+class Track:
+    """A statistic of every head over the recorded steps.
+
+    kind: `"mean"` or `"maximum"`.
+    values: `[n, N]`; NaN where a head was not seen, infinite where its figure was not finite.
+    errors: `[n, N]`, the standard errors of sampled means; `None` where there are none.
+    sampled: whether only some queries were looked at, at some step: maxima are lower bounds there.
+    """
+
+    kind: str
+    values: Array
+    errors: Array | None
+    sampled: bool
+
+    def of_heads(self, places: Sequence[int]) -> Track:
+        """The same of some heads only."""
+        errors = None if self.errors is None else self.errors[:, places]
+        return replace(self, values=self.values[:, places], errors=errors)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What was recorded of a training's heads: n steps, N heads.
+
+    name: of the run.
+    about: versions and settings of the monitor.
+    heads: layer and number of each head `[N]`.
+    steps: `[n]`, ascending.
+    tracks: by the statistic's name.
+    alarms: by step.
+    """
+
+    name: str
+    about: dict[str, Any]
+    heads: list[tuple[str, int]]
+    steps: npt.NDArray[np.int64]
+    tracks: dict[str, Track]
+    alarms: list[Alarm]
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """How many heads each layer has."""
+        layers: dict[str, int] = {}
+        for layer, _ in self.heads:
+            layers[layer] = layers.get(layer, 0) + 1
+        return layers
+
+    def rows(self, place: int) -> list[dict[str, Any]]:
+        """A row for each head with its figures at the recorded step of that place."""
+        rows: list[dict[str, Any]] = [{"layer": layer, "head": n} for layer, n in self.heads]
+        for name, track in self.tracks.items():
+            for column, found in ((name, track.values), (f"{name}_se", track.errors)):
+                if found is not None:
+                    for row, value in zip(rows, found[place].tolist(), strict=True):
+                        row[column] = value
+        return rows
+
+    def document(self) -> dict[str, Any]:
+        """What a program wants to know: steps, alarms, every head's figures at the last step."""
+        return {
+            "run": self.name,
+            "about": self.about,
+            "layers": self.layers,
+            "steps": self.steps.tolist(),
+            "statistics": {name: track.kind for name, track in self.tracks.items()},
+            "alarms": [asdict(alarm) for alarm in self.alarms],
+            "heads": self.rows(-1),
+        }
+
+
+# --- one run ---------------------------------------------------------------------------------
+
+
+def read_timeline(run: History | str | os.PathLike[str]) -> Timeline:
+    """Read what a history holds, also while a training goes on writing it.
+
+    Args:
+        run: a history, its file, or the folder of a run that has one.
+
+    Raises:
+        FileNotFoundError: there is none.
+        TimelineError: a file that is none, is torn, or has no step yet (`NothingRecordedError`).
+    """
+    path = run.path if isinstance(run, History) else file_of(Path(run))
+    try:
+        return _read(run if isinstance(run, History) else History(path))
+    except TimelineError:
+        raise
+    except _DAMAGE as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise TimelineError(f"{path}: cannot be read as a history ({said})") from None
+
+
+def file_of(path: Path) -> Path:
+    """Find the history that is meant by a file or by a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        TimelineError: a folder that has several.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: there is no such file or folder")
+        return path
+    if (path / HISTORY).is_file():
+        return path / HISTORY
+    found = sorted(path.glob("*.sqlite"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(one.name for one in found)
+        raise TimelineError(f"{path}: there are several histories in it; name one: {names}")
+    raise FileNotFoundError(
+        f"{path}: there is no history in it; record one with `headwise train --monitor` or "
+        f"hw.Monitor(model, history={HISTORY!r})"
+    )
+
+
+def _read(history: History) -> Timeline:
+    """The history as it stands; what is written meanwhile is left for the next time."""
+    heads, steps = history.heads, np.array(history.steps, dtype=np.int64)
+    if not len(steps):
+        raise NothingRecordedError(
+            f"{history.path}: no step is recorded yet; come back when the training has taken one"
+        )
+    known, there = set(heads), set(steps.tolist())
+    return Timeline(
+        _name(history.path),
+        history.about,
+        heads,
+        steps,
+        {name: _track(history[name], steps, len(heads)) for name in history.statistics},
+        [one for one in history.alarms if one.step in there and (one.layer, one.head) in known],
+    )
+
+
+def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:
+    """A series where its steps stand among all."""
+    there = np.isin(series.steps, steps)
+    place = np.searchsorted(steps, series.steps[there])
+
+    def spread(found: Array) -> Array:
+        whole = np.full((len(steps), heads), np.nan)
+        whole[place] = found[there][:, :heads]
+        return whole
+
+    sampled = bool(series.sampled.any())
+    errors = spread(series.errors) if sampled and series.kind == "mean" else None
+    return Track(series.kind, spread(series.values), errors, sampled)
+
+
+def _name(path: Path) -> str:
+    """What a run is called: its folder, or its file where that has a name of its own."""
+    whole = Path(os.path.realpath(path))
+    return escaped(whole.parent.name if path.name == HISTORY else path.stem)
+
+
+# --- two runs --------------------------------------------------------------------------------
+
+
+def matched(one: Timeline, other: Timeline) -> tuple[Timeline, Timeline, list[str]]:
+    """Match two runs: the heads and statistics that both have, and what is left out, in words.
+
+    Heads are the same that have layer and number in common.
+
+    Raises:
+        TimelineError: no head or no statistic is in both.
+    """
+    heads = [head for head in one.heads if head in set(other.heads)]
+    names = [name for name in one.tracks if name in other.tracks]
+    for found, what in ((heads, "head"), (names, "statistic")):
+        if not found:
+            raise TimelineError(
+                f"{one.name} and {other.name} have no {what} in common; compare two runs of one "
+                f"model"
+            )
+    left_out = [
+        *_alone("layers", [*one.layers], [*other.layers]),
+        *_alone("heads", *(_shared(run, heads) for run in (one, other))),
+        *_alone("statistics", [*one.tracks], [*other.tracks]),
+    ]
+    a, b = (_of(run, heads, names) for run in (one, other))
+    if a.name == b.name:
+        a, b = replace(a, name=f"{a.name} (A)"), replace(b, name=f"{b.name} (B)")
+    return a, b, left_out
+
+
+def _of(run: Timeline, heads: list[tuple[str, int]], names: list[str]) -> Timeline:
+    """A run with some of its heads and statistics."""
+    place = {head: n for n, head in enumerate(run.heads)}
+    places, known = [place[head] for head in heads], set(heads)
+    tracks = {name: run.tracks[name].of_heads(places) for name in names}
+    alarms = [one for one in run.alarms if (one.layer, one.head) in known]
+    return replace(run, heads=heads, tracks=tracks, alarms=alarms)
+
+
+def _shared(run: Timeline, heads: list[tuple[str, int]]) -> list[str]:
+    """The heads of those layers that both runs have."""
+    layers = {layer for layer, _ in heads}
+    return [f"{layer} {head}".strip() for layer, head in run.heads if layer in layers]
+
+
+def _alone(what: str, one: list[str], other: list[str]) -> list[str]:
+    """What is in one of two alone, in words.
+
+    >>> _alone("layers", ["a", "b", "c", "d", "e"], ["a", "f"])
+    ['layers in A alone: b, c, d and 1 more', 'layers in B alone: f']
+    """
+    said = []
+    for name, mine, theirs in (("A", one, other), ("B", other, one)):
+        alone = [escaped(x) or "the model" for x in mine if x not in set(theirs)]
+        if alone:
+            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+            said.append(f"{what} in {name} alone: {', '.join(alone[:3])}{more}")
+    return said
+
+
+def differences(one: Timeline, other: Timeline) -> tuple[int | None, list[dict[str, Any]]]:
+    """The last step that two matched runs have in common, and B − A of every head there.
+
+    No step and no rows where they have none. Standard errors are those of independent samples.
+    """
+    common = np.intersect1d(one.steps, other.steps)
+    if not len(common):
+        return None, []
+    step = int(common[-1])
+    a, b = (run.rows(int(np.searchsorted(run.steps, step))) for run in (one, other))
+    return step, [_difference(*pair) for pair in zip(a, b, strict=True)]
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    row = {"layer": a["layer"], "head": a["head"]}
+    for name in a:
+        if name in row or name not in b:
+            continue
+        row[name] = float(np.hypot(a[name], b[name])) if name.endswith("_se") else b[name] - a[name]
+    return row
