@@ -73,9 +73,15 @@ def qk_clip_(
             sharded, or under float32 without an optimizer; names or numbers of heads that do not
             fit the model; an unknown rule. Nothing was scaled then.
 
-    Modules that share their weights are scaled once, by the least γ of each head.
+    Modules that share their weights are scaled once, by the least γ of each head. Ranks that hold
+    copies of a model must all clip by the largest scores of all: reduce these by their maximum, or
+    the copies part.
 
-    Source: Kimi K2 2025, §2.1 (its √γ on both is `rule="both"`).
+    Of multi-head latent attention (its names in transformers), `"query"` scales the head's rows of
+    `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on the
+    rotated query, whose key all heads share.
+
+    Source: Kimi K2 2025, §2.1.
 
     >>> import torch, headwise as hw
     >>> _ = torch.manual_seed(0)
@@ -111,6 +117,7 @@ def qk_clip_(
         for weights in shared.values()
         if bool((weights.gamma < 1).any())
         for name, factor in weights.factors(rule)
+        if bool((factor != 1).any())
     ]
     for parameter, factor, master in changes:
         stepped = parameter if master is None else master
@@ -198,11 +205,11 @@ class _Weights:
     @property
     def key(self) -> tuple[int, ...]:
         """What tells these weights from others: modules may share them."""
-        return tuple(id(self.parameters[n]) for group in self.found.names.values() for n in group)
+        return tuple(id(self.parameters[n]) for n in (*self.found.queries, *self.found.keys))
 
     def factors(self, rule: str) -> Iterator[tuple[str, Tensor]]:
         """What multiplies each tensor."""
-        of_keys = torch.ones(self.found.sizes.num_kv_heads, dtype=torch.float64)
+        of_keys = torch.ones(self.found.num_kv_heads, dtype=torch.float64)
         groups = torch.tensor([self.found.group_of(head) for head in range(len(self.gamma))])
         if rule == "both":
             of_keys = of_keys.scatter_reduce(0, groups, self.gamma, "amin").sqrt()
@@ -250,19 +257,18 @@ class _Finder:
             except ValueError as error:
                 faults.append(str(error))
                 continue
-            if {n for n in parameters if n.startswith(inside)} <= found.layer.names:
+            if {n for n in parameters if n.startswith(inside)} <= found.own:
                 _check_weights(found, parameters, at)
                 first = _first_head(found, inside, heads, at)
-                gamma = torch.ones(found.sizes.num_heads, dtype=torch.float64)
+                gamma = torch.ones(found.num_heads, dtype=torch.float64)
                 return _Weights(found, parameters, gamma), slice(first, first + heads)
-        latent = any("kv_b_proj" in n for n, _ in module.named_parameters())
-        raise ValueError(f"{at}: {_LATENT if latent else f'no known layout: {faults[0]}'}")
+        raise ValueError(f"{at}: no known layout: {faults[0]}")
 
 
 def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
     """Where a module's heads begin among those of its layer; each may be a module of its own."""
-    total = found.sizes.num_heads
-    own = [name.startswith(inside) for name in found.names["q"]]
+    total = found.num_heads
+    own = [name.startswith(inside) for name in found.queries]
     if total == heads:
         return 0
     if heads == 1 and any(own):
@@ -273,10 +279,6 @@ def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
 _NORMED = (
     "queries and keys are normalised after their projection, so that the scale of its weights "
     "changes no score; the norms' own weights bound the scores there."
-)
-_LATENT = (
-    "multi-head latent attention makes its keys from a latent that all heads share; multiply "
-    "the head's rows of q_b_proj (of q_proj, where there is none) by limit / max_logit."
 )
 
 
@@ -315,15 +317,14 @@ def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], a
     """Raise ValueError for weights that cannot be scaled where they are."""
     if found.normed:
         raise ValueError(f"{at}: {_NORMED}")
-    held = found.names
-    for name in (*held["q"], *held["k"]):
+    for name in (*found.queries, *found.keys):
         parameter = parameters[name]
         if any(hasattr(parameter, x) for x in ("device_mesh", "ds_id", "_hp_mapping")):
             raise ValueError(f"{at}: {name} is sharded over ranks; only whole weights are scaled.")
         if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
             raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
-    theirs = {id(parameters[n]) for n in held["k"] if n not in held["q"]}
-    if theirs & {id(parameters[n]) for n in held["q"]}:
+    of_keys = {id(parameters[name]) for name in found.keys if name not in found.queries}
+    if of_keys & {id(parameters[name]) for name in found.queries}:
         raise ValueError(f"{at}: one weight makes queries and keys, so that it scales both.")
 
 
