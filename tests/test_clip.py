@@ -498,7 +498,10 @@ def test_shared_weights_are_scaled_once() -> None:
 def test_weights_that_are_shared_in_part() -> None:
     model = nn.ModuleList([Named("wq", "wk", "wv", "wo") for _ in range(2)])
     model[1].wk.weight = model[0].wk.weight
-    refused(model, "share some of the weights", {"0": TOPS, "1": TOPS})
+    tops = {"0": TOPS, "1": 3 * TOPS}
+    refused(model, "share some of the weights that are to be scaled", tops, rule="both")
+    gammas = hw.qk_clip_(model, tops)  # keys are not touched
+    assert torch.equal(gammas["1"], (100 / (3 * TOPS.double())).clamp(max=1))
 
 
 def test_names_go_through_wrappers() -> None:

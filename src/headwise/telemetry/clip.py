@@ -107,7 +107,7 @@ def qk_clip_(
     places: dict[str, tuple[_Weights, slice]] = {}
     for name, largest in _maxima(seen, ceiling, call):
         weights, heads = finder.weights_of(name, len(largest))
-        weights = shared.setdefault(weights.key, weights)
+        weights = shared.setdefault(weights.scaled(rule), weights)
         factor = torch.where(largest > ceiling, ceiling / largest, 1.0)
         weights.gamma[heads] = torch.minimum(weights.gamma[heads], factor)
         places[name] = weights, heads
@@ -159,7 +159,7 @@ def _maxima(
             largest = torch.as_tensor(seen[name])
         if largest.dim() != 1:
             raise ValueError(f"{call}: of {name!r}, {list(largest.shape)}; give one number a head.")
-        largest = largest.detach().double().cpu()
+        largest = largest.detach().cpu().double()
         wrong = largest.isnan() | (largest == math.inf)
         if bool(wrong.any()):
             head = int(wrong.nonzero()[0])
@@ -202,10 +202,10 @@ class _Weights:
     parameters: Mapping[str, nn.Parameter]
     gamma: Tensor
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What tells these weights from others: modules may share them."""
-        return tuple(id(self.parameters[n]) for n in (*self.found.queries, *self.found.keys))
+    def scaled(self, rule: str) -> tuple[int, ...]:
+        """Which weights a rule scales; modules may share them."""
+        names = self.found.queries + (self.found.keys if rule == "both" else ())
+        return tuple(id(self.parameters[name]) for name in names)
 
     def factors(self, rule: str) -> Iterator[tuple[str, Tensor]]:
         """What multiplies each tensor."""
@@ -246,10 +246,10 @@ class _Finder:
             known = getattr(module, attribute, heads)
             if isinstance(known, int) and known != heads:
                 raise ValueError(f"{at}: there are {heads} largest scores, and {known} heads.")
-        faults = []
+        _check_norms(module, at)
+        own, faults = {id(parameter) for parameter in module.parameters()}, []
         for root in _and_around(name):
-            owner, inside = self.module(root), name[len(root) :].lstrip(".") + "."
-            _check_norms(owner, at)
+            owner = self.module(root)
             named = owner.named_parameters(remove_duplicate=False)
             parameters = {_bare(n): parameter for n, parameter in named}
             try:
@@ -257,18 +257,21 @@ class _Finder:
             except ValueError as error:
                 faults.append(str(error))
                 continue
-            if {n for n in parameters if n.startswith(inside)} <= found.own:
+            if owner is module or own <= {id(parameters[n]) for n in found.own}:
+                _check_norms(owner, at)
                 _check_weights(found, parameters, at)
-                first = _first_head(found, inside, heads, at)
+                alone = [id(parameters[n]) in own for n in found.queries]
+                first = _first_head(alone, found.num_heads, heads, at)
                 gamma = torch.ones(found.num_heads, dtype=torch.float64)
                 return _Weights(found, parameters, gamma), slice(first, first + heads)
         raise ValueError(f"{at}: no known layout: {faults[0]}")
 
 
-def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
-    """Where a module's heads begin among those of its layer; each may be a module of its own."""
-    total = found.num_heads
-    own = [name.startswith(inside) for name in found.queries]
+def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
+    """Where a module's heads begin among all of its layer; each may be a module of its own.
+
+    `own` says which of the layer's tensors of queries are the module's.
+    """
     if total == heads:
         return 0
     if heads == 1 and any(own):
@@ -335,8 +338,8 @@ def _check_apart(shared: Mapping[tuple[int, ...], _Weights], call: str) -> None:
         for one in key:
             if owner.setdefault(one, key) != key:
                 raise ValueError(
-                    f"{call}: two modules share some of the weights of their queries and keys, "
-                    f"and not all; each would be scaled by what the other needs."
+                    f"{call}: two modules share some of the weights that are to be scaled, and "
+                    f"not all; each would be scaled by what the other needs."
                 )
 
 
@@ -356,8 +359,9 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
             f"{call}: there are weights in {parameter.dtype}; their optimizer may hold float32 "
             f"masters that would undo the clip at its next step; give optimizer=…."
         )
-    kept = getattr(optimizer, "state", {}).get(parameter, {})
-    candidates = {str(name): value for name, value in kept.items()}
+    state = getattr(optimizer, "state", None)
+    kept = state.get(parameter) if isinstance(state, Mapping) else None
+    candidates = dict(kept) if isinstance(kept, Mapping) else {}
     candidates["main_param"] = getattr(parameter, "main_param", None)  # Megatron-LM
     groups = getattr(optimizer, "param_groups_master", ())  # apex
     for group, masters in zip(getattr(optimizer, "param_groups", ()), groups, strict=False):
@@ -369,7 +373,7 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
             continue
         if value.shape != parameter.shape:
             continue
-        if "master" in name or torch.equal(value.to(parameter.dtype), parameter):
+        if "master" in str(name) or torch.equal(value.to(parameter.dtype), parameter):
             return value
     step = torch.finfo(parameter.dtype).eps
     warnings.warn(

@@ -44,7 +44,7 @@ class Projections(ABC):
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What multiplies each tensor if queries are multiplied by q `[H]` and keys by k `[G]`.
 
-        Each broadcasts to its tensor; tensors that stay as they are may be left out.
+        Each broadcasts to its tensor.
         """
 
 
