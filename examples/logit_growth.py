@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +100,12 @@ def train(settings: Settings, rate: float, method: Method, seed: int, text: Text
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / max(1, method.warmup))
-        with hw.watch(model, hw.MaxLogit(), hw.Entropy()) as seen, floor or nullcontext():
+        marked = (step + 1) % settings.every == 0
+        wanted = [hw.MaxLogit()] if marked or method.limit is not None else []
+        wanted += [hw.Entropy()] if marked else []
+        with ExitStack() as stack:
+            seen = stack.enter_context(hw.watch(model, *wanted)) if wanted else None
+            stack.enter_context(floor or nullcontext())
             loss = loss_of(model, *text.batch(settings.batch, generator))
         losses.append(loss.item())
         if floor is not None:
@@ -108,9 +113,9 @@ def train(settings: Settings, rate: float, method: Method, seed: int, text: Text
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if method.limit is not None:
+        if seen is not None and method.limit is not None:
             hw.qk_clip_(model, seen, method.limit, optimizer)
-        if (step + 1) % settings.every == 0:
+        if seen is not None and marked:
             marks.append(mark(step + 1, losses[-settings.every :], seen))
     model.eval()
     with torch.no_grad():
