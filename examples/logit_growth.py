@@ -171,12 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rates", type=float, nargs="+", default=usual.rates)
-    parser.add_argument("--seeds", type=int, default=usual.seeds)
-    parser.add_argument("--steps", type=int, default=usual.steps)
+    for name in ("seeds", "steps", "layers", "width", "context"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(usual, name))
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the model is too small for two
-    rates = tuple(chosen.rates)
-    measure(replace(usual, rates=rates, seeds=chosen.seeds, steps=chosen.steps))
+    measure(replace(usual, **vars(chosen) | {"rates": tuple(chosen.rates)}))
 
 
 if __name__ == "__main__":
