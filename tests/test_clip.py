@@ -271,15 +271,23 @@ def test_heads_that_are_modules_of_their_own() -> None:
             assert name not in gammas
 
 
+LATENT = {
+    **{"kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    **{"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+    **{"first_k_dense_replace": 2, "moe_intermediate_size": 8},
+}
+EAGER = {"attn_implementation": "eager"}
 HUGGING: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2": ("GPT2Model", {"n_embd": E, "n_head": H, "n_layer": 2}, "h.1.attn"),
     "BERT": ("BertModel", {}, "encoder.layer.1.attention.self"),
     "Llama, grouped": ("LlamaModel", {"num_key_value_heads": 2}, "layers.1.self_attn"),
     "Qwen 2": ("Qwen2Model", {"num_key_value_heads": 2}, "layers.0.self_attn"),
     "GPT-NeoX": ("GPTNeoXModel", {}, "layers.1.attention"),
-    "Bloom": ("BloomModel", {"n_head": H, "n_layer": 2}, "h.1.self_attention"),
+    "Bloom": ("BloomModel", {"n_head": H, "n_layer": 2} | EAGER, "h.1.self_attention"),
     "Falcon": ("FalconModel", {"multi_query": True, "alibi": False}, "h.0.self_attention"),
     "ViT": ("ViTModel", {"image_size": 12, "patch_size": 4}, ""),
+    "DeepSeek": ("DeepseekV3Model", LATENT | {"q_lora_rank": 10}, "layers.1.self_attn"),
+    "DeepSeek, q in one": ("DeepseekV3Model", LATENT | {"q_lora_rank": None}, "layers.0.self_attn"),
 }
 
 
@@ -453,8 +461,8 @@ def test_unknown_and_latent_layouts() -> None:
     refused(Named("first", "second"), "no known layout: it has no weights of its own")
     refused(Named("query_down", "query_up"), "no known layout: none of the known layouts has")
     refused(Named("q_proj", "k_proj", "v_proj", "o_proj", "query_global"), "no known layout")
-    latent = Named("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    refused(latent, "latent attention .* multiply the head's rows of q_b_proj")
+    latent = Named("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", width=25)
+    refused(latent, "latent attention of these shapes does not have 4 heads")
     refused(hw.MultiHeadAttention(E, H, bias=(True, False, True)), "a bias of only some of q, k")
 
 
@@ -490,7 +498,10 @@ def test_shared_weights_are_scaled_once() -> None:
 def test_weights_that_are_shared_in_part() -> None:
     model = nn.ModuleList([Named("wq", "wk", "wv", "wo") for _ in range(2)])
     model[1].wk.weight = model[0].wk.weight
-    refused(model, "share some of the weights", {"0": TOPS, "1": TOPS})
+    tops = {"0": TOPS, "1": 3 * TOPS}
+    refused(model, "share some of the weights that are to be scaled", tops, rule="both")
+    gammas = hw.qk_clip_(model, tops)  # keys are not touched
+    assert torch.equal(gammas["1"], (100 / (3 * TOPS.double())).clamp(max=1))
 
 
 def test_names_go_through_wrappers() -> None:

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--look", action="store_true", help="first look at the built-in model anew")
     parser.add_argument("--floor", action="store_true", help="first train anew, about ten minutes")
-    parser.add_argument("--growth", action="store_true", help="first train anew, half an hour")
+    parser.add_argument("--growth", action="store_true", help="first train anew, ten minutes")
     parser.add_argument(
         "--toy", action="store_true", help="with --floor or --growth: seconds, for a trial"
     )

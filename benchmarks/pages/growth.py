@@ -49,6 +49,21 @@ SNIPPET = """
 """.strip()
 
 
+CLIPPING = (
+    """`MaxLogit(above=limit)` computes scores only of heads whose `scale · max ‖q‖ · max ‖k‖` is
+    above the limit, and looks at all queries whatever `queries=` says; maxima of drawn queries are
+    too low, and are refused. `γ = limit / S` multiplies weights and biases in place, in every
+    layout that `convert` knows, and in multi-head latent attention. By default all of it is on the
+    queries, so that other heads stay bit for bit as they are, also where heads share a key;
+    `rule="both"` puts √γ on queries and keys each.""",
+    """Queries and keys that are normalised are refused: the scale of their weights changes no
+    score. Weights in bfloat16 or float16 need `optimizer=`, whose float32 masters are scaled with
+    them: without masters, 0.9987 of a bfloat16 weight is that weight. What is added to the scores
+    (ALiBi, a bias) is not scaled. Ranks that hold copies of a model must clip by the maxima of all
+    of them.""",
+)
+
+
 def measure(settings: example.Settings) -> dict[str, Any]:
     """The example's runs, and what token frequencies alone would give."""
     return {
@@ -138,6 +153,7 @@ def _page(run: dict[str, Any]) -> str:
             up heads whose entropy falls (after Zhai et al. 2023)."""
         ),
         SNIPPET,
+        *map(prose, CLIPPING),
         "## What was run",
         prose(
             f"""A GPT-2 of {settings["layers"]} layers of {settings["heads"]} heads, width
@@ -191,12 +207,12 @@ def _verdict(run: dict[str, Any], rate: float) -> str:
         said += f"is above {limit:g} by step {_range(steps)}"
     said += f", and is {_range(last(plain, 'max_logit'))} at the end."
     changes = [
-        f"{NAMES.get(name, name)} changes it by {_range(_changes(run, rate, name), signed)}"
+        f"{_range(_changes(run, rate, name), signed)} with {NAMES.get(name, name)}"
         for name in run["methods"]
         if name != "plain"
     ]
     said += f""" Its held-out loss is {_range(losses(plain), "{:.3f}".format)} (token frequencies
-        alone: {run["unigram"]:.3f}); with the same seed {and_list(changes)}."""
+        alone: {run["unigram"]:.3f}); with the same seed it changes by {and_list(changes)}."""
     means = {name: statistics.mean(losses(chosen(run, rate, name))) for name in run["methods"]}
     best = min(means, key=means.__getitem__)
     named = NAMES.get(best, best)

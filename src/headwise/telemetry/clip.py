@@ -73,9 +73,15 @@ def qk_clip_(
             sharded, or under float32 without an optimizer; names or numbers of heads that do not
             fit the model; an unknown rule. Nothing was scaled then.
 
-    Modules that share their weights are scaled once, by the least γ of each head.
+    Modules that share their weights are scaled once, by the least γ of each head. Ranks that hold
+    copies of a model must all clip by the largest scores of all: reduce these by their maximum, or
+    the copies part.
 
-    Source: Kimi K2 2025, §2.1 (its √γ on both is `rule="both"`).
+    Of multi-head latent attention (its names in transformers), `"query"` scales the head's rows of
+    `q_b_proj`; `"both"` is the rule of Kimi K2: √γ on the parts without positions, and γ on the
+    rotated query, whose key all heads share.
+
+    Source: Kimi K2 2025, §2.1.
 
     >>> import torch, headwise as hw
     >>> _ = torch.manual_seed(0)
@@ -101,7 +107,7 @@ def qk_clip_(
     places: dict[str, tuple[_Weights, slice]] = {}
     for name, largest in _maxima(seen, ceiling, call):
         weights, heads = finder.weights_of(name, len(largest))
-        weights = shared.setdefault(weights.key, weights)
+        weights = shared.setdefault(weights.scaled(rule), weights)
         factor = torch.where(largest > ceiling, ceiling / largest, 1.0)
         weights.gamma[heads] = torch.minimum(weights.gamma[heads], factor)
         places[name] = weights, heads
@@ -111,6 +117,7 @@ def qk_clip_(
         for weights in shared.values()
         if bool((weights.gamma < 1).any())
         for name, factor in weights.factors(rule)
+        if bool((factor != 1).any())
     ]
     for parameter, factor, master in changes:
         stepped = parameter if master is None else master
@@ -152,7 +159,7 @@ def _maxima(
             largest = torch.as_tensor(seen[name])
         if largest.dim() != 1:
             raise ValueError(f"{call}: of {name!r}, {list(largest.shape)}; give one number a head.")
-        largest = largest.detach().double().cpu()
+        largest = largest.detach().cpu().double()
         wrong = largest.isnan() | (largest == math.inf)
         if bool(wrong.any()):
             head = int(wrong.nonzero()[0])
@@ -195,14 +202,14 @@ class _Weights:
     parameters: Mapping[str, nn.Parameter]
     gamma: Tensor
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What tells these weights from others: modules may share them."""
-        return tuple(id(self.parameters[n]) for group in self.found.names.values() for n in group)
+    def scaled(self, rule: str) -> tuple[int, ...]:
+        """Which weights a rule scales; modules may share them."""
+        names = self.found.queries + (self.found.keys if rule == "both" else ())
+        return tuple(id(self.parameters[name]) for name in names)
 
     def factors(self, rule: str) -> Iterator[tuple[str, Tensor]]:
         """What multiplies each tensor."""
-        of_keys = torch.ones(self.found.sizes.num_kv_heads, dtype=torch.float64)
+        of_keys = torch.ones(self.found.num_kv_heads, dtype=torch.float64)
         groups = torch.tensor([self.found.group_of(head) for head in range(len(self.gamma))])
         if rule == "both":
             of_keys = of_keys.scatter_reduce(0, groups, self.gamma, "amin").sqrt()
@@ -239,10 +246,10 @@ class _Finder:
             known = getattr(module, attribute, heads)
             if isinstance(known, int) and known != heads:
                 raise ValueError(f"{at}: there are {heads} largest scores, and {known} heads.")
-        faults = []
+        _check_norms(module, at)
+        own, faults = {id(parameter) for parameter in module.parameters()}, []
         for root in _and_around(name):
-            owner, inside = self.module(root), name[len(root) :].lstrip(".") + "."
-            _check_norms(owner, at)
+            owner = self.module(root)
             named = owner.named_parameters(remove_duplicate=False)
             parameters = {_bare(n): parameter for n, parameter in named}
             try:
@@ -250,19 +257,21 @@ class _Finder:
             except ValueError as error:
                 faults.append(str(error))
                 continue
-            if {n for n in parameters if n.startswith(inside)} <= found.layer.names:
+            if owner is module or own <= {id(parameters[n]) for n in found.own}:
+                _check_norms(owner, at)
                 _check_weights(found, parameters, at)
-                first = _first_head(found, inside, heads, at)
-                gamma = torch.ones(found.sizes.num_heads, dtype=torch.float64)
+                alone = [id(parameters[n]) in own for n in found.queries]
+                first = _first_head(alone, found.num_heads, heads, at)
+                gamma = torch.ones(found.num_heads, dtype=torch.float64)
                 return _Weights(found, parameters, gamma), slice(first, first + heads)
-        latent = any("kv_b_proj" in n for n, _ in module.named_parameters())
-        raise ValueError(f"{at}: {_LATENT if latent else f'no known layout: {faults[0]}'}")
+        raise ValueError(f"{at}: no known layout: {faults[0]}")
 
 
-def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
-    """Where a module's heads begin among those of its layer; each may be a module of its own."""
-    total = found.sizes.num_heads
-    own = [name.startswith(inside) for name in found.names["q"]]
+def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
+    """Where a module's heads begin among all of its layer; each may be a module of its own.
+
+    `own` says which of the layer's tensors of queries are the module's.
+    """
     if total == heads:
         return 0
     if heads == 1 and any(own):
@@ -273,10 +282,6 @@ def _first_head(found: Projections, inside: str, heads: int, at: str) -> int:
 _NORMED = (
     "queries and keys are normalised after their projection, so that the scale of its weights "
     "changes no score; the norms' own weights bound the scores there."
-)
-_LATENT = (
-    "multi-head latent attention makes its keys from a latent that all heads share; multiply "
-    "the head's rows of q_b_proj (of q_proj, where there is none) by limit / max_logit."
 )
 
 
@@ -315,15 +320,14 @@ def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], a
     """Raise ValueError for weights that cannot be scaled where they are."""
     if found.normed:
         raise ValueError(f"{at}: {_NORMED}")
-    held = found.names
-    for name in (*held["q"], *held["k"]):
+    for name in (*found.queries, *found.keys):
         parameter = parameters[name]
         if any(hasattr(parameter, x) for x in ("device_mesh", "ds_id", "_hp_mapping")):
             raise ValueError(f"{at}: {name} is sharded over ranks; only whole weights are scaled.")
         if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
             raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
-    theirs = {id(parameters[n]) for n in held["k"] if n not in held["q"]}
-    if theirs & {id(parameters[n]) for n in held["q"]}:
+    of_keys = {id(parameters[name]) for name in found.keys if name not in found.queries}
+    if of_keys & {id(parameters[name]) for name in found.queries}:
         raise ValueError(f"{at}: one weight makes queries and keys, so that it scales both.")
 
 
@@ -334,8 +338,8 @@ def _check_apart(shared: Mapping[tuple[int, ...], _Weights], call: str) -> None:
         for one in key:
             if owner.setdefault(one, key) != key:
                 raise ValueError(
-                    f"{call}: two modules share some of the weights of their queries and keys, "
-                    f"and not all; each would be scaled by what the other needs."
+                    f"{call}: two modules share some of the weights that are to be scaled, and "
+                    f"not all; each would be scaled by what the other needs."
                 )
 
 
@@ -355,8 +359,9 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
             f"{call}: there are weights in {parameter.dtype}; their optimizer may hold float32 "
             f"masters that would undo the clip at its next step; give optimizer=…."
         )
-    kept = getattr(optimizer, "state", {}).get(parameter, {})
-    candidates = {str(name): value for name, value in kept.items()}
+    state = getattr(optimizer, "state", None)
+    kept = state.get(parameter) if isinstance(state, Mapping) else None
+    candidates = dict(kept) if isinstance(kept, Mapping) else {}
     candidates["main_param"] = getattr(parameter, "main_param", None)  # Megatron-LM
     groups = getattr(optimizer, "param_groups_master", ())  # apex
     for group, masters in zip(getattr(optimizer, "param_groups", ()), groups, strict=False):
@@ -368,7 +373,7 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
             continue
         if value.shape != parameter.shape:
             continue
-        if "master" in name or torch.equal(value.to(parameter.dtype), parameter):
+        if "master" in str(name) or torch.equal(value.to(parameter.dtype), parameter):
             return value
     step = torch.finfo(parameter.dtype).eps
     warnings.warn(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from .convert import stored
@@ -20,56 +21,92 @@ _OF_QUERIES_OR_KEYS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Projections:
-    """The tensors from which one attention layer makes its queries and keys.
+class Projections(ABC):
+    """The tensors from which one attention layer makes its queries and keys, by their names.
 
-    `layer` says by which names, `patterns` how they lie.
+    Attributes:
+        own: the names of all tensors of the layer.
+        queries, keys: the names of those that hold queries, and keys.
+        num_heads, num_kv_heads: how many heads of each there are.
     """
 
-    layer: Layer
-    sizes: Sizes
-    patterns: Mapping[str, tuple[str, str]]
-
-    @property
-    def normed(self) -> bool:
-        """Whether queries and keys are normalised after the projection."""
-        held = (self.patterns[name][0] for name in self.layer.where)
-        return any("norm" in parts for parts in held)
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """The state's names of the tensors that hold queries (`q`) and keys (`k`)."""
-        return {
-            part: [full for name, _, _ in self._held(part) for full in self.layer.where[name]]
-            for part in "qk"
-        }
+    own: frozenset[str]
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    num_heads: int
+    num_kv_heads: int
+    normed: bool = False
+    """Whether queries and keys are normalised after the projection."""
 
     def group_of(self, head: int) -> int:
         """The key/value head that a query head reads."""
-        if self.layer.layout.turns:
-            return head % self.sizes.num_kv_heads
-        return head // (self.sizes.num_heads // self.sizes.num_kv_heads)
+        return head // (self.num_heads // self.num_kv_heads)
+
+    @abstractmethod
+    def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What multiplies each tensor if queries are multiplied by q `[H]` and keys by k `[G]`.
+
+        Each broadcasts to its tensor.
+        """
+
+
+class _OfLayout(Projections):
+    """Those of a layer in a layout of the table."""
+
+    def __init__(self, layer: Layer, sizes: Sizes, patterns: Mapping[str, tuple[str, str]]) -> None:
+        self.layer, self.sizes, self.patterns = layer, sizes, patterns
+        self.own = layer.names
+        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+        self.queries, self.keys = (
+            tuple(full for name in self._holding(part) for full in layer.where[name])
+            for part in "qk"
+        )
+        self.normed = any("norm" in held for held, _ in patterns.values())
+
+    def group_of(self, head: int) -> int:
+        return head % self.num_kv_heads if self.layer.layout.turns else super().group_of(head)
 
     def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What multiplies each tensor, by the state's names: queries by q `[H]`, keys by k `[G]`.
-
-        Each broadcasts to its tensor; tensors that stay as they are are left out.
-        """
-        for name, held, pattern in dict.fromkeys((*self._held("q"), *self._held("k"))):
-            factor = per_head(held, pattern, {"q": q, "k": k}, self.sizes)
-            alone = "{n}" in name
+        for name in dict.fromkeys((*self._holding("q"), *self._holding("k"))):
+            factor = per_head(*self.patterns[name], {"q": q, "k": k}, self.sizes)
             for number, full in enumerate(self.layer.where[name]):
-                one = factor[number] if alone else factor
-                if bool((one != 1).any()):
-                    yield full, one
+                yield full, factor[number] if "{n}" in name else factor
 
-    def _held(self, part: str) -> Iterator[tuple[str, str, str]]:
-        """The form's names that hold a part, each with what it holds and how."""
-        for name in self.layer.where:
-            held, pattern = self.patterns[name]
-            if {f"{part}.weight", f"{part}.bias"} & set(parts_of(held)):
-                yield name, held, pattern
+    def _holding(self, part: str) -> list[str]:
+        """The form's names of the tensors that hold a part."""
+        wanted = {f"{part}.weight", f"{part}.bias"}
+        return [name for name in self.layer.where if wanted & set(parts_of(self.patterns[name][0]))]
+
+
+class _Latent(Projections):
+    """Those of multi-head latent attention, whose keys come from a latent that all heads share.
+
+    A head's key is a part of its own, from `kv_b_proj`, and a rotated part that all heads share:
+    queries of that part are multiplied for both (Kimi K2 2025). Source: DeepSeek-V2 2024, §2.1.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], num_heads: int) -> None:
+        start = next(name for name in ("q_b_proj", "q_proj") if f"{name}.weight" in tensors)
+        latent, keys = tensors["kv_a_proj_with_mqa.weight"], tensors["kv_b_proj.weight"]
+        rows, self.rotated = tensors[f"{start}.weight"].shape[0], len(latent) - keys.shape[1]
+        width, self.both = rows // num_heads, len(keys) // num_heads
+        self.alone = width - self.rotated
+        if rows % num_heads or len(keys) % num_heads or not 0 < self.alone <= self.both:
+            raise ValueError(f"latent attention of these shapes does not have {num_heads} heads")
+        self.num_heads = self.num_kv_heads = num_heads
+        self.own = frozenset(tensors)
+        self.queries = tuple(n for n in (f"{start}.weight", f"{start}.bias") if n in tensors)
+        self.keys = ("kv_b_proj.weight",)
+
+    def factors(self, q: Tensor, k: Tensor) -> Iterator[tuple[str, Tensor]]:
+        both = q * k  # where the key is not multiplied, the query is for it
+        parts = q[:, None].expand(-1, self.alone), both[:, None].expand(-1, self.rotated)
+        of_queries = torch.cat(parts, 1).flatten()
+        for name in self.queries:
+            yield name, of_queries[:, None] if name.endswith("weight") else of_queries
+        of_values = torch.ones(self.num_heads, self.both - self.alone).to(k)
+        of_keys = torch.cat([k[:, None].expand(-1, self.alone), of_values], 1).flatten()
+        yield self.keys[0], of_keys[:, None]
 
 
 def projections_of(tensors: Mapping[str, Tensor], num_heads: int) -> Projections:
@@ -81,15 +118,16 @@ def projections_of(tensors: Mapping[str, Tensor], num_heads: int) -> Projections
     Raises:
         ValueError: no known layout has them, or they do not fit so many heads.
     """
+    if {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"} <= tensors.keys():
+        return _Latent(tensors, num_heads)
     layer = _layer_of(tuple((name, tuple(x.shape)) for name, x in tensors.items()))
     if isinstance(layer, str):
         raise ValueError(layer)
     held, patterns = stored(layer, tensors.__getitem__)
     alone = any("{n}" in name for name in layer.where)
     said = f"layout {layer.layout.name!r}"
-    return Projections(
-        layer, sizes_of(held, patterns, None if alone else num_heads, None, said), patterns
-    )
+    sizes = sizes_of(held, patterns, None if alone else num_heads, None, said)
+    return _OfLayout(layer, sizes, patterns)
 
 
 @lru_cache(4096)
