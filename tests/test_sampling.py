@@ -118,7 +118,7 @@ def long_heads() -> Iterator[tuple[str, Reading]]:
     q[:, 4:12] += torch.arange(3, 11)[:, None, None] * to_sink
     k[:, 4:12] -= to_sink / 2
     k[:, 4:12, 0] += 3.5 * to_sink
-    k[:, 12:16, :-1] = torch.arange(1, 5)[:, None, None] / 2 * q[:, 12:16, 1:]
+    k[:, 12:16, :-1] = torch.arange(3, 7)[:, None, None] / 2 * q[:, 12:16, 1:]
     seen = hw.observe(q, k, k, hw.Entropy(), hw.Distance(), mask=hw.Causal())
     for name in ("entropy", "entropy_share", "distance"):
         yield name, seen.reading(name)
@@ -202,9 +202,9 @@ def test_masses_of_drawn_queries_are_exact_under_every_mask(name: str) -> None:
             assert row == pytest.approx(want, abs=2e-6), other
 
 
-def planted(length: int = 600) -> tuple[Tensor, Tensor]:
-    """Two heads of which one query in the middle, 211, looks at key 5 and has the largest score."""
-    q, k = torch.randn(2, 1, 2, length, 8, generator=torch.Generator().manual_seed(4))
+def planted() -> tuple[Tensor, Tensor]:
+    """Two heads; of the second, query 211 looks at key 5, with the largest score by far."""
+    q, k = torch.randn(2, 1, 2, 600, 8, generator=torch.Generator().manual_seed(4))
     q[:, 1, 211] = 40 * k[:, 1, 5] / k[:, 1, 5].norm()
     return q, k
 
@@ -216,7 +216,7 @@ def test_a_mass_that_one_query_holds_is_not_missed(backend: str, output: bool) -
     at_five = hw.Mass(hw.At(5 - 211))
     keywords = {"mask": hw.Causal(), "backend": backend, "output": output}
     whole = hw.observe(q, k, k, at_five, **keywords)
-    for seed in range(3):
+    for seed in (1, 2, 3):
         seen = hw.observe(q, k, k, at_five, queries=64, seed=seed, **keywords)
         assert 211 not in seen.queries
         assert seen.table()[1] == pytest.approx(whole.table()[1], abs=1e-6)
@@ -250,11 +250,11 @@ def test_figures_of_the_kernels_own_pass_are_those_of_all_queries(backend: str) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_figures_of_all_queries_draw_no_random_numbers(backend: str) -> None:
-    q, k = planted(60)
+    q, k = planted()
     dropout = 0.0 if backend in ("native", "sdpa") else 0.5
     torch.manual_seed(3)
     hw.observe(
-        *(q, k, k, hw.Mass(hw.First())), queries=8, output=False, dropout=dropout, backend=backend
+        *(q, k, k, hw.Mass(hw.First())), queries=64, output=False, dropout=dropout, backend=backend
     )
     after = torch.rand(4)
     torch.manual_seed(3)
@@ -264,9 +264,9 @@ def test_figures_of_all_queries_draw_no_random_numbers(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("output", [True, False])
 def test_masses_of_all_queries_leave_gradients_alone(backend: str, output: bool) -> None:
-    q, k = planted(80)
+    q, k = planted()
     grads = []
-    for queries in (sorted(draw(16, 80, 0, CPU).rows.tolist()), 16):  # type: ignore[union-attr]
+    for queries in (draw(64, 600, 0, CPU).rows, 64):  # type: ignore[union-attr]
         x = q.clone().requires_grad_()
         seen = hw.observe(
             *(x, k, k, hw.Mass(hw.Previous())), queries=queries, backend=backend, output=output

@@ -15,7 +15,6 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends import tiles
 from headwise.core.reference import attention
-from headwise.stats.sampling import draw
 from support import MASKS_WITH_POSITIONS, B, D, S, T, qkv
 
 FORMS = ["sdpa", "tiles", "blocked", "eager"]
@@ -75,8 +74,9 @@ def test_a_drawn_sample_is_stratified_seeded_and_says_how_far_off_it_may_be() ->
     first = hw.observe(q, k, v, hw.Entropy(), queries=32, seed=0, **keywords)
     assert not torch.equal(first.queries, seen.queries)
     z = torch.stack(off)
-    # 160 estimates: unbiased, and off by about what they say.
-    assert abs(float(z.mean())) < 0.25
+    # 40 draws, in each of which all heads look at the same queries: unbiased to 3 / √40, and off
+    # by about what they say.
+    assert abs(float(z.mean())) < 0.47
     assert 0.6 < float(z.square().mean().sqrt()) < 1.1
     assert hw.observe(q, k, v, queries=512, **keywords).queries.tolist() == list(range(512))
 
@@ -120,18 +120,6 @@ def test_bad_samples_are_refused(queries: object, says: str) -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match=says):
         hw.observe(q, k, v, hw.Entropy(), queries=queries)  # type: ignore[arg-type]
-
-
-def test_strata_are_equal_and_cover_everything() -> None:
-    for count, of in [(1, 1), (3, 7), (7, 64), (63, 64), (64, 1000)]:
-        sample = draw(count, of, 5, torch.device("cpu"))
-        if count >= of:
-            assert sample is None
-            continue
-        assert sample is not None
-        assert len(set(sample.rows.tolist())) == count
-        for stretch, row in enumerate(sample.rows.tolist()):
-            assert stretch * of / count <= row < (stretch + 1) * of / count
 
 
 @pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)

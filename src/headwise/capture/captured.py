@@ -357,9 +357,10 @@ def _check_reading(reading: Reading, heads: int) -> None:
     if reading.weights is not None:
         reading.weights.expand(reading.values.shape[:3])
     if reading.whole is not None:
+        rows, of_head = reading.values.shape[:2], reading.values.shape[1:2]
         for name, sums in vars(reading.whole).items():
-            per_head = name in ("squares", "largest")
-            if sums is not None and sums.shape != reading.values.shape[per_head:2]:
+            wanted = of_head if name in ("squares", "largest") else rows
+            if sums is not None and sums.shape != wanted:
                 raise ValueError(f"sums of other heads than {heads}")
 
 
