@@ -33,7 +33,13 @@ from monitored import LAYERS, H, advance, made
 STEPS, EVERY, SAVED = 40, 2, 3
 RECORDED = [1, *range(EVERY, STEPS + 1, EVERY)]
 STATISTICS = (
-    *("entropy", "entropy_share", "first", "key_norm", "max_logit", "output_norm", "previous"),
+    "entropy",
+    "entropy_share",
+    "first",
+    "key_norm",
+    "max_logit",
+    "output_norm",
+    "previous",
     "query_norm",
 )
 RULES = (hw.Rule("first", above=0.0, steps=2, then=lambda alarm: None),)

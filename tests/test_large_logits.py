@@ -16,10 +16,22 @@ LOWEST = torch.finfo(torch.float32).min
 IDS = torch.arange(S) % 3
 
 STATISTICS = (
-    *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Sink(), hw.Map(3), hw.Received()),
-    *(hw.Mass(hw.First()), hw.Mass(hw.First(3), name="first 3"), hw.Mass(hw.Previous())),
-    *(hw.Mass(hw.SameToken(IDS)), hw.Mass(hw.Window(3)), hw.Similarity(4), hw.TopKeys(3)),
-    *(hw.Distance(spread=True, absolute=True), hw.OffsetHistogram(4, ahead=True), hw.Norms()),
+    hw.LSE(),
+    hw.Entropy(),
+    hw.MaxLogit(),
+    hw.Sink(),
+    hw.Map(3),
+    hw.Received(),
+    hw.Mass(hw.First()),
+    hw.Mass(hw.First(3), name="first 3"),
+    hw.Mass(hw.Previous()),
+    hw.Mass(hw.SameToken(IDS)),
+    hw.Mass(hw.Window(3)),
+    hw.Similarity(4),
+    hw.TopKeys(3),
+    hw.Distance(spread=True, absolute=True),
+    hw.OffsetHistogram(4, ahead=True),
+    hw.Norms(),
 )
 
 

@@ -75,7 +75,7 @@ def test_a_twin_is_run_by_its_parts() -> None:
     x, weight, bias = torch.randn(3, 1, 8), torch.randn(24, 8), torch.randn(24)
     with Names() as mode:
         unasked(F.multi_head_attention_forward)(
-            *(x, x, x, 8, 2, weight, bias, None, None, False, 0.0, weight[:8], bias[:8])
+            x, x, x, 8, 2, weight, bias, None, None, False, 0.0, weight[:8], bias[:8]
         )
     assert "softmax" in mode.seen
     assert "multi_head_attention_forward" not in mode.seen

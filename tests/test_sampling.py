@@ -254,7 +254,7 @@ def test_figures_of_all_queries_draw_no_random_numbers(backend: str) -> None:
     dropout = 0.0 if backend in ("native", "sdpa") else 0.5
     torch.manual_seed(3)
     hw.observe(
-        *(q, k, k, hw.Mass(hw.First())), queries=64, output=False, dropout=dropout, backend=backend
+        q, k, k, hw.Mass(hw.First()), queries=64, output=False, dropout=dropout, backend=backend
     )
     after = torch.rand(4)
     torch.manual_seed(3)
@@ -269,7 +269,7 @@ def test_masses_of_all_queries_leave_gradients_alone(backend: str, output: bool)
     for queries in (draw(64, 600, 0, CPU).rows, 64):  # type: ignore[union-attr]
         x = q.clone().requires_grad_()
         seen = hw.observe(
-            *(x, k, k, hw.Mass(hw.Previous())), queries=queries, backend=backend, output=output
+            x, k, k, hw.Mass(hw.Previous()), queries=queries, backend=backend, output=output
         )
         assert seen["previous"].requires_grad
         seen["previous"].square().sum().backward()
@@ -314,7 +314,7 @@ def test_spread_and_largest_over_calls_are_those_of_all_where_these_are_at_hand(
     for queries, kept in ((16, running), (None, whole)):
         kept.add(
             hw.observe(
-                *(q, k, k, hw.Mass(hw.At(-206))), mask=hw.Causal(), queries=queries, backend=backend
+                q, k, k, hw.Mass(hw.At(-206)), mask=hw.Causal(), queries=queries, backend=backend
             )
         )
     for figure in ("count", "deviation", "maximum"):

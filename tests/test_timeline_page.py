@@ -139,7 +139,9 @@ def test_the_page_opens_on_the_first_alarm(browser: Any, run: Timeline, tmp_path
     tab = Tab(browser, write_timeline(run, tmp_path / "page.html"))
     assert tab.text("#name") == "run"
     assert tab.texts("#facts li") == [
-        *("5 heads in 2 layers", "1 to 60 steps, 7 recorded", "2 alarms of 2 heads")
+        "5 heads in 2 layers",
+        "1 to 60 steps, 7 recorded",
+        "2 alarms of 2 heads",
     ]
     assert chosen(tab) == {"statistic": "max_logit", "head": "1.1", "step": "30"}
     assert tab.text("#head-title") == "Layer 1, head 1"
@@ -239,10 +241,18 @@ def test_a_tip_says_what_is_under_the_pointer_and_a_click_chooses_it(
 def test_keys_go_from_head_to_head_and_step_to_step(tab: Tab) -> None:
     tab.page.locator("#heat").focus()
     for key, head, step in (
-        *(("ArrowDown", "0.1", "60"), ("ArrowLeft", "0.1", "50"), ("PageDown", "1.0", "50")),
-        *(("ArrowUp", "0.2", "50"), ("Home", "0.2", "1"), ("ArrowLeft", "0.2", "1")),
-        *(("ArrowRight", "0.2", "10"), ("PageUp", "0.2", "10"), ("End", "0.2", "60")),
-        *(("ArrowRight", "0.2", "60"), ("PageDown", "1.0", "60"), ("ArrowDown", "1.1", "60")),
+        ("ArrowDown", "0.1", "60"),
+        ("ArrowLeft", "0.1", "50"),
+        ("PageDown", "1.0", "50"),
+        ("ArrowUp", "0.2", "50"),
+        ("Home", "0.2", "1"),
+        ("ArrowLeft", "0.2", "1"),
+        ("ArrowRight", "0.2", "10"),
+        ("PageUp", "0.2", "10"),
+        ("End", "0.2", "60"),
+        ("ArrowRight", "0.2", "60"),
+        ("PageDown", "1.0", "60"),
+        ("ArrowDown", "1.1", "60"),
         ("ArrowDown", "1.1", "60"),
     ):
         tab.page.keyboard.press(key)

@@ -133,9 +133,13 @@ def _page(run: dict[str, Any]) -> str:
     settings, methods, machine = run["settings"], run["methods"], run["machine"]
     heads = settings["layers"] * settings["heads"] * settings["seeds"]
     head = [
-        *("learning rate", "method", "largest logit at the end, by seed"),
-        *(f"heads under {FLAT:g} of their entropy's bound", "entropy as a share of it, by seed"),
-        *("held-out loss, by seed", "mean"),
+        "learning rate",
+        "method",
+        "largest logit at the end, by seed",
+        f"heads under {FLAT:g} of their entropy's bound",
+        "entropy as a share of it, by seed",
+        "held-out loss, by seed",
+        "mean",
     ]
     rows = [
         [f"{rate:g}" if name == "plain" else "", name, *_cells(chosen(run, rate, name), heads)]

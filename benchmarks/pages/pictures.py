@@ -53,11 +53,23 @@ def measure(ids: list[int]) -> dict[str, Any]:
     model = load(builtin())[0]
     text = torch.tensor([ids])
     statistics = (
-        *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.Distance(spread=True), hw.OutputNorm()),
-        *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())),
-        *(hw.Mass(hw.SameToken(text)), hw.Mass(hw.Induction(text))),
-        *(hw.Mass(hw.Window(NEAR), name="near"), hw.Received(), hw.TopKeys(3)),
-        *(hw.Map(BLOCKS), hw.OffsetHistogram(BINS), hw.Similarity(), hw.Norms()),
+        hw.LSE(),
+        hw.Entropy(),
+        hw.MaxLogit(),
+        hw.Distance(spread=True),
+        hw.OutputNorm(),
+        hw.Mass(hw.First()),
+        hw.Mass(hw.Previous()),
+        hw.Mass(hw.Self()),
+        hw.Mass(hw.SameToken(text)),
+        hw.Mass(hw.Induction(text)),
+        hw.Mass(hw.Window(NEAR), name="near"),
+        hw.Received(),
+        hw.TopKeys(3),
+        hw.Map(BLOCKS),
+        hw.OffsetHistogram(BINS),
+        hw.Similarity(),
+        hw.Norms(),
     )
     with torch.no_grad(), hw.watch(model, *statistics) as seen:
         model(text)

@@ -422,7 +422,9 @@ def explain(
     chosen, choices = choose(call, backend), tuple(consider(call))
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     engine = Engine(
-        *(call, chosen, call.needs_grad),
+        call,
+        chosen,
+        call.needs_grad,
         rows=None if sample is None else sample.rows,
         drawn=None if sample is None else sample.weights,
         gradients=gradients,

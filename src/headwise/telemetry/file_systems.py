@@ -6,8 +6,26 @@ import os
 from pathlib import Path
 
 _REMOTE = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "beegfs", "gpfs"),
-    *("glusterfs", "ocfs2", "gfs2", "orangefs", "pvfs2", "webdav", "davfs", "virtiofs", "wekafs"),
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "glusterfs",
+    "ocfs2",
+    "gfs2",
+    "orangefs",
+    "pvfs2",
+    "webdav",
+    "davfs",
+    "virtiofs",
+    "wekafs",
 }
 _MOUNTS = Path("/proc/self/mountinfo")
 

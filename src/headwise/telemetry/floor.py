@@ -75,7 +75,8 @@ class EntropyFloor:
         if self._watching is not None:
             raise ValueError(f"{self._said}: it is entered already; leave it first.")
         self._watching = watch(
-            *(self.model, Entropy()),
+            self.model,
+            Entropy(),
             queries=self.queries,
             seed=self._entered,
             gradients=True,

@@ -29,8 +29,13 @@ from .parts import check_place, fill, packed, part, version, write_html
 __all__ = ["render_timeline", "timeline", "write_timeline"]
 
 SCRIPTS = (
-    *("views/core.js", "views/tip.js"),
-    *("steps/columns.js", "steps/marks.js", "steps/heat.js", "steps/curve.js", "steps/tables.js"),
+    "views/core.js",
+    "views/tip.js",
+    "steps/columns.js",
+    "steps/marks.js",
+    "steps/heat.js",
+    "steps/curve.js",
+    "steps/tables.js",
     "steps/main.js",
 )
 
