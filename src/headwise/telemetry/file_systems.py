@@ -5,28 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_REMOTE = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "glusterfs",
-    "ocfs2",
-    "gfs2",
-    "orangefs",
-    "pvfs2",
-    "webdav",
-    "davfs",
-    "virtiofs",
-    "wekafs",
-}
+_REMOTE = set(
+    (
+        "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre beegfs gpfs glusterfs ocfs2 gfs2 orangefs "
+        "pvfs2 webdav davfs virtiofs wekafs"
+    ).split()
+)
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
