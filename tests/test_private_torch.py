@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,31 @@ def test_the_threads_compiler_can_be_taken_away_and_given_back() -> None:
     inside.__code__ = private_torch.uncompiled(inside.__code__)
     torch.compile(lambda x: inside(x) * 2, backend="eager")(torch.ones(2))
     assert any(own is not None for own in found)
+
+
+def test_a_graph_ends_before_what_is_kept_out_of_graphs() -> None:
+    seen = []
+
+    @private_torch.outside_graphs
+    def apart(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def work(x: Tensor) -> Tensor:
+        return apart(x * 2) * 3
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(work, backend="eager", fullgraph=True)(torch.ones(2))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(work, backend="eager")(torch.ones(2)), work(torch.ones(2)))
+    assert seen == [False, False]
+
+
+def test_keeping_out_of_graphs_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys, torch; from headwise.capture.private_torch import outside_graphs; "
+        "outside_graphs(len); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

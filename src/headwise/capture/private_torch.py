@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import overrides
 from torch._C._dynamo.eval_frame import set_eval_frame
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["set_eval_frame"]  # sets the compiler of this thread, and gives the one before
 
@@ -91,3 +93,11 @@ def forced_eager() -> bool:
 def skipped(code: types.CodeType) -> bool:
     """Whether PyTorch's compiler leaves this code alone."""
     return bool(sys.modules["torch._dynamo.trace_rules"].check(code))
+
+
+def outside_graphs(function: _F) -> _F:
+    """Decorate a function that a graph ends before, and that one which must not end refuses.
+
+    The compiler itself is loaded when the function first runs, not here.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[return-value]

@@ -6,12 +6,13 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..capture.modules import Modules, and_more, check_model, chosen
+from ..capture.private_torch import outside_graphs
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics
 from ..stats.per_head import MaxLogit
@@ -26,13 +27,7 @@ from .rules import RULES, Alarm, Rule
 from .step_capture import StepCapture, Wanted, plain_name
 from .trackers import as_tracker
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 __all__ = ["Monitor", "StopTraining"]
-
-
-_outside_compiled_code: Callable[[_F], _F] = torch._disable_dynamo  # type: ignore[assignment]
-"""A graph ends before what this decorates; a graph that must not end is refused by the compiler."""
 
 
 class StopTraining(Exception):
@@ -97,7 +92,7 @@ class Monitor:
     >>> monitor.close()
     """
 
-    @_outside_compiled_code
+    @outside_graphs
     def __init__(
         self,
         model: nn.Module,
@@ -162,7 +157,7 @@ class Monitor:
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
-    @_outside_compiled_code
+    @outside_graphs
     def step(self) -> list[Alarm]:
         """End a step of the training: call it after `optimizer.step()`; gives new alarms.
 
@@ -185,7 +180,7 @@ class Monitor:
         self._last_maxima = {}
         return []
 
-    @_outside_compiled_code
+    @outside_graphs
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of the optimizer is over; fused ones are told by a GradScaler to do nothing."""
         found_inf = getattr(optimizer, "found_inf", None)
@@ -238,7 +233,7 @@ class Monitor:
             return MaxLogit() if self._maxima else None
         return MaxLogit(above=min(given))
 
-    @_outside_compiled_code
+    @outside_graphs
     def resume(self) -> None:
         """See forwards again, after `pause()`."""
         self._paused = False
@@ -248,7 +243,7 @@ class Monitor:
         else:
             self._capture.open(wanted, self.steps + 1)
 
-    @_outside_compiled_code
+    @outside_graphs
     def pause(self) -> None:
         """See no forwards until `resume()`: evaluation, which is not counted, runs faster so."""
         self._paused = True
@@ -347,7 +342,7 @@ class Monitor:
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────
 
-    @_outside_compiled_code
+    @outside_graphs
     def close(self) -> None:
         """See nothing more, and close the history; the model and the optimizer are as they were."""
         self.pause()
