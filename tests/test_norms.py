@@ -177,7 +177,8 @@ def test_a_bias_may_lift_scores_over_the_limit(looked_at: list[int]) -> None:
 def test_an_outlier_that_no_drawn_query_shows() -> None:
     q, k, v = (torch.randn(1, 2, 500, 8) for _ in range(3))
     q[:, 1, 77] *= 1e3
-    seen = hw.observe(q, k, v, hw.MaxLogit(), hw.MaxLogit(above=100.0), queries=5, seed=1)
+    statistics = (hw.MaxLogit(), hw.MaxLogit(above=100.0))
+    seen = hw.observe(q, k, v, *statistics, queries=5, seed=1, output=False)
     assert 77 not in seen.queries
     assert (seen["max_logit"] < 100).all()
     assert (seen["max_logit_above_100"] > 100).tolist() == [[False, True]]
@@ -187,3 +188,13 @@ def test_an_outlier_that_no_drawn_query_shows() -> None:
 def test_a_limit_is_a_finite_number(limit: Any) -> None:
     with pytest.raises(ValueError, match="finite number"):
         hw.MaxLogit(above=limit)
+
+
+def test_of_some_queries_they_are_those_of_all_and_are_called_so() -> None:
+    q, k, v = torch.randn(3, 2, 3, 50, 5)
+    statistics = (hw.Norms(), hw.MaxLogit(above=0.1))
+    some = hw.observe(q, k, v, hw.Entropy(), *statistics, mask=hw.Causal(), queries=7)
+    every = hw.observe(q, k, v, *statistics, mask=hw.Causal())
+    for row, whole in zip(some.table(), every.table(), strict=True):
+        assert {name: row[name] for name in whole} == whole
+        assert not [name for name in row if name.endswith("_sampled")]

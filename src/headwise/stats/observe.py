@@ -196,9 +196,12 @@ class Readings(Mapping[str, Reading]):
         """The readings of one statistic."""
         part = self._parts[number]
         if part is None:
-            part = self._statistics[number].read(self._found)
-            if self._found.view.rows is not None:
-                every = self._of_every_query(self._statistics[number])
+            statistic = self._statistics[number]
+            part = statistic.read(self._found)
+            needs = needs_of(statistic).values()
+            of_some_queries = not needs or any(need.scores for need in needs)
+            if self._found.view.rows is not None and of_some_queries:
+                every = self._of_every_query(statistic)
                 drawn = self._found.view.drawn
                 part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
             self._parts[number] = part
