@@ -84,6 +84,7 @@ class Engine:
         self._keys_seen: tuple[Tensor, Tensor] | None = None
         self._reduced: dict[Reducer, Any] = {}
         self.given: Figures | None = None
+        self._lse_of_call: Tensor | None = None
         self.whole_out: Tensor | None = None
 
     # ── the call itself ─────────────────────────────────────────────────────────────────────────
@@ -165,20 +166,23 @@ class Engine:
             self._backend = chosen
         return self._backend
 
-    @Lazy
+    @property
     def lse_of_call(self) -> Float[Tensor, "B H _"]:
         """Make the call: its log-sum-exp, of all queries where it has an output.
 
         Raises:
             ValueError: scores of finite q and k are no finite numbers.
         """
+        if self._lse_of_call is not None:
+            return self._lse_of_call
         view, whole = self.view, self.run()
         with nullcontext() if view.gradients else torch.no_grad():
             lse = self.lse if whole is None else whole.lse
             assert lse is not None
             check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
             self.whole_out = None if whole is None else whole.out
-            return lse if view.gradients else lse.detach()
+            self._lse_of_call = lse if view.gradients else lse.detach()
+        return self._lse_of_call
 
     @Lazy
     def lse(self) -> Float[Tensor, "B H n"]:

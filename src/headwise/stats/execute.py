@@ -70,7 +70,7 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
     """
     view = engine.view
-    few = engine.few and view.drawn is not None
+    few = view.drawn is not None and engine.few
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
     for need in plan.waiting:

@@ -256,7 +256,8 @@ class _MaxLogit(Need):
 
     def answer(self, route: Route, engine: Engine) -> Tensor:
         if route.kind == KERNEL:
-            return engine.field("max").detach().amax(-1)
+            # No score is above the log-sum-exp, which is no number where scores are none.
+            return torch.minimum(engine.field("max").detach(), engine.lse.detach()).amax(-1)
         return largest_score(engine.scores, engine.view.constant, engine.lse)
 
 
