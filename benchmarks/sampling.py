@@ -42,10 +42,14 @@ def models(folder: str | None, length: int) -> list[tuple[str, nn.Module, Tensor
 
 
 def table(
-    model: nn.Module, ids: Tensor, statistics: Sequence[hw.Statistic], **keywords: int
+    model: nn.Module,
+    ids: Tensor,
+    statistics: Sequence[hw.Statistic],
+    queries: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     """The columns of a watched forward, a number for each head."""
-    with torch.no_grad(), hw.watch(model, *statistics, **keywords) as seen:
+    with torch.no_grad(), hw.watch(model, *statistics, queries=queries, seed=seed) as seen:
         model(ids)
     rows = seen.table()
     names = [name for name, value in rows[0].items() if isinstance(value, float)]
@@ -69,7 +73,7 @@ def line(name: str, whole: Tensor, means: Tensor, errors: Tensor | None) -> str:
 
 def main() -> None:
     """Take the table of each route."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Hold standard errors against what they say.")
     parser.add_argument("--model", help="a folder of transformers (default: the built-in model)")
     parser.add_argument("--length", type=int, default=128, help="tokens of the text")
     parser.add_argument("--queries", type=int, default=64)

@@ -806,8 +806,14 @@ def test_a_few_queries(road: str) -> None:
     with hw.watch(model, *STATISTICS[:5], queries=3, running=True) as seen:
         model(x)
         model(x)
-    assert seen.table()[0]["calls"] == 2
-    assert "entropy_se" in seen.table()[0]
+    row, whole = seen.table()[0], every.table()[0]
+    assert row["calls"] == 2
+    for name in ("first", "previous"):  # masses of so few are those of all queries
+        assert row[name] == pytest.approx(whole[name], abs=1e-5)
+    with hw.watch(model, hw.Distance(spread=True), queries=3, running=True) as seen:
+        model(x)
+        model(x)
+    assert seen.table()[0]["distance_spread_se"] > 0
 
 
 @pytest.mark.parametrize("attend", [strict, strict_by_hand])

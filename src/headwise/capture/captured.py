@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -335,7 +336,8 @@ def _state_of(reading: Reading) -> dict[str, Any]:
 def _reading_of(state: dict[str, Any]) -> Reading:
     """What `_state_of()` gave; older files lack some of it."""
     whole = state.get("whole")
-    return Reading(**state | {"whole": None if whole is None else Sums(**whole)})
+    reading = Reading(**{name: value for name, value in state.items() if name != "whole"})
+    return reading if whole is None else replace(reading, whole=Sums(**whole))
 
 
 def _check_reading(reading: Reading, heads: int) -> None:

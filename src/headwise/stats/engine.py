@@ -121,7 +121,8 @@ class Engine:
                 tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
                 call = self.view.asked.with_(**tensors, dropout=0.0)
                 every.lse = every.chosen.run(call)[1]  # type: ignore[misc]
-            if not bool(every.lse.isnan().any()):
+            lse: Tensor = every.lse  # type: ignore[assignment]
+            if not bool(lse.isnan().any()):
                 self.every = every
 
     def _at_every_query(self, given: Figures | None) -> Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -58,7 +58,7 @@ class MassOn(Need):
 
     keys: Pattern | Mask
     name: str
-    mass: ClassVar[bool] = True
+    mass = True
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]

@@ -84,15 +84,13 @@ def of_some(reading: Reading, every: Reading | None, weights: Tensor | None) -> 
     """
     if every is not None and every.largest:
         return every
-    reading = replace(reading, sampled=True)
-    if reading.rows is None or reading.values.dim() != 3 or weights is None:
-        return reading
-    reading = replace(reading, weights=weights)
+    values, rows = reading.values.detach(), reading.rows
+    if rows is None or values.dim() != 3 or weights is None:
+        return replace(reading, sampled=True)
     if every is not None:
-        return replace(reading, whole=every.sums)
-    values = reading.values.detach()
-    error = standard_error(values, reading.rows.expand(values.shape), weights)
-    return replace(reading, error=error)
+        return replace(reading, sampled=True, weights=weights, whole=every.sums)
+    error = standard_error(values, rows.expand(values.shape), weights)
+    return replace(reading, sampled=True, weights=weights, error=error)
 
 
 @dataclass(frozen=True)
