@@ -485,9 +485,10 @@ def test_a_monitored_run_is_the_same_run_with_a_timeline(
 ) -> None:
     plain, whole, parted = (tmp_path / name for name in ("plain", "whole", "parted"))
     assert train(plain, written_text, *TINY) == 0
-    assert "timeline" not in capsys.readouterr().out
+    assert "timeline" not in capsys.readouterr().err
     assert train(whole, written_text, *TINY, "--monitor") == 0
-    assert f"timeline   {whole / 'timeline.html'}: 0 of 6 heads" in capsys.readouterr().out
+    said = f"headwise: 0 of 6 heads with an alarm; timeline: {whole / 'timeline.html'}\n"
+    assert said in capsys.readouterr().err
     for name in ("model.safetensors", "checkpoint.safetensors"):  # weights, moments
         one, other = load_file(plain / name), load_file(whole / name)
         assert one.keys() == other.keys()
@@ -533,12 +534,26 @@ def test_alarms_are_told_while_training(
 ) -> None:
     out = tmp_path / "run"
     assert train(out, written_text, *TINY, "--lr", "3", "--warmup", "0", "--monitor") == 0
-    told, err = capsys.readouterr()
+    err = capsys.readouterr().err
     alarms = read_timeline(out).alarms
     assert alarms
     assert f"headwise: {alarms[0]}" in err
     named = len({(alarm.layer, alarm.head) for alarm in alarms})
-    assert f"{named} of 6 heads with an alarm" in told
+    assert f"headwise: {named} of 6 heads with an alarm" in err
+
+
+def test_a_run_that_diverges_leaves_its_timeline(
+    written_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, written_text, *TINY, "--lr", "1e18", "--warmup", "0", "--monitor") == 2
+    err = capsys.readouterr().err
+    assert f"heads with an alarm; timeline: {out / 'timeline.html'}" in err
+    assert "finite" in err.splitlines()[-1]  # why it ended
+    read = read_timeline(out)
+    assert len(read.steps) < 8
+    (shown,) = results((out / "timeline.html").read_text())["runs"]
+    assert shown["last"] == read.steps.tolist()
 
 
 # --- docs/timeline.md ------------------------------------------------------------------------

@@ -113,7 +113,7 @@ function drawHeat() {
   Object.assign(heat, { wide, tall, from, to, axis: reach() });
   const svg = drawn("svg", { height: heat.top + tall * (to - from) + heat.bottom, role: "presentation" },
     ...headAxis(), ...stepAxis(heat.left, heat.top + tall * (to - from), wide, heat.axis));
-  svg.append(drawn("g", { id: "heat-marks" }, ...alarmPaths(heatAlarms())), drawn("g", { id: "heat-choice" }));
+  svg.append(drawn("g", { id: "heat-choice" }), drawn("g", { id: "heat-marks" }, ...alarmPaths(heatAlarms())));
   box.replaceChildren(canvas, svg);
   box.setAttribute("aria-label", `${statistic.title} of ${counted(to - from, "head")} over steps; the table of figures has those of the chosen head`);
   $("pooled").textContent = most > 1 ? `Here up to ${most} columns share a pixel: ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "the largest" : "their mean"} is shown.` : "";
