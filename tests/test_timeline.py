@@ -87,6 +87,17 @@ def test_what_was_not_seen_differs_from_what_is_not_finite(tmp_path: Path) -> No
     assert np.isnan(read.tracks["entropy"].values[3, 1])
 
 
+def test_statistics_are_in_the_monitors_order(tmp_path: Path) -> None:
+    statistics = (hw.MaxLogit(), hw.Entropy())
+    model = hw.MultiHeadAttention(24, num_heads=3)
+    path, x = tmp_path / "heads.sqlite", torch.randn(2, 7, 24)
+    with hw.Monitor(model, statistics=statistics, history=path, probe=x) as monitor:
+        model(x)
+        monitor.step()
+    names = ["max_logit", "entropy", "entropy_share"]
+    assert list(read_timeline(path).tracks) == [*names, *(f"probe/{name}" for name in names)]
+
+
 def test_steps_that_lack_a_statistic_have_no_figure(tmp_path: Path) -> None:
     path = write_history(tmp_path / "heads.sqlite")
     with sqlite3.connect(path) as file:
