@@ -87,6 +87,17 @@ def test_what_was_not_seen_differs_from_what_is_not_finite(tmp_path: Path) -> No
     assert np.isnan(read.tracks["entropy"].values[3, 1])
 
 
+def test_statistics_are_in_the_monitors_order(tmp_path: Path) -> None:
+    statistics = (hw.MaxLogit(), hw.Entropy())
+    model = hw.MultiHeadAttention(24, num_heads=3)
+    path, x = tmp_path / "heads.sqlite", torch.randn(2, 7, 24)
+    with hw.Monitor(model, statistics=statistics, history=path, probe=x) as monitor:
+        model(x)
+        monitor.step()
+    names = ["max_logit", "entropy", "entropy_share"]
+    assert list(read_timeline(path).tracks) == [*names, *(f"probe/{name}" for name in names)]
+
+
 def test_steps_that_lack_a_statistic_have_no_figure(tmp_path: Path) -> None:
     path = write_history(tmp_path / "heads.sqlite")
     with sqlite3.connect(path) as file:
@@ -485,9 +496,10 @@ def test_a_monitored_run_is_the_same_run_with_a_timeline(
 ) -> None:
     plain, whole, parted = (tmp_path / name for name in ("plain", "whole", "parted"))
     assert train(plain, written_text, *TINY) == 0
-    assert "timeline" not in capsys.readouterr().out
+    assert "timeline" not in capsys.readouterr().err
     assert train(whole, written_text, *TINY, "--monitor") == 0
-    assert f"timeline   {whole / 'timeline.html'}: 0 of 6 heads" in capsys.readouterr().out
+    said = f"headwise: 0 of 6 heads with an alarm; timeline: {whole / 'timeline.html'}\n"
+    assert said in capsys.readouterr().err
     for name in ("model.safetensors", "checkpoint.safetensors"):  # weights, moments
         one, other = load_file(plain / name), load_file(whole / name)
         assert one.keys() == other.keys()
@@ -533,12 +545,26 @@ def test_alarms_are_told_while_training(
 ) -> None:
     out = tmp_path / "run"
     assert train(out, written_text, *TINY, "--lr", "3", "--warmup", "0", "--monitor") == 0
-    told, err = capsys.readouterr()
+    err = capsys.readouterr().err
     alarms = read_timeline(out).alarms
     assert alarms
     assert f"headwise: {alarms[0]}" in err
     named = len({(alarm.layer, alarm.head) for alarm in alarms})
-    assert f"{named} of 6 heads with an alarm" in told
+    assert f"headwise: {named} of 6 heads with an alarm" in err
+
+
+def test_a_run_that_diverges_leaves_its_timeline(
+    written_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train(out, written_text, *TINY, "--lr", "1e18", "--warmup", "0", "--monitor") == 2
+    err = capsys.readouterr().err
+    assert f"heads with an alarm; timeline: {out / 'timeline.html'}" in err
+    assert "finite" in err.splitlines()[-1]  # why it ended
+    read = read_timeline(out)
+    assert len(read.steps) < 8
+    (shown,) = results((out / "timeline.html").read_text())["runs"]
+    assert shown["last"] == read.steps.tolist()
 
 
 # --- docs/timeline.md ------------------------------------------------------------------------

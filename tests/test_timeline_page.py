@@ -216,6 +216,30 @@ def test_a_curve_is_broken_where_there_is_no_figure(tab: Tab) -> None:
     assert "not finite" not in tab.text("#legend")
 
 
+def test_figures_on_both_sides_of_zero_have_two_colours(browser: Any, tmp_path: Path) -> None:
+    values = np.array([[-8.0, 0.5, 0.0], [-0.5, 8.0, 800.0]])
+    track = Track("maximum", values, None, False)
+    run = Timeline(
+        "run", {}, [("a", head) for head in range(3)], np.array([1, 2]), {"max_logit": track}, []
+    )
+    tab = Tab(browser, write_timeline(run, tmp_path / "page.html"))
+    shares = {}
+    for scale in ("linear", "log"):
+        go(tab, f"statistic=max_logit&head=0.1&scale={scale}")
+        found = at_steps(picture(tab), [1, 2], 2.5)[:, :, :3].astype(int)
+        tilt = (found[..., 0] - found[..., 2]).T  # red over blue
+        assert (np.sign(tilt)[np.abs(values) >= 8] == np.sign(values)[np.abs(values) >= 8]).all()
+        assert abs(tilt[0, 2]) < 3  # zero
+        shares[scale] = tilt[1, 1] / tilt[1, 2]
+    assert shares["linear"] < 0.05 < 0.1 < shares["log"]
+    drawn = tab.page.locator("#curve path.a[data-run]").get_attribute("d")
+    assert drawn.count("L") == 1  # a head above zero, on a scale of logarithms
+    assert "logarithms" in tab.text("#curve-what")
+    go(tab, "statistic=max_logit&head=0.0&scale=log")
+    assert "logarithms" not in tab.text("#curve-what")
+    tab.close()
+
+
 # --- choosing --------------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .._text import escaped
 from ..models.train_loop import Run
 from ..report.page.timeline import write_timeline
 from ..report.timeline import HISTORY, NothingRecordedError, read_timeline
-from ..telemetry import RULES, Alarm, Monitor
+from ..telemetry import RULES, Monitor
 
 PAGE = "timeline.html"
 RECORDS = 200
@@ -24,21 +24,13 @@ def recording(
 ) -> Callable[[Run], AbstractContextManager[object]]:
     """What is open while a run trains: a monitor, where it is wanted or a resumed run had one.
 
-    A run that replaces another leaves none of its history.
+    At the end, whatever that is, the timeline is written. A run that replaces another leaves
+    nothing of its history.
     """
 
     def during(run: Run) -> AbstractContextManager[object]:
-        history = folder / HISTORY
-        if wanted or (resume and history.exists()):
-            return Monitor(
-                run.model,
-                run.optimizer,
-                every=max(1, run.config.steps // RECORDS),
-                rules=[replace(rule, then=_tell) for rule in RULES],
-                history=history,
-                step=run.step,
-                overwrite=True,
-            )
+        if wanted or (resume and (folder / HISTORY).exists()):
+            return _recorded(run, folder)
         for name in (HISTORY, f"{HISTORY}-wal", f"{HISTORY}-shm", PAGE):
             (folder / name).unlink(missing_ok=True)
         return nullcontext()
@@ -46,18 +38,37 @@ def recording(
     return during
 
 
-def _tell(alarm: Alarm) -> None:
-    print(f"headwise: {escaped(alarm)}", file=sys.stderr)
+@contextmanager
+def _recorded(run: Run, folder: Path) -> Iterator[None]:
+    monitor = Monitor(
+        run.model,
+        run.optimizer,
+        every=max(1, run.config.steps // RECORDS),
+        rules=[replace(rule, then=_say) for rule in RULES],
+        history=folder / HISTORY,
+        step=run.step,
+        overwrite=True,
+    )
+    try:
+        with monitor:
+            yield
+    finally:
+        _write_page(folder)
 
 
-def write_page(folder: Path) -> str:
-    """Write the timeline of a run into its folder, if it was recorded; a line that says where."""
-    if not (folder / HISTORY).exists():
-        return ""
+def _write_page(folder: Path) -> None:
+    """Write the timeline of a run into its folder, and say where."""
     try:
         run = read_timeline(folder)
+        page = write_timeline(run, folder / PAGE)
     except NothingRecordedError:
-        return ""
-    page = write_timeline(run, folder / PAGE)
+        return
+    except (ValueError, OSError) as error:
+        _say(f"there is no timeline: {error}")
+        return
     named = len({(alarm.layer, alarm.head) for alarm in run.alarms})
-    return f"timeline   {escaped(page)}: {named} of {len(run.heads)} heads with an alarm"
+    _say(f"{named} of {len(run.heads)} heads with an alarm; timeline: {page}")
+
+
+def _say(what: object) -> None:
+    print(f"headwise: {escaped(what)}", file=sys.stderr)

@@ -101,7 +101,7 @@ def train(
     Example: `headwise train notes.txt --out notes-gpt --steps 2000`
     """
     from ..models import train as training
-    from .monitored import recording, write_page
+    from .monitored import recording
 
     settings = {
         "steps": steps,
@@ -143,8 +143,6 @@ def train(
             during=recording(out, wanted=monitor, resume=resume),
         )
     print(json.dumps(asdict(summary)) if as_json else told(summary))
-    if said := write_page(out):
-        print(said, file=sys.stderr if as_json else sys.stdout)
     if not summary.finished:
         print(
             f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "

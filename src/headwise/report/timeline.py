@@ -171,15 +171,23 @@ def _read(history: History) -> Timeline:
         raise NothingRecordedError(
             f"{history.path}: no step is recorded yet; come back when the training has taken one"
         )
-    known, there = set(heads), set(steps.tolist())
+    about, known, there = history.about, set(heads), set(steps.tolist())
     return Timeline(
         _name(history.path),
-        history.about,
+        about,
         heads,
         steps,
-        {name: _track(history[name], steps, len(heads)) for name in history.statistics},
+        {name: _track(history[name], steps, len(heads)) for name in _ordered(history, about)},
         [one for one in history.alarms if one.step in there and (one.layer, one.head) in known],
     )
+
+
+def _ordered(history: History, about: dict[str, Any]) -> list[str]:
+    """The recorded statistics as the monitor was told of them, then those of the probe, others."""
+    told = [str(name) for name in about.get("statistics", [])]
+    order = [*told, *(f"probe/{name}" for name in told)]
+    recorded = history.statistics
+    return [name for name in dict.fromkeys([*order, *recorded]) if name in recorded]
 
 
 def _track(series: Series, steps: npt.NDArray[np.int64], heads: int) -> Track:

@@ -266,7 +266,7 @@ def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
     """How the figures came about, as names and values to read."""
     about = run.about
     queries = about.get("queries")
-    means = "all queries" if queries is None else f"{queries:,} drawn queries of each call"
+    means = "all queries" if queries is None else f"{queries} drawn queries of each call"
     told = [
         ("Run", run.name),
         ("Model", f"{about.get('model', 'unnamed')}: {_counted(run)}"),

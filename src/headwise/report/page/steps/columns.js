@@ -124,15 +124,16 @@ function bounds(statistic) {
   return statistic.bounds;
 }
 
-/** Whether a logarithm makes sense: nothing is below zero. */
-const canLog = (statistic) => bounds(statistic).low >= 0 && bounds(statistic).high > 0;
+/** Whether a logarithm makes sense, of each side of zero where there are two. */
+const canLog = (statistic) => bounds(statistic).high > 0;
 
 /** The scale that is asked for, or one that fits: a logarithm where a few figures dwarf the rest. */
 function scaleOf(statistic) {
   if (!canLog(statistic)) return "linear";
   if (state.scale) return state.scale;
+  const { low, high } = bounds(statistic);
   const middles = runs.flatMap((run) => run.crowd[statistic.key][1]).filter((value) => value !== null).sort((a, b) => a - b);
-  return !isShare(statistic) && bounds(statistic).high > 30 * middles[middles.length >> 1] ? "log" : "linear";
+  return !isShare(statistic) && low >= 0 && high > 30 * middles[middles.length >> 1] ? "log" : "linear";
 }
 
 /** From a figure to its share of a scale from `low` to `high`. */

@@ -11,19 +11,21 @@ function figuresOf(run, kind = "values") {
 const shownRuns = () => (state.run === DIFFERENCE ? runs : [runs[state.run]]);
 const runLetter = (run) => "ab"[runs.indexOf(run)];
 
-/** The range of the figures that are drawn. */
-function curveRange(log) {
-  const all = shownRuns().flatMap((run) => {
+/** The range of the figures that are drawn, and whether on a scale of logarithms: not with any below zero. */
+function curveRange() {
+  const found = shownRuns().flatMap((run) => {
     const errors = figuresOf(run, "errors");
     const values = [...figuresOf(run)];
     return [...values, ...values.map((value, place) => value + (errors?.[place] || 0)), ...run.crowd[state.statistic].flat()];
-  }).filter((value) => value !== null && Number.isFinite(value) && (!log || value > 0));
-  if (!all.length) return [0, 1];
-  let [low, high] = [Math.min(...all), Math.max(...all)];
-  if (log) return [Math.max(low, high * 1e-6) / 1.2, high * 1.2];
+  }).filter((value) => value !== null && Number.isFinite(value));
+  let [low, high] = found.length ? [Math.min(...found), Math.max(...found)] : [0, 1];
+  if (scaleOf(statisticOf()) === "log" && low >= 0 && high > 0) {
+    const least = Math.min(...found.filter((value) => value > 0));
+    return { range: [Math.max(least, high * 1e-6) / 1.2, high * 1.2], log: true };
+  }
   if (low >= 0 && low < 0.6 * high) low = 0;
   const room = (high - low || Math.abs(high) || 1) * 0.06;
-  return [low === 0 ? 0 : low - room, high + room];
+  return { range: [low === 0 ? 0 : low - room, high + room], log: false };
 }
 
 /** A path through points, broken where one has no place. */
@@ -54,8 +56,7 @@ function area(xs, lower, upper) {
 function drawCurve() {
   const [box, statistic] = [$("curve"), statisticOf()];
   const wide = box.clientWidth - curve.left - curve.right;
-  const log = scaleOf(statistic) === "log";
-  const range = curveRange(log);
+  const { range, log } = curveRange();
   const share = scaler(...range, log);
   Object.assign(curve, {
     wide, axis: reach(), x: (step) => curve.left + ((step - curve.axis[0]) / (curve.axis[1] - curve.axis[0] || 1)) * wide,

@@ -22,12 +22,12 @@ const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 function colouring(statistic) {
   if (state.run === DIFFERENCE) return signedColours(shown(statistic.key).values, scaleOf(statistic) === "log");
   const { low, high, least } = bounds(statistic);
+  if (low < 0 && high > 0) return signedColours(runs.flatMap((run) => [...run.values.get(statistic.key)]), scaleOf(statistic) === "log");
   if (scaleOf(statistic) === "log") {
     const start = Math.max(least, high * 1e-6);
     return { low: start, high, log: true, share: scaler(start, high, true), stops: VIRIDIS };
   }
   if (low > high) return { low: 0, high: 1, log: false, share: scaler(0, 1, false), stops: VIRIDIS };  // nothing is finite
-  if (low < 0 && high > 0) return signedColours([low, high], false);
   const [from, to] = isShare(statistic) ? [0, Math.max(1, high)] : [statistic.unit === "logit" ? low : Math.min(0, low), high];
   return { low: from, high: to, log: false, share: scaler(from, to, false), stops: VIRIDIS };
 }
@@ -113,7 +113,7 @@ function drawHeat() {
   Object.assign(heat, { wide, tall, from, to, axis: reach() });
   const svg = drawn("svg", { height: heat.top + tall * (to - from) + heat.bottom, role: "presentation" },
     ...headAxis(), ...stepAxis(heat.left, heat.top + tall * (to - from), wide, heat.axis));
-  svg.append(drawn("g", { id: "heat-marks" }, ...alarmPaths(heatAlarms())), drawn("g", { id: "heat-choice" }));
+  svg.append(drawn("g", { id: "heat-choice" }), drawn("g", { id: "heat-marks" }, ...alarmPaths(heatAlarms())));
   box.replaceChildren(canvas, svg);
   box.setAttribute("aria-label", `${statistic.title} of ${counted(to - from, "head")} over steps; the table of figures has those of the chosen head`);
   $("pooled").textContent = most > 1 ? `Here up to ${most} columns share a pixel: ${statistic.kind === "maximum" && state.run !== DIFFERENCE ? "the largest" : "their mean"} is shown.` : "";

@@ -104,8 +104,10 @@ function drawOnce() {
       `steps${runs.length > 1 ? ` of ${RUN_NAMES[place]}` : ""}, ${whole(run.count.reduce((sum, count) => sum + count, 0))} recorded`)),
     fact(whole(alarms.length), `alarm${alarms.length === 1 ? "" : "s"}${alarmed ? ` of ${counted(alarmed, "head")}` : ""}`),
   );
-  const notes = [...data.left_out.map((text) => `Left out: ${text}.`),
-    ...(runs.length > 1 && !canDiffer() ? ["A and B have no recorded step in common, so there is no difference."] : [])];
+  const notes = data.left_out.map((text) => `Left out: ${text}.`);
+  if (runs.length > 1 && !canDiffer()) {
+    notes.push(`A and B have no ${runs.some(({ count }) => count[0] > 1) ? "column of the same steps" : "recorded step"} in common, so there is no difference.`);
+  }
   $("notice").hidden = !notes.length;
   $("notice").textContent = notes.join(" ");
   $("layer").replaceChildren(el("option", { value: "-1" }, "all layers"),
