@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.tutorial.implementations import per_head
-from headwise.weights.convert import find_layers, stored
-from headwise.weights.layout_table import LAYOUTS, Sizes
+from headwise.weights.convert import stored
+from headwise.weights.detect import find_layers
+from headwise.weights.layout_table import LAYOUTS
+from headwise.weights.layout_types import Sizes
 from headwise.weights.packing import refusals, sizes_of, unpack, written
 
 B, T, H, D, E = 2, 7, 4, 6, 24
