@@ -36,15 +36,17 @@ run: .venv/.run $(COMPILED)
 
 # A worker for each core, and each file's tests in one of them. Then what is quick once more, with every
 # annotated shape and dtype held to what really comes (which takes more time than the tests themselves).
-SHAPES := src README.md docs tests/test_attend.py tests/test_masks.py tests/test_layer.py tests/test_cache.py \
-  tests/test_explain.py tests/test_running.py tests/test_ablate.py tests/test_watch.py
+SHAPES := src README.md docs tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py \
+  tests/layers/test_cache.py tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py \
+  tests/capture/test_watch.py
 test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile
 	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES)
 
 # Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
 # vectors.
-UNIT_TESTS := tests/test_seen.py tests/test_attend.py tests/test_statistics.py tests/test_native_limits.py
+UNIT_TESTS := tests/capture/test_seen.py tests/backends/test_attend.py tests/stats/test_statistics.py \
+  tests/kernels/test_native_limits.py
 test-units: .venv/.dev $(COMPILED)
 	@units=$$($(BIN)/python -c 'from headwise.kernels.ctypes_api import library; print(*library().usable if library() else ())') || exit 1; \
 	for unit in $$units; do \

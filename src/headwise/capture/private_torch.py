@@ -1,6 +1,6 @@
 """Private parts of PyTorch that watching rests on, all in one place.
 
-PyTorch promises none of them. `tests/test_private_torch.py` has a test for each, which fails on the
+PyTorch promises none of them. `tests/capture/test_private_torch.py` has a test for each, which fails on the
 day that PyTorch changes it.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +96,9 @@ def _rank(rank: int, folder: str) -> None:
 def test_ranks_clip_alike_by_the_largest_of_all(tmp_path: Path) -> None:
     work = f"import test_telemetry_clip as one; one.ranks({str(tmp_path)!r})"
     call = [sys.executable, "-c", work]
-    done = subprocess.run(
-        call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    done = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     model, optimizer = made()
     for group in optimizer.param_groups:

@@ -574,7 +574,7 @@ def test_a_run_that_diverges_leaves_its_timeline(
 def test_the_sessions_of_the_page_are_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     notes = [(docs / name).read_text("utf-8") for name in ("watching.md", "telemetry.md")]
     (tmp_path / "notes.txt").write_text("\n".join(notes), "utf-8")
     monkeypatch.chdir(tmp_path)

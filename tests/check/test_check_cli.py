@@ -22,7 +22,7 @@ from headwise.check.findings.rules import ALL, lesson
 from headwise.cli import main
 from sessions import pattern, sessions
 
-PAGE = Path(__file__).parents[1] / "docs" / "checking.md"
+PAGE = Path(__file__).parents[2] / "docs" / "checking.md"
 
 RIGHT = """
 import torch
@@ -575,7 +575,7 @@ def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_finding_has_its_words() -> None:
     """Ways that the code names are in the table, with a word for every brace; and none is idle."""
-    source = Path(__file__).parents[1] / "src" / "headwise" / "check"
+    source = Path(__file__).parents[2] / "src" / "headwise" / "check"
     trees = [ast.parse(path.read_text("utf-8")) for path in source.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     calls = [node for node in nodes if isinstance(node, ast.Call)]

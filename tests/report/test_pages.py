@@ -17,7 +17,7 @@ import headwise as hw
 from headwise.stats import per_head, per_query
 from headwise.tutorial import timing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package
 
 from benchmarks import every_statistic  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from headwise.cli.main import main
 from sessions import pattern, sessions
 
-PAGE = Path(__file__).parents[1] / "docs" / "watching.md"
+PAGE = Path(__file__).parents[2] / "docs" / "watching.md"
 
 
 @pytest.mark.slow

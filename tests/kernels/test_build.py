@@ -15,7 +15,7 @@ import pytest
 from conftest import in_ci
 from headwise.kernels import ctypes_api as cpu
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headwise"
 NATIVE = PACKAGE / "kernels" / "cpp"
 

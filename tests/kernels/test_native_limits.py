@@ -11,6 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_native import (
+    DIFFERENTIABLE,
+    MASKS,
+    Case,
+    defined,
+    every_set,
+    fields,
+    gradients,
+    loss,
+    needs_library,
+)
 from torch import Tensor
 
 import headwise as hw
@@ -24,17 +35,6 @@ from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops as cpu_ops
 from headwise.kernels.ctypes_api import Problem, Terms
-from test_native import (
-    DIFFERENTIABLE,
-    MASKS,
-    Case,
-    defined,
-    every_set,
-    fields,
-    gradients,
-    loss,
-    needs_library,
-)
 
 LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from headwise.check.findings.verdict import Verdict
 from headwise.check.steps import STEPS, _child, check_step, template
 from headwise.cli import main
 
-SYSTEMS = Path(__file__).parents[1] / "src" / "headwise" / "tutorial" / "implementations"
+SYSTEMS = Path(__file__).parents[2] / "src" / "headwise" / "tutorial" / "implementations"
 SOLUTIONS = {
     "scalar": "scalar.py",
     "per_head": "per_head.py",

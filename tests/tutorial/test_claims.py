@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
 
 from benchmarks.claims import (  # noqa: E402

@@ -15,7 +15,7 @@ KILLS = 10
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 def test_a_killed_training_is_resumed_bit_for_bit() -> None:
-    script, seed = Path(__file__).parent / "kills.py", 0
+    script, seed = Path(__file__).parents[1] / "kills.py", 0
     call = [sys.executable, str(script), "--kills", str(KILLS), "--seed", str(seed)]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
