@@ -1,7 +1,7 @@
 """Private parts of PyTorch that watching rests on, all in one place.
 
-PyTorch promises none of them. `tests/capture/test_private_torch.py` has a test for each, which fails on the
-day that PyTorch changes it.
+PyTorch promises none of them. `tests/capture/test_private_torch.py` has a test for each, which
+fails on the day that PyTorch changes it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +70,7 @@ class EntropyFloor:
         self._seen: Watched | None = None
         self._entered = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> EntropyFloor:
         if self._watching is not None:
             raise ValueError(f"{self._said}: it is entered already; leave it first.")
         self._watching = watch(

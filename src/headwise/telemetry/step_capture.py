@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..stats.results import Reading
 from .figures import Figures, Heads, joined, kept_of, merged
 
 
+@runtime_checkable
 class Warn(Protocol):
     """Tells of what went wrong, once of each thing that it is `about`."""
 

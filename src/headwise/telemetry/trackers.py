@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from .figures import Array, Figures, Heads
 __all__ = ["Tracker", "as_tracker"]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Is told of what was recorded."""
 
