@@ -110,7 +110,7 @@ def main() -> None:
         library = cpu.library()
         clock = "CPU time of the process, one thread" if options.cpu_time else "wall time"
         settings = {**vars(options), **versions(), "clock": clock}
-        settings["instructions"] = library.usable[0] if library else None
+        settings["instructions"] = library.best if library else None
         settings["rates_by_this_clock"] = rates(run)
         name = "native" if options.part is None else f"native-{'-'.join(options.part)}"
         print("recorded in", record(name, settings, brief(run.rows), RESULTS))

@@ -34,6 +34,7 @@ SPEEDS = Path(native.__file__).with_name("speeds.json")
 
 # What PyTorch's own kernels, MKL and oneDNN may use on a machine that has no more than that.
 LIKE = {
+    "amx": ("avx512", "AVX512", "AVX512_CORE_AMX"),
     "avx512bf16": ("avx512", "AVX512", "AVX512_CORE_BF16"),
     "avx512": ("avx512", "AVX512", "AVX512_CORE"),
     "avx2": ("avx2", "AVX2", "AVX2"),

@@ -1,6 +1,7 @@
 """Draws the pictures of `ladder.md`: `python docs/draw.py` writes the SVG files beside it.
 
-Rows are queries, columns keys; the darker a cell, the more of the query's attention the key has.
+Rows are queries, columns keys; the fuller a cell's colour, the more of the query's attention its
+key has.
 """
 
 from html import escape
@@ -18,6 +19,10 @@ HERE = Path(__file__).parent
 TEXT = 'The "with" statement is used. The "with" statement is used.'
 CELL, GAP, LEFT, TOP = 11, 22, 70, 40
 LEVELS = 40  # shades
+DARK = (  # where the reader's theme is dark
+    "<style>@media (prefers-color-scheme: dark) { text { fill: #e7e9ec } rect { fill: #1a1d22 } "
+    '[fill="#08306b"] { fill: #9ecae1 } [stroke] { stroke: #565d68 } }</style>'
+)
 
 
 def main() -> None:
@@ -58,6 +63,7 @@ def drawn(panels: list[tuple[str, str, Tensor]], tokens: list[str]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="10">',
+        DARK,
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
     for number, token in enumerate(tokens):

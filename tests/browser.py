@@ -7,9 +7,12 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 FLAGS = [
@@ -39,6 +42,15 @@ def chromium() -> Iterator[Any]:
         opened = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield opened
         opened.close()
+
+
+def axe_core() -> str:
+    """The script of axe-core; a skip where it is not installed, but a failure under CI."""
+    if find_spec("axe_playwright_python") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("axe-core is missing: pip install axe-playwright-python")
+        pytest.skip("needs axe-playwright-python")
+    return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
 
 
 class Tab:
@@ -90,7 +102,10 @@ class Tab:
 
     def show(self, view: str) -> None:
         """Go to a view by its link."""
-        self.page.locator(f"#nav a[data-view={view}]").click()
+        link = self.page.locator(f"#nav a[data-view={view}]")
+        if not link.is_visible():
+            self.page.locator("#more summary").click()
+        link.click()
         self.page.locator(f"#view-{view}").wait_for()
         self.drawn()
 
@@ -111,17 +126,27 @@ class Tab:
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()
 
-    def plotted(self, plot: str, what: str = "z", trace: int = 0) -> Any:
-        """The numbers that Plotly drew, typed arrays as lists and NaN as None."""
+    def plotted(self, plot: str, what: str = "grid.z") -> Any:
+        """The numbers that a chart was drawn from, typed arrays as lists and NaN as None."""
         plain = "(v) => ArrayBuffer.isView(v) ? [...v] : Array.isArray(v) ? v.map(plain) : v"
         return self.page.evaluate(
             f"(() => {{ const plain = {plain}; "
-            f"return plain(document.getElementById('{plot}').data[{trace}].{what}) }})()"
+            f"return plain(document.getElementById('{plot}').chart.{what}) }})()"
         )
+
+    def pixels(self, plot: str) -> np.ndarray:
+        """What stands on a chart's canvas: `[height, width, 4]`."""
+        flat, width = self.page.evaluate(
+            "(id) => { const from = document.querySelector(`#${id} canvas`);"
+            "const pixels = from.getContext('2d').getImageData(0, 0, from.width, from.height);"
+            "return [[...pixels.data], from.width] }",
+            plot,
+        )
+        return np.array(flat).reshape(-1, width, 4)
 
     def move(self, plot: str, column: float, row: float, columns: int, rows: int) -> None:
         """Move the pointer onto a cell of a plot of `rows` by `columns`."""
-        area = self.page.locator(f"#{plot} .nsewdrag").first
+        area = self.page.locator(f"#{plot} .area").first
         area.scroll_into_view_if_needed()
         box = area.bounding_box()
         self.page.mouse.move(
@@ -138,10 +163,11 @@ class Tab:
         columns: int,
         rows: int,
         tip: str | re.Pattern[str],
+        where: str = "#tip",
     ) -> None:
-        """Click a cell once its tip has `tip`, so that Plotly has seen the pointer."""
+        """Click a cell once its tip, or what stands at `where`, has `tip`."""
         self.move(plot, column, row, columns, rows)
-        self.page.locator("#tip", has_text=tip).wait_for()
+        self.page.locator(where, has_text=tip).wait_for()
         self.page.mouse.down()
         self.page.mouse.up()
         self.drawn()

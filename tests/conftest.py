@@ -54,9 +54,14 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Doctests of optional parts need no marks; this only keeps slow tests last."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker runs files in forks of a process that has PyTorch, not in new Pythons."""
+    import fresh
+    from headwise.check.files import sandbox
+
+    fresh.ready()
+    monkeypatch.setattr(sandbox.subprocess, "Popen", fresh.Keeper)
 
 
 def in_ci() -> bool:

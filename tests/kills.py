@@ -182,10 +182,14 @@ def run(kills: int, seed: int) -> int:
     return harm
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
+def main(run: Callable[[int, int], int], said: str | None, usual: int) -> int:
+    """The command line of a file of kills; its exit code is 1 where one did harm."""
+    parser = argparse.ArgumentParser(description=said)
+    parser.add_argument("--kills", type=int, default=usual)
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
-    chosen = secrets.randbits(32) if options.seed is None else options.seed
-    sys.exit(bool(run(options.kills, chosen)))
+    return bool(run(options.kills, secrets.randbits(32) if options.seed is None else options.seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, __doc__, usual=200))

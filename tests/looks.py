@@ -261,3 +261,20 @@ def labels(figures: dict[str, float | None]) -> list[dict[str, Any]]:
             names = {"label": label, "key": key, "score": score, "threshold": threshold}
             found.append(names | {"sign": sign, "coverage": coverage})
     return found
+
+
+def with_repeats(look: Look, period: int = 5) -> Look:
+    """The same look with a piece that comes twice, on which head h looks at what followed with
+    weight 0.9, 0.8, … and at the first token else."""
+    tokens = [f" r{n}" for n in range(period)] * 2
+    layers = []
+    for layer in look.layers:
+        maps = np.zeros((layer.heads, 2 * period, 2 * period), np.float32)
+        for head in range(layer.heads):
+            maps[head, :, 0] = 1
+            for query in range(period, 2 * period):
+                maps[head, query, 0] = 0.1 * (head + 1)
+                maps[head, query, query - period + 1] = 1 - 0.1 * (head + 1)
+        layers.append(replace(layer, repeat=maps if layer.kind == "self" else None))
+    repeats = [Stream(stream.name, tokens) for stream in look.streams]
+    return replace(look, layers=layers, repeats=repeats)

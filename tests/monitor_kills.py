@@ -12,10 +12,8 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import argparse
 import os.path
 import random
-import secrets
 import sqlite3
 import sys
 import tempfile
@@ -27,7 +25,7 @@ import torch
 import torch._dynamo  # forked runs need not import it
 
 import headwise as hw
-from kills import ended, forked, killed_at
+from kills import ended, forked, killed_at, main
 from monitored import LAYERS, H, advance, made
 
 STEPS, EVERY, SAVED = 40, 2, 3
@@ -133,9 +131,4 @@ def run(kills: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=None)
-    options = parser.parse_args()
-    chosen = secrets.randbits(32) if options.seed is None else options.seed
-    sys.exit(bool(run(options.kills, chosen)))
+    sys.exit(main(run, __doc__, usual=50))

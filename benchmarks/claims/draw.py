@@ -6,13 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from headwise.report.label_styles import LABEL_STYLES
+
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7a00", "#555555")
 GREY = "#d9d9d9"
+DARK = {  # what colours become where the reader's theme is dark
+    "white": "#1a1d22",
+    "#fff": "#1a1d22",
+    GREY: "#3a404a",
+    "#555555": "#a0a8b3",
+    "#08306b": "#9ecae1",
+    "#e9e9e9": "#2b3038",
+    **{style.light: style.dark for style in LABEL_STYLES},
+}
+THEME = (
+    "<style>@media (prefers-color-scheme: dark) { text:not([fill]) { fill: #e7e9ec } "
+    + " ".join(
+        f'[fill="{light}"] {{ fill: {dark} }} [stroke="{light}"] {{ stroke: {dark} }}'
+        for light, dark in DARK.items()
+    )
+    + " }</style>"
+)
 
 
 @dataclass
 class Picture:
-    """A white sheet of so many pixels; the origin is at the upper left."""
+    """A sheet of so many pixels, of the reader's theme; the origin is at the upper left."""
 
     width: int
     height: int
@@ -55,6 +74,7 @@ class Picture:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
                 f'viewBox="0 0 {self.width} {self.height}" font-family="sans-serif">',
+                THEME,
                 f'<rect {size} fill="white"/>',
                 *self.parts,
                 "</svg>\n",

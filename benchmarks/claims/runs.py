@@ -16,14 +16,18 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def write(name: str, settings: Any, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Keep what an experiment found in `claims-<name>.json`; the file is whole or absent."""
+    return keep(path_of(name, folder), settings, {"claim": name, **found})
+
+
+def keep(path: Path, settings: Any, found: Mapping[str, Any], digits: int = 6) -> Path:
+    """Keep a run with its date, settings and machine; the file is whole or absent."""
     run = {
-        "claim": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": timing.machine(),
         "settings": asdict(settings),
         **found,
     }
-    return timing.write_run(path_of(name, folder), run)
+    return timing.write_run(path, run, digits)
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from headwise.models.gpt import GPT, builtin
 from headwise.models.train_loop import Run, TrainConfig
 from headwise.report import look
 from headwise.report.head_labels import NO_LABEL
+from headwise.report.label_styles import LABEL_STYLES
 from headwise.report.schema import Look
 
 from . import draw
@@ -292,16 +293,7 @@ def _range(values: list[list[float]]) -> str:
     return f"{min(flat):.2f} to {max(flat):.2f}"
 
 
-LABEL_COLOURS = {
-    "induction": "#0072b2",
-    "duplicate token": "#e69f00",
-    "previous token": "#009e73",
-    "first token": "#cc79a7",
-    "itself": "#8a7a00",
-    "broad": "#c8c8c8",
-    "local": "#56b4e9",
-    NO_LABEL: "#f0ece0",
-}
+LABEL_COLOURS = {style.label: style.light for style in LABEL_STYLES}
 
 
 def pictures(run: dict[str, Any]) -> dict[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +62,7 @@ def measure(settings: example.Settings) -> dict[str, Any]:
 
 
 def write(settings: example.Settings, found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
-    """Keep a run with its settings and machine; the file is whole or absent."""
-    run = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": timing.machine(),
-        "settings": asdict(settings),
-        **found,
-    }
-    return timing.write_run(folder / RECORD, run, digits=4)
+    return runs.keep(folder / RECORD, settings, found, digits=4)
 
 
 def read(folder: Path = runs.RESULTS) -> dict[str, Any]:

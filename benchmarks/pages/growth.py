@@ -7,13 +7,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from examples import logit_growth as example
-
-from headwise.tutorial import timing
 
 from ..claims import runs
 from ..claims.draw import Axes, Picture, curve, frame, legend
@@ -74,14 +71,7 @@ def measure(settings: example.Settings) -> dict[str, Any]:
 
 
 def write(settings: example.Settings, found: dict[str, Any], folder: Path = runs.RESULTS) -> Path:
-    """Keep a run with its settings and machine; the file is whole or absent."""
-    run = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": timing.machine(),
-        "settings": asdict(settings),
-        **found,
-    }
-    return timing.write_run(folder / RECORD, run, digits=4)
+    return runs.keep(folder / RECORD, settings, found, digits=4)
 
 
 def read(folder: Path = runs.RESULTS) -> dict[str, Any]:

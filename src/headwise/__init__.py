@@ -1,16 +1,22 @@
 """Multi-head attention whose heads you can see."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 from .attend import attend
 from .capture import (
+    Accelerated,
     HeadEffects,
     HeadOutputs,
     Watched,
     ablate,
     ablation_scan,
+    accelerate,
     head_outputs,
     importance,
     join_tables,
     load_seen,
+    register,
     watch,
 )
 from .check import Verdict, check
@@ -46,9 +52,13 @@ from .weights.detect import detect_layout
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from . import parallel
+
 __all__ = [
     "LSE",
     "ALiBi",
+    "Accelerated",
     "Alarm",
     "At",
     "Bias",
@@ -100,6 +110,7 @@ __all__ = [
     "Window",
     "ablate",
     "ablation_scan",
+    "accelerate",
     "attend",
     "check",
     "convert",
@@ -114,7 +125,15 @@ __all__ = [
     "name_heads",
     "naming_statistics",
     "observe",
+    "parallel",
     "qk_clip_",
+    "register",
     "timeline",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel":  # it needs torch.distributed, which takes a while to import
+        return _import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

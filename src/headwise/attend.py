@@ -23,6 +23,7 @@ def attend(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Float[Tensor, " H"] | None = None,
+    first_query: int | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B H T Dv"]:
     """Multi-head attention on queries, keys and values that are already split into heads.
@@ -35,9 +36,13 @@ def attend(
         mask: a mask of headwise, such as `Causal() & Window(128)`; `None` for everything.
         scale: factor of the scores, `D**-0.5` by default.
         softcap: `c` makes scores `c · tanh(score / c)`, before any bias.
-        dropout: probability with which a weight is dropped; give 0 outside training.
+        dropout: probability with which a weight is dropped, to 1/65536; give 0 outside training. A
+            seed that is drawn for the call from PyTorch's default generator says which, the same on
+            every backend but `"sdpa"` on CUDA, whose kernels draw for themselves.
         sinks: learned sinks `[H]`: one more logit for each head, in the softmax of every row that
             may attend to a key; what it takes is attention to nothing (no key, no value).
+        first_query: the key position of query 0, from which masks reckon; by default S − T, so that
+            the last query stands at the last key. A part of a sequence names its own.
         backend: `"auto"`, `"native"`, `"sdpa"`, `"blocked"` or `"eager"`. One chosen by name never
             falls back.
 
@@ -56,8 +61,18 @@ def attend(
 
     Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023; sinks: GPT-OSS 2025.
     """
-    call = Call.of(q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
+    call = Call.of(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        sinks=sinks,
+        first_query=first_query,
+    )
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
-        out, lse = choose(call, backend).run(call)
+        out, lse = choose(call, backend).run(call.drawn())
     check_scores(call, lse)
     return out

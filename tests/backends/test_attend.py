@@ -136,7 +136,7 @@ def test_a_bias_gets_its_gradient() -> None:
         hw.attend(q, k, v, mask=hw.Bias(bias), backend="sdpa")
 
 
-@pytest.mark.parametrize("backend", ["blocked", "eager"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
 def test_dropout_keeps_the_mean_and_repeats_with_the_seed(backend: str) -> None:
     q, k, _ = qkv()
     v = torch.ones(B, G, S, D, requires_grad=True)
@@ -287,7 +287,7 @@ def test_auto_takes_the_first_that_accepts_and_explain_says_why() -> None:
     assert hw.explain(q, k, v).chosen == BACKENDS[0]
     assert hw.explain(q.double(), k.double(), v.double()).chosen == "sdpa"
     said = hw.explain(q, k, v, dropout=0.5)
-    assert said.chosen == "blocked"
+    assert said.chosen == ("native" if "native" in BACKENDS else "blocked")
     assert "no dropout" in str(said)
     assert [c.name for c in said.choices] == ["native", "sdpa", "blocked", "eager"]
     wide = torch.zeros(1, 1, 10_000, 1, dtype=torch.float64)

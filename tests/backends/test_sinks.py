@@ -1,19 +1,30 @@
 """Learned sinks: one more outcome in every row's softmax, on each backend, in each statistic."""
 
-import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+import fresh
 import headwise as hw
 from headwise.backends import tiles
 from headwise.core.reference import attention
 from headwise.stats.base import Statistic
-from support import MASKS_WITH_POSITIONS, B, D, G, H, S, T, assert_as_good, of_halves, qkv, truth
+from support import (
+    BACKENDS,
+    MASKS_WITH_POSITIONS,
+    B,
+    D,
+    G,
+    H,
+    S,
+    T,
+    assert_as_good,
+    of_halves,
+    qkv,
+    truth,
+)
 
 FORMS = ["sdpa", "tiles", "blocked", "eager"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -103,7 +114,7 @@ def test_output_and_lse_are_as_good_as_the_definitions(
 @pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
 def test_statistics_equal_their_definitions(name: str, softcap: float | None) -> None:
     ids = torch.randint(0, 3, (B, S))
-    for size, shift in itertools.product((1.0, 100.0), (-30.0, 0.0, 30.0)):
+    for size, shift in ((1.0, 0.0), (1.0, 30.0), (100.0, -30.0)):
         q, k, v = (x.double() for x in qkv())
         q, sinks = q * size, torch.randn(H, dtype=torch.float64) * size + shift
         mask = MASKS_WITH_POSITIONS[name](T, S)
@@ -312,7 +323,7 @@ def test_sampled_queries_and_calls_without_output() -> None:
             torch.testing.assert_close(some[name], whole[name][:, :, [1, 4, 5]])
 
 
-@pytest.mark.parametrize("backend", ["blocked", "eager"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
 def test_dropout_leaves_the_sink_alone(backend: str) -> None:
     q, k, _ = qkv()
     v = torch.ones(B, G, S, D)
@@ -398,21 +409,19 @@ import torch, headwise as hw
 layer = hw.MultiHeadAttention(24, 3, num_kv_heads=1, sinks=True, dtype=torch.float64)
 compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
 x = torch.randn(2, 7, 24, dtype=torch.float64)
-for mask in (None, hw.Causal(), hw.Window(3)):
+for mask in (hw.Causal(), hw.Window(3)):
     torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask))
     got = torch.autograd.grad(compiled(x, mask=mask).square().sum(), layer.parameters())
     want = torch.autograd.grad(layer(x, mask=mask).square().sum(), layer.parameters())
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one, two)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask))
+with torch.no_grad():
+    torch.testing.assert_close(compiled(x), layer(x))
 """
 
 
 def test_compilation_without_a_graph_break() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False
-    )
+    ran = fresh.run(COMPILED)
     assert ran.returncode == 0, ran.stderr
 
 

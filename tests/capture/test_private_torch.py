@@ -185,3 +185,19 @@ def test_keeping_out_of_graphs_does_not_load_the_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_collectives_are_counted() -> None:
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    assert private_torch.collectives_begun() == 0
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        before = private_torch.collectives_begun()
+        for number in (1, 2):
+            dist.all_reduce(torch.zeros(1))
+            assert private_torch.collectives_begun() == before + number
+    finally:
+        dist.destroy_process_group()
+    assert private_torch.collectives_begun() == 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+import fresh
 import headwise as hw
 from headwise.backends import tiles
 from headwise.core.reference import attention
@@ -268,9 +267,7 @@ print(run(8192))
 
 
 def test_the_full_set_needs_no_matrix() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False
-    )
+    done = fresh.run(MEMORY)
     assert not done.returncode, done.stderr
     assert int(done.stdout) < 150 * 2**20  # one matrix of two heads would be 512 MiB
 

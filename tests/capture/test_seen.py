@@ -8,8 +8,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fresh
 import headwise as hw
 from conftest import in_ci
 from headwise.capture import io as seen_file
@@ -167,7 +166,7 @@ def test_without_pandas_it_says_so() -> None:
         "try: Watched().to_pandas()\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.run(code)
     assert done.stdout.strip() == (
         "seen.to_pandas(): pandas is not installed; `pip install pandas`, or take seen.table()"
     )

@@ -4,8 +4,6 @@ import asyncio
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
+import fresh
 import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.capture.mask_import import as_mask, without_padding
@@ -400,7 +399,7 @@ for model, name in ((whole, "_orig_mod"), (part, "0._orig_mod"), (in_place, "0")
             assert torch.equal(model(x), plain)
     assert seen.modules == (name,)
 """
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    done = fresh.run(run)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fresh
 import headwise as hw
 from headwise.capture.contents import captured, checksum
 from support import truth
@@ -213,7 +212,7 @@ assert (seen["other"]["received"][..., 3:] == 0).all(), seen["other"]["received"
 
 
 def test_a_mask_function_that_reads_a_changed_tensor_is_asked_again() -> None:
-    run = subprocess.run([sys.executable, "-c", FLEX], capture_output=True, text=True, check=False)
+    run = fresh.run(FLEX)
     assert run.returncode == 0, run.stderr[-2000:]
 
 

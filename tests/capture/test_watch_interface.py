@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fresh
 import headwise as hw
 from headwise.capture.call import AttentionCall, HeadsCall
 from headwise.capture.session import catch
@@ -320,7 +319,5 @@ print("seen")
 
 
 def test_flex_is_watched() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", FLEX], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = fresh.run(FLEX)
     assert run.stdout.strip() == "seen", run.stderr[-2000:]

@@ -1,8 +1,6 @@
 """Every road by which PyTorch's models attend: what is seen is what the textbook says of it."""
 
 import importlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fresh
 import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.capture.session import catch
@@ -827,7 +826,7 @@ def test_transforms_are_refused_by_name_whatever_the_mask(attend: Callable[..., 
 
 
 def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -189,6 +189,7 @@ def test_a_filled_template_is_right(name: str, follow: Follow) -> None:
     assert "step-whole" in rules or "definition" in rules
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_the_ladders_solutions_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     step = "gpt2" if name == "gpt2-max" else name

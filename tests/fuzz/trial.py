@@ -52,7 +52,7 @@ class Seen:
 
 
 def units() -> tuple[str, ...]:
-    """The instruction sets that this machine has, best first."""
+    """The instruction sets that this machine has, richest first."""
     library = cpu.library()
     return library.usable if library else ()
 
@@ -71,7 +71,7 @@ def check(case: Case, chosen: tuple[str, ...] = (), seen: Seen | None = None) ->
     truth = Truth(inputs)
     bounds: dict[bool, Bounds] = {}
     for unit in chosen or units():
-        pairs = unit == "avx512bf16" and case.dtype == "bfloat16"
+        pairs = unit in ("amx", "avx512bf16") and case.dtype == "bfloat16"
         if pairs not in bounds:
             bounds[pairs] = Bounds(truth, pairs)
         try:

@@ -40,7 +40,7 @@ def _one_thread():
 
 
 @needs_library
-@settings(derandomized, max_examples=200)
+@settings(derandomized, max_examples=100)
 @given(case=cases())
 def test_random_calls(case: Case) -> None:
     """Each by one of the units in turn; `make fuzz` runs many by all, `make calls` most quickly."""

@@ -3,8 +3,6 @@
 import copy
 import io
 import math
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fresh
 from headwise.core.masks import Bias, Causal, Dense, Padding, Window
 from headwise.layers.attention import MultiHeadAttention
 from headwise.layers.rope import RoPE
@@ -301,7 +300,7 @@ assert layer.qkv.weight.grad is not None
 
 def test_compilation_without_a_graph_break():
     """In a process of its own: the shape checks of the test run cannot be traced."""
-    ran = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    ran = fresh.run(COMPILED)
     assert ran.returncode == 0, ran.stderr
 
 

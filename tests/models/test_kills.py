@@ -1,4 +1,4 @@
-"""A training that is killed at any moment goes on as if nothing had been: ten kills of it."""
+"""A training that is killed at any moment goes on as if nothing had been: five kills of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 10
+KILLS = 5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")

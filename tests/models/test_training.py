@@ -228,9 +228,8 @@ def test_runs_that_cannot_be_resumed(text: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_version(text: str, tmp_path: Path) -> None:
     run = Run(replace(TINY, texts=(text,)))
     run.save(tmp_path / "m")
-    checkpoint.write(
-        tmp_path / "m", run.model, run.optimizer, 0, {"unheard_of": 1}, run.fingerprint
-    )
+    about = {"step": 0, "settings": {"unheard_of": 1}, "text": run.fingerprint}
+    checkpoint.write(tmp_path / "m", run.model, run.optimizer, about)
     with pytest.raises(FolderError, match="made by another version"):
         train(tmp_path / "m", resume=True)
 

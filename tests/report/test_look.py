@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from headwise.models.data import TextError, repeated_tokens, train_tokenizer
@@ -21,6 +22,7 @@ from headwise.report import LookError, look, token_texts
 from headwise.report import schema as looked
 from headwise.report.columns import COLUMNS
 from headwise.report.head_labels import NO_LABEL, label_head
+from headwise.report.label_styles import LABEL_STYLES
 from headwise.report.schema import finite
 from headwise.report.similar import similarity
 from headwise.report.terminal import module_lines, summary, table
@@ -266,9 +268,9 @@ def test_the_model_is_left_as_it_was(model: GPT, tokenizer) -> None:
 def test_progress_is_reported_layer_by_layer(model: GPT, tokenizer) -> None:
     told: list[tuple[str, float]] = []
     look(model, tokenizer, TEXT, report=lambda *said: told.append(said))
-    assert told == [("looking", share) for share in (0.25, 0.5, 0.75, 1.0)]
+    assert told == [("looking", step / 6) for step in range(1, 7)]
     look(model, tokenizer, [TEXT, TEXT, TEXT], report=lambda *said: told.append(said))
-    assert told[4:] == [("looking", share / 8) for share in range(1, 9)]
+    assert told[6:] == [("looking", step / 10) for step in range(1, 11)]
 
 
 def test_a_figure_without_any_target_is_null_not_zero(model: GPT, tokenizer) -> None:
@@ -389,6 +391,24 @@ def test_all_labels_are_told_where_there_is_room(model: GPT, tokenizer) -> None:
     named = replace(seen, rows=[{**seen.rows[0], "labels": labels}])
     assert "previous token, local, [i]" in _printed(table(named, 200)[0], 200)
     assert "previous token +2" in _printed(table(named, 120)[0], 120)
+
+
+@pytest.mark.parametrize(("ground", "theme"), [("", "dark"), ("0;15", "light"), ("15;0", "dark")])
+def test_labels_have_the_palettes_colours(
+    model: GPT, tokenizer, monkeypatch: pytest.MonkeyPatch, ground: str, theme: str
+) -> None:
+    monkeypatch.setenv("COLORFGBG", ground)
+    seen = look(model, tokenizer, TEXT)
+    labels = [{"label": name} for name in ("previous token", "local")]
+    drawn, _ = table(replace(seen, rows=[{**seen.rows[0], "labels": labels}]), 200)
+    (label,) = drawn.columns[1]._cells
+    assert isinstance(label, Text)
+    colours = {style.label: getattr(style, theme) for style in LABEL_STYLES}
+    assert label.plain == "previous token, local"
+    assert [str(span.style) for span in label.spans] == [
+        colours["previous token"],
+        colours["local"],
+    ]
 
 
 def test_the_layers_of_several_kinds_are_told_apart(model: GPT, tokenizer) -> None:

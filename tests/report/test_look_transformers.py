@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import ByT5Tokenizer
 
 from headwise.capture.ablate import ablate
 from headwise.models.data import TextError
@@ -23,6 +24,7 @@ from headwise.report.head_labels import is_delimiter
 from headwise.report.schema import Look, load
 from headwise.report.subjects import subject_of
 from headwise.report.terminal import summary
+from headwise.report.text import Vocabulary, pieces_by_decoding
 from headwise.report.texts import Texts
 from headwise.weights.hf_folder import FolderError
 from model_folders import NAMES, TEXT, write_folder, write_picture
@@ -165,12 +167,44 @@ def test_what_is_read_has_its_words(folders: dict[str, Path]) -> None:
     assert encoder.tokens[-1] == "</s>"
     assert decoder.tokens[0] == "<pad>"
     assert decoder.tokens[1:] == ["much", "naïve", "and", "on"]  # not </s>, which comes last
+    assert decoder.pieces == ["", "much", " naïve", " and", " on"]  # the target's own text
     (image,) = streams["vit"]
     assert image.grid == (4, 3)
     assert image.tokens[:3] == ["[CLS]", "0,0", "0,1"]
     assert image.tokens[-1] == "3,2"
     assert image.picture is not None
     assert image.picture.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["naïve, so much\n  and 日本 on", "so"])
+def test_a_tokenizer_without_offsets_gives_the_text_all_the_same(text: str) -> None:
+    """A byte a token, in a tokenizer that does not say where its tokens stand."""
+    words = Vocabulary(ByT5Tokenizer())
+    encoded = words.encode(text)
+    assert encoded.pieces is not None
+    assert "".join(encoded.pieces) == text
+    assert len(encoded.pieces) == len(encoded.ids) == len(text.encode()) + 1
+    assert [piece for piece in encoded.pieces if piece] == list(text)
+    assert encoded.pieces[-1] == ""  # </s>
+    assert words.pieces(encoded.ids) == encoded.pieces
+
+
+def test_a_tokenizer_that_changes_what_stands_before_has_no_pieces() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(97 + number) for number in reversed(ids))
+
+    assert pieces_by_decoding(decode, [0, 1, 2], ()) is None
+    assert pieces_by_decoding(decode, [], ()) == []
+
+
+def test_the_piece_that_is_shown_can_be_read(folders: dict[str, Path]) -> None:
+    for name in ("llama", "bert", "t5"):
+        model, tokenizer = loaded(folders[name])
+        (piece, *_) = look(model, tokenizer, TEXT, target=TARGET if name == "t5" else None).repeats
+        bare = [token for n, token in enumerate(piece.tokens) if n not in piece.special]
+        period = len(bare) // 2
+        assert bare[:period] == bare[period:]
+        assert len({*bare}) == period  # none comes twice in a period
 
 
 def test_the_picture_kept_is_what_the_model_sees(folders: dict[str, Path]) -> None:
@@ -204,6 +238,10 @@ def test_without_a_target_the_model_writes_it(folders: dict[str, Path]) -> None:
                 break
         logits = model(**ids, decoder_input_ids=written[:, :-1]).logits
     assert seen.streams[1].tokens == tokenizer.convert_ids_to_tokens(written[0, :-1])
+    assert seen.streams[1].pieces is not None
+    assert "".join(seen.streams[1].pieces).split() == [
+        token for token in seen.streams[1].tokens if token not in tokenizer.all_special_tokens
+    ]
     loss = torch.nn.functional.cross_entropy(logits[0], written[0, 1:])
     assert seen.provenance["loss_text"] == pytest.approx(float(loss), abs=1e-9)
 

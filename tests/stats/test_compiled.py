@@ -6,17 +6,16 @@ In a fresh process, as no compiler looks into the shape checks of a test run.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+import fresh
 from support import BACKENDS
 
 SCRIPT = """
 import json, sys, traceback, warnings
 import torch, headwise as hw
+torch.set_num_threads(1)
 warnings.simplefilter("ignore")
 from torch.utils.cpp_extension import get_cxx_compiler
 
@@ -119,14 +118,7 @@ SERVED = [name for name in NAMES if name.partition(":")[0] in (*BACKENDS, "auto"
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """What each case said; empty where all was well."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(SERVED)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = fresh.run(SCRIPT, json.dumps(SERVED), seconds=600)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 

@@ -198,3 +198,13 @@ def test_of_some_queries_they_are_those_of_all_and_are_called_so() -> None:
     for row, whole in zip(some.table(), every.table(), strict=True):
         assert {name: row[name] for name in whole} == whole
         assert not [name for name in row if name.endswith("_sampled")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_head_without_scores_is_above_any_limit(backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 3, 70, 24)
+    q[0, 1, 33, 2] = math.nan
+    seen = hw.observe(q, k, v, hw.MaxLogit(above=100.0), mask=hw.Causal(), backend=backend)
+    largest = seen["max_logit_above_100"][0]
+    assert largest.isnan().tolist() == [False, True, False]
+    assert largest[::2].tolist() == [-math.inf, -math.inf]

@@ -612,7 +612,7 @@ def test_nothing_is_scaled_where_a_later_layer_is_refused() -> None:
 def test_weights_of_some_ranks_are_refused() -> None:
     model = Named("wq", "wk", "wv", "wo")
     model.wq.weight.ds_id = 3  # type: ignore[attr-defined]  # as DeepSpeed marks them
-    refused(model, "wq.weight is sharded over ranks")
+    refused(model, "wq.weight is sharded by DeepSpeed")
 
 
 def test_modules_that_were_not_seen_are_named() -> None:

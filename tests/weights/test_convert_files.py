@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import fresh
 import headwise as hw
 from headwise.cli.main import main
 from headwise.weights.files import convert_file
@@ -122,7 +121,7 @@ convert_file({str(tmp_path / "in.safetensors")!r}, {str(tmp_path / "out.safetens
              source="llama_meta", target="headwise", num_heads=8, report=report)
 print(most)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh.run(code)
     assert int(done.stdout) < 48 * 2**20
 
 

@@ -62,7 +62,9 @@ def _choose(call: Call, name: str) -> Backend:
         if name not in ("auto", backend.name):
             continue
         reasons = backend.refuse(call)
-        if not reasons and (name != "auto" or backend.name != "native" or faster(call)):
+        # No kernel that comes after the native one on a CPU has dropout.
+        anyhow = name != "auto" or backend.name != "native" or call.dropout
+        if not reasons and (anyhow or faster(call)):
             return backend
         if name != "auto":
             raise ValueError(

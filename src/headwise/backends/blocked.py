@@ -137,4 +137,5 @@ def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definiti
         softcap=call.softcap,
         dropout=dropout,
         sinks=call.sinks,
+        seed=call.seed,
     )

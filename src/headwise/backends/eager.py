@@ -29,5 +29,6 @@ class Eager:
             softcap=call.softcap,
             dropout=call.dropout,
             sinks=call.sinks,
+            seed=call.seed,
         )
         return full.out, full.lse

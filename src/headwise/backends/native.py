@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..core.call import Call
+from ..core.dropout import dropped_of
 from ..core.modes import forward_derivatives, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as cpu_ops
@@ -67,8 +68,6 @@ class Native(OnePass):
         extent, dim, wide = call.extent, call.q.shape[3], call.v.shape[3]
         if call.q.dtype not in cpu.DTYPES:
             reasons.append(f"no native kernel for {call.q.dtype}")
-        if call.dropout:
-            reasons.append("the native kernel has no dropout")
         if dim > cpu.WIDEST or wide > cpu.WIDEST:
             reasons.append(f"heads wider than {cpu.WIDEST} ({max(dim, wide)})")
         if 0 in (extent.batch, extent.queries, extent.keys) or wide == 0:
@@ -139,7 +138,7 @@ def faster(call: Call) -> bool:
     if library is None or torch.compiler.is_compiling():  # a traced choice would be one for ever
         return True
     sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
-    return _speed(library.usable[0], call.q.dtype, call.needs_grad, sizes) >= 1.0
+    return _speed(library.best, call.q.dtype, call.needs_grad, sizes) >= 1.0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,7 +166,9 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
             known = None
         if known is not None:
             known["terms"] = terms
-    return Problem(call.q, call.k, v, sinks, terms, call.scale, call.softcap or 0.0, known)
+    dropped = 0 if v is None else dropped_of(call.dropout)
+    softcap, seed = call.softcap or 0.0, call.seed if dropped else None
+    return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, known)
 
 
 def _bits(wishes: Iterable[str]) -> int:

@@ -36,6 +36,9 @@ TABLE_LIMIT = 256 * 2**20
 
 _FLAGS = (Everything, Causal, Window, ALiBi)
 
+_FAR = 2**62
+"""Farther than any key; queries may stand behind all keys by more than there are."""
+
 
 @dataclass(frozen=True)
 class _View:
@@ -168,7 +171,7 @@ class _Found:
         if kind is Causal and flags:
             self.causal = True
         elif isinstance(mask, Window) and kind is Window and flags:
-            size = min(mask.size, part.view.whole.keys)
+            size = min(mask.size, _FAR)
             self.causal = True
             self.window = min(self.window or size, size)
         elif kind is ALiBi and flags:
@@ -253,7 +256,7 @@ def _runs(part: _Part, device: torch.device) -> Interval | None:
         ids = torch.nn.functional.pad(change, (1, 0)).cumsum(1)
     ids = ids.contiguous()
     if view.rows is None:
-        of_query = ids[:, view.whole.offset :].contiguous()
+        of_query = ids[:, view.whole.offset :][:, : view.whole.queries].contiguous()
     else:
         of_query = ids[:, view.rows + view.whole.offset]
     low = torch.searchsorted(ids, of_query)

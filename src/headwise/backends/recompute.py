@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..core.call import Call
+from ..core.dropout import STEPS
 from ..core.shapes import Extent
 from ..kernels.interface import Problem
 from .blocked import Block, block_definition, blocks
@@ -22,11 +23,12 @@ from .native_masks import OfTerms
 
 def again(problem: Problem) -> list[Tensor]:
     """Output, LSE, entropy, E[j − position] and the masses of the first, previous and own key."""
-    q, k, v, sinks, terms, scale, softcap, _ = problem
+    q, k, v, sinks, terms, scale, softcap, dropped, seed, _ = problem
     batch, heads, queries, _ = q.shape
     extent = Extent(batch, heads, k.shape[1], queries, k.shape[2])
     mask = OfTerms(terms)
-    call = Call(q, k, k if v is None else v, mask, scale, softcap or None, 0.0, extent, sinks)
+    rate, values = dropped / STEPS, k if v is None else v
+    call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)
     run: Callable[[Call, Block], tuple[Tensor, ...]] = _figures
     cut = blocks(mask, extent, q.device)
     parts = [checkpoint(run, call, block, use_reentrant=False) for block in cut]
@@ -35,7 +37,7 @@ def again(problem: Problem) -> list[Tensor]:
 
 def _figures(call: Call, block: Block) -> tuple[Tensor, ...]:
     """The figures of a block's queries, as the textbook would compute them."""
-    full = block_definition(call, block)
+    full = block_definition(call, block, call.dropout)
     p = full.weights
     alive = full.allowed.any(-1)
     entering, outcomes = full.logits.masked_fill(~alive[..., None], 0.0), p

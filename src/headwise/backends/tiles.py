@@ -65,11 +65,12 @@ def whole(mask: Mask, extent: Extent, device: torch.device) -> Tile | None:
 def cut(mask: Mask, extent: Extent, like: Tensor) -> Iterator[Tile]:
     """The tiles of a call that no flag says."""
     device, every, all_keys = like.device, slice(0, extent.queries), slice(0, extent.keys)
-    if type(mask) is Causal:  # aligned to the end: what lies before its square is open
-        offset = extent.offset
+    offset = extent.offset
+    end = offset + extent.queries
+    if type(mask) is Causal and 0 < end <= extent.keys:  # what lies before its square is open
         if offset > 0:
             yield Tile(every, slice(0, offset))
-        yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), extent.keys), True)
+        yield Tile(slice(max(0, -offset), extent.queries), slice(max(0, offset), end), True)
     elif bias_size(mask, extent, device) <= BIAS_AT_A_TIME // 4 or not readable(like):
         yield with_bias(mask, extent, like, every, all_keys)
     else:
@@ -139,10 +140,10 @@ class Bounds:
 def flag(mask: Mask, extent: Extent, device: torch.device) -> bool | None:
     """Where a kernel can do without a bias: whether its causal flag is on; else `None`."""
     square = extent.queries == extent.keys
-    if type(mask) is Everything or (type(mask) is Causal and extent.queries == 1):
+    if type(mask) is Everything or (type(mask) is Causal and 0 < extent.keys <= extent.offset + 1):
         return False if extent.keys else None
     if type(mask) is Causal:
-        return True if square else None
+        return True if square and not extent.offset else None
     if mask.biased or not square:
         return None
     # Anything else may still come to the same, such as a window wider than the sequence.

@@ -1,21 +1,28 @@
-"""Watching models: every head of any PyTorch model, while it runs."""
+"""Watching models, and serving them: every head of any PyTorch model, while it runs."""
 
 from .ablate import ablate
+from .accelerate import Accelerated, accelerate
 from .captured import Watched, load_seen
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
 from .importance import ablation_scan, importance
+from .register import register, register_when_imported
 from .watch import watch
 
 __all__ = [
+    "Accelerated",
     "HeadEffects",
     "HeadOutputs",
     "Watched",
     "ablate",
     "ablation_scan",
+    "accelerate",
     "head_outputs",
     "importance",
     "join_tables",
     "load_seen",
+    "register",
     "watch",
 ]
+
+register_when_imported()

@@ -89,15 +89,16 @@ def ablate(
         calls[name] += not call.again
         call.once_whole(lambda _: attended.setdefault(name))
         chosen = {head for pattern in asked if _fits(call.name, pattern) for head in asked[pattern]}
-        lacking = sorted(chosen - set(range(call.heads)))
+        lacking = sorted(chosen - set(range(call.all_heads)))
         if lacking:
             raise ValueError(
-                f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}, and no "
+                f"{said}: {call.name!r} has the heads 0 to {call.all_heads - 1}, and no "
                 f"{', '.join(map(str, lacking))}."
             )
-        if not chosen:
+        here = sorted(head for head in range(call.heads) if call.first_head + head in chosen)
+        if not here:
             return None
-        out, index = call.out, torch.tensor(sorted(chosen), device=call.out.device)
+        out, index = call.out, torch.tensor(here, device=call.out.device)
         if how == "zero":
             return out.index_fill(1, index, 0.0)
         with torch.no_grad():

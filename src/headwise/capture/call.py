@@ -47,6 +47,8 @@ class AttentionCall(ABC):
     the module that called, `road` how the call was noticed (the function's name, mostly). `again`
     says that the call is made a second time, in a backward pass that recomputes what was not kept.
     `first_key` is the position of the call's first key, where a cache has dropped keys before it.
+    `first_head` is the number of its first head in a layer whose other heads are on other ranks,
+    and which has `layer_heads`.
     `waiting` holds what is known of a call that may be a part of its module's attention.
     """
 
@@ -54,6 +56,8 @@ class AttentionCall(ABC):
     road: str
     again: bool = False
     first_key: int = 0
+    first_head: int = 0
+    layer_heads: int | None = None
     waiting: Waiting | None = None
 
     def once_whole(self, keep: Callable[[int], None]) -> None:
@@ -76,6 +80,11 @@ class AttentionCall(ABC):
     @abstractmethod
     def heads(self) -> int:
         """How many query heads there are."""
+
+    @property
+    def all_heads(self) -> int:
+        """How many query heads the whole layer has, those on other ranks included."""
+        return self.layer_heads or self.heads
 
     @property
     @abstractmethod
@@ -128,6 +137,7 @@ class HeadsCall(AttentionCall):
     projection: Tensor | None = None
     own_positions: bool = True
     first_key: int = 0
+    first_head: int = 0
 
     @property
     def batch(self) -> int:
@@ -163,7 +173,8 @@ class HeadsCall(AttentionCall):
             return with_padding(mask)
         if not self.own_positions:
             return mask
-        extent = extent_of(self.q, self.k, self.v, self.road)
+        first = self.keywords.get("first_query")
+        extent = extent_of(self.q, self.k, self.v, self.road, first)
         return without_padding(mask, extent, self.q.device)
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:

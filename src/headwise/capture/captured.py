@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._tables import HeadTable, frame_of
 from ..stats.accumulate import Running
 from ..stats.results import Reading, Sums, table_rows
 from .io import read_tree, write_tree
@@ -24,7 +25,7 @@ def _not_called() -> str:
     return "the model was not called while it was watched"
 
 
-class Watched:
+class Watched(HeadTable):
     """What a watched model's heads did: `seen[module name]`, and `table()` over all of them.
 
     Iterating gives the modules' names, as of a dict.
@@ -61,17 +62,19 @@ class Watched:
         heads: int,
         first_key: int = 0,
         queries: tuple[int, int] | None = None,
+        first_head: int = 0,
     ) -> None:
         """Keep what a call of `module` gave.
 
         Args:
             queries: how many were looked at, and how many there are, where that is known.
+            first_head: the number of the first of these heads in its layer.
 
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
         kept = self._modules.get(module) or WatchedModule(module, self._running)
-        kept.add(readings, heads, first_key, queries)
+        kept.add(readings, heads, first_key, queries, first_head)
         self._modules[module] = kept
 
     def __getitem__(self, module: str) -> WatchedModule:
@@ -188,7 +191,7 @@ class WatchedModule:
 
     def __init__(self, name: str, running: bool = False) -> None:
         self.name = name
-        self.heads = 0
+        self.heads = self.first_head = 0
         self.calls: list[dict[str, Reading]] = []
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
@@ -199,14 +202,15 @@ class WatchedModule:
         heads: int,
         first_key: int = 0,
         queries: tuple[int, int] | None = None,
+        first_head: int = 0,
     ) -> None:
         """Keep a call's statistics, and nothing else of it.
 
         Raises:
             ValueError: other heads or statistics than the calls before.
         """
-        self._must_continue(heads, tuple(readings))
-        self.heads = heads
+        self._must_continue(heads, tuple(readings), first_head)
+        self.heads, self.first_head = heads, first_head
         self.queries = _both(self.queries, queries)
         if self.running is not None:
             self.running.take(readings, heads, first_key)
@@ -220,20 +224,27 @@ class WatchedModule:
             return self.running.names
         return tuple(self.calls[0]) if self.calls else ()
 
-    def _must_continue(self, heads: int, statistics: tuple[str, ...]) -> None:
-        before, now = (self.heads, set(self.statistics)), (heads, set(statistics))
-        if self.heads and before != now:
+    def _must_continue(self, heads: int, statistics: tuple[str, ...], first_head: int) -> None:
+        before = self.heads, self.first_head, set(self.statistics)
+        if self.heads and before != (heads, first_head, set(statistics)):
+            own, others = (
+                f"{', '.join(names) or 'nothing'} of {count} heads{f' from {first}' * (first > 0)}"
+                for names, count, first in (
+                    (statistics, heads, first_head),
+                    (self.statistics, self.heads, self.first_head),
+                )
+            )
             raise ValueError(
-                f"{self.name!r}: {', '.join(statistics) or 'nothing'} of {heads} heads does not "
-                f"add up with {', '.join(self.statistics) or 'nothing'} of {self.heads} heads "
-                f"before; watch the same statistics of the same model."
+                f"{self.name!r}: {own} does not add up with {others} before; watch the same "
+                f"statistics of the same model."
             )
 
     def __add__(self, other: WatchedModule) -> WatchedModule:
         """The calls of both; neither changes."""
-        self._must_continue(other.heads, other.statistics)
+        self._must_continue(other.heads, other.statistics, other.first_head)
         total = WatchedModule(self.name)
-        total.heads, total.queries = other.heads, _both(self.queries, other.queries)
+        total.heads, total.first_head = other.heads, other.first_head
+        total.queries = _both(self.queries, other.queries)
         total.calls = [*self.calls, *other.calls]
         if self.running is not None and other.running is not None:
             total.running = self.running + other.running
@@ -286,7 +297,7 @@ class WatchedModule:
         counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
             {"layer": self.name, "head": head, "calls": calls, **counts, **row}
-            for head, row in enumerate(rows)
+            for head, row in enumerate(rows, self.first_head)
         ]
 
     def state(self) -> dict[str, Any]:
@@ -298,6 +309,7 @@ class WatchedModule:
         return {
             "name": self.name,
             "heads": self.heads,
+            "first_head": self.first_head,
             "queries": self.queries,
             "calls": calls,
             "running": running,
@@ -317,7 +329,7 @@ class WatchedModule:
             for reading in readings.values():
                 _check_reading(reading, state["heads"])
             made.add(readings, state["heads"])
-        made.heads = state["heads"]
+        made.heads, made.first_head = state["heads"], int(state.get("first_head", 0))
         counts = state.get("queries")  # older files have none
         made.queries = None if counts is None else (int(counts[0]), int(counts[1]))
         if state["running"] is not None:
@@ -373,18 +385,6 @@ _COUNTS = ("queries", "of_queries")
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
     """The queries of two, unless of one of them it is not known."""
     return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])
-
-
-def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
-    """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise ImportError(
-            f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
-            f"{said}.table()"
-        ) from None
-    return DataFrame(table())
 
 
 def load_seen(path: str | Path) -> Watched:

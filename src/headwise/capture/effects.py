@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .captured import frame_of
+from .._tables import HeadTable, frame_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -23,7 +23,7 @@ class Tabled(Protocol):
     def table(self) -> Rows: ...
 
 
-class HeadEffects:
+class HeadEffects(HeadTable):
     """What every head does to a loss: `effects[module name][figure]` is `[N, H]`, a row a sample.
 
     The figures are `importance` and `ablation_estimate` of `importance()`, or `ablation` of
@@ -47,6 +47,12 @@ class HeadEffects:
     def modules(self) -> tuple[str, ...]:
         """The qualified names of the modules, in the order of their first calls."""
         return tuple(self._samples)
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        figures = (figure for module in self._samples.values() for figure in module.values())
+        return len(next(figures, ()))
 
     def table(self, *, normalise: bool = False) -> Rows:
         """A row per (layer, head): `layer`, `head`, and of each figure the mean over samples.
@@ -111,6 +117,11 @@ def gather(parts: Sequence[tuple[int, Mapping[str, Mapping[str, Tensor]]]]) -> H
             for module, figures in like.items()
         }
     )
+
+
+def concatenated(parts: Sequence[HeadEffects]) -> HeadEffects:
+    """The samples of several, one after another. A module that one did not reach did nothing: 0."""
+    return gather([(part.samples, {name: part[name] for name in part.modules}) for part in parts])
 
 
 def join_tables(*tables: Tabled | Iterable[Mapping[str, Any]]) -> Rows:

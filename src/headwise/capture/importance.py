@@ -66,6 +66,11 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
             if not torch.is_grad_enabled():
                 how = " (torch.inference_mode)" * torch.is_inference_mode_enabled()
                 raise ValueError(f"{said}: the model runs {call.name!r} without gradients{how}.")
+            if call.heads < call.all_heads:
+                raise ValueError(
+                    f"{said}: {call.heads} of the {call.all_heads} heads of {call.name!r} are on "
+                    f"this rank; ablation_scan() sees all of them."
+                )
             # A tensor of its own: what the model goes on with is made of this one, by every road.
             out = call.out
             out = out.view_as(out) if out.requires_grad else out.detach().requires_grad_()
@@ -146,7 +151,7 @@ def ablation_scan(
         heads: dict[str, int] = {}
 
         def listen(call: AttentionCall, heads: dict[str, int] = heads) -> None:
-            name, number = call.name, call.heads
+            name, number = call.name, call.all_heads
             if wanted(name):
                 call.once_whole(lambda _: heads.update({name: number}))
             else:

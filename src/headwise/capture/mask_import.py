@@ -196,13 +196,13 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
             [1, 1, 0],
             [0, 0, 0]], dtype=torch.int32)
     """
-    if extent.offset < 0 or _reaches_all(mask):
+    if not extent.inside or _reaches_all(mask):
         return mask
     here = torch.arange(extent.queries, device=device)[None, None, :, None]
     own = mask.allowed(here, here + extent.offset, extent)
     if own is None or bool(own.all()):  # mostly, queries may attend to themselves
         return mask
-    real = attended(mask, extent, device)[:, extent.offset :]
+    real = attended(mask, extent, device)[:, extent.offset :][:, : extent.queries]
     return mask if bool(real.all()) else mask & Queries(real)
 
 

@@ -29,6 +29,18 @@ Modules = str | Sequence[str] | Callable[[str], bool] | None
 """Which modules: patterns of qualified names, or a function that says whether a name is meant."""
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode while this lasts; then every module has its own again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 @dataclass(eq=False)
 class Forward:
     """A module's forward, while it runs.

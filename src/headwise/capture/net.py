@@ -18,6 +18,7 @@ from .mask_import import MaskMemo
 from .modules import Forward, Names, and_more, refuse_thread
 from .parts import Settled, Waiting, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
+from .ranks import place_of_heads
 
 Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
@@ -141,6 +142,8 @@ class Net:
         self.told, among.told = self.told + 1, True
         self.refuse_transforms()
         call.again, call.waiting = in_backward(), waiting
+        if place := place_of_heads(among.module, call.heads):
+            call.first_head, call.layer_heads = place
         with self.silence():
             new = self.listener(call)
         if waiting is not None:

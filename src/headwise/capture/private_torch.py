@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -101,3 +102,28 @@ def outside_graphs(function: _F) -> _F:
     The compiler itself is loaded when the function first runs, not here.
     """
     return torch._disable_dynamo(function)  # type: ignore[return-value]
+
+
+# ── collectives ─────────────────────────────────────────────────────────────────────────────────
+
+
+def collectives_begun() -> int:
+    """Return how many collectives this process has begun in the default group; 0 without one.
+
+    It is also 0 where a backend does not count.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    group = None if distributed is None else distributed.group.WORLD
+    if group is None:
+        return 0
+    with suppress(AttributeError, RuntimeError):
+        backends = {group._get_backend(device) for device in group._device_types}
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    return 0
+
+
+def store_of_group() -> Any:
+    """Return the key-value store by which the ranks of the default group have met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""`catch(model, listener)`: every attention call of a model, whatever function makes it."""
+"""Hear of every attention call of a model, or serve those that headwise's kernel is faster at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .adapters.compiled import compiled_functions, refuse_compiled
 from .adapters.flex import flex_calls
 from .adapters.headwise import own_layers
 from .adapters.mha import functions as composite_functions
+from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
 from .adapters.softmax import functions as steps_by_hand
 from .adapters.transformers import attention_functions
@@ -24,6 +25,7 @@ from .modules import refuse_thread
 from .net import Functions, Net
 from .patches import Replaced
 from .private_torch import modes, replace
+from .serve import Accelerator, Account
 
 
 @contextmanager
@@ -54,6 +56,27 @@ def catch(
         stack.enter_context(_FUSED_LAYERS.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
+
+
+@contextmanager
+def served(model: nn.Module, account: Account) -> Iterator[None]:
+    """Compute the attention calls that `model` makes in this thread with headwise's kernel.
+
+    What it serves, and what it does not, is counted in `account`.
+
+    Raises:
+        ValueError: a model, or a part of one, that is compiled.
+    """
+    refuse_compiled(model, "accelerate")
+
+    def elsewhere(_: nn.Module) -> None:
+        account.note("", "forward", "the model was called in another thread")
+
+    always = backward_passes()
+    roads = always | fused_attention(accelerated) | composite_functions()
+    net = Accelerator(model, account, roads, always, elsewhere)
+    with net.names.following(), _FUSED_LAYERS.heard_by(net), net.out():
+        yield
 
 
 def _let_layers_fuse() -> Callable[[], None]:

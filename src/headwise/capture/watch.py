@@ -113,8 +113,11 @@ def watch(
         if call.again:
             return
         kept = (call.name, readings, call.heads, call.first_key)
+        first = call.first_head
         looked_at = call.batch * looking.looked_at(call.queries)
-        call.once_whole(lambda queries: watched.add(*kept, queries=(looked_at, queries)))
+        call.once_whole(
+            lambda queries: watched.add(*kept, queries=(looked_at, queries), first_head=first)
+        )
         if torch.is_grad_enabled():
             with_graph.add(call.name)
 

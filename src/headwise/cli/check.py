@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..check.files import Report, check_file
-from ..check.files.sandbox import Limits
-from ..check.findings.rules import lesson
-from ..check.findings.verdict import Verdict
-from ..check.steps import check_step, usual_limits, write_template
 from .terminal import read_or_not
+
+if TYPE_CHECKING:
+    from ..check.files import Report
+    from ..check.files.sandbox import Limits
+    from ..check.findings.verdict import Verdict
 
 
 @read_or_not()
@@ -60,6 +60,11 @@ def check(
 
     Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
     """
+    from ..check.files import check_file  # other commands start sooner without these
+    from ..check.files.sandbox import Limits
+    from ..check.findings.rules import lesson
+    from ..check.steps import check_step, usual_limits, write_template
+
     asked = [
         f"--{name}"
         for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,10 @@ from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
 from ..report.terminal import fitted, signed, summary, table
 from ..report.texts import Texts
+from .launcher import TIMEOUT, launched
 from .terminal import SEEDS, bar, console
+
+Once = Callable[[Callable[[], Any]], Any]
 
 PAGE = Path("headwise-look.html")
 DTYPES = {
@@ -81,6 +86,9 @@ def look(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+    ] = TIMEOUT,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an array instead: a row for each head.")
     ] = False,
@@ -89,46 +97,99 @@ def look(
 
     Takes causal models, encoders and encoder–decoders with a text, vision transformers with an
     image. Of many texts, figures are means with standard errors, and maps are of the first.
+    `torchrun` spreads many texts over processes.
 
     Example: `headwise look --model notes-gpt --text notes.txt --out notes.html`
+
+    Example: `torchrun --nproc-per-node 2 -m headwise look --model notes-gpt --texts notes`
     """
     out = PAGE if out is None and not as_json else out
-    if out is not None:
-        check_out(out)  # before the slow part
     if compare is not None:
+        _check_places(out, None)
         asked = (model, text, texts, image, target, context, save)
-        if any(one is not None for one in asked) or importance or ablation:
+        if any(one is not None for one in asked) or importance or ablation or launched():
             raise LookError("--compare A B: reads two results; of the rest, only --out and --json")
         return _compare(*compare, out, as_json)
-    what, name = _read(text, texts, image)
+    if dtype not in DTYPES:
+        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
+    with _ranks(timeout) as (first, once, tell):
+        once(lambda: _check_places(out, save))  # before the slow part
+        what, name = _read(text, texts, image, once)
+        with bar("looking", drawn=first) as shown:
+
+            def report(doing: str, share: float) -> None:
+                tell(doing, share)
+                shown(doing, share)
+
+            network, tokenizer = load_folder(
+                gpt.builtin() if model is None else model,
+                dtype=DTYPES[dtype],
+                device=_device(device),
+            )
+            seen = look_at(
+                network,
+                tokenizer,
+                what,
+                target=target,
+                context=context,
+                seed=seed,
+                importance=importance,
+                ablation=ablation,
+                model_name="the built-in model" if model is None else _name(model),
+                text_name=name,
+                report=report,
+                over_ranks=launched(),
+            )
+            if first:
+                _write(seen, out, save)
+        if first:
+            _print_all(seen, out, save, as_json)
+    return 0
+
+
+@contextmanager
+def _ranks(timeout: float) -> Iterator[tuple[bool, Once, Callable[[str, float], None]]]:
+    """The processes that look: this one, or all that torchrun has started.
+
+    Gives whether this is the first; what lets the first do something once for all; and what is to
+    be told of progress.
+    """
+    if not launched():
+        yield True, lambda make: make(), lambda doing, share: None
+        return
+    from ..parallel.group import from_first, joined  # torch.distributed takes a while to import
+
+    with joined(timeout) as heartbeat:
+        yield (
+            heartbeat.rank == 0,
+            from_first,
+            lambda doing, share: heartbeat.at(f"{share:.0%} of {doing}"),
+        )
+
+
+def _check_places(out: Path | None, save: Path | None) -> None:
+    """See that files can be where they are to be.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if out is not None:
+        check_out(out)
     if save is not None:
         try:
             place_for(save)
         except OSError as error:
             raise LookError(f"cannot write {error}") from None
-    if dtype not in DTYPES:
-        raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    with bar("looking") as report:
-        network, tokenizer = load_folder(
-            gpt.builtin() if model is None else model, dtype=DTYPES[dtype], device=_device(device)
-        )
-        seen = look_at(
-            network,
-            tokenizer,
-            what,
-            target=target,
-            context=context,
-            seed=seed,
-            importance=importance,
-            ablation=ablation,
-            model_name="the built-in model" if model is None else _name(model),
-            text_name=name,
-            report=report,
-        )
-        if out is not None:
-            write_page(seen, out)
-        if save is not None:
-            seen.save(save)
+
+
+def _write(seen: Look, out: Path | None, save: Path | None) -> None:
+    if out is not None:
+        write_page(seen, out)
+    if save is not None:
+        seen.save(save)
+
+
+def _print_all(seen: Look, out: Path | None, save: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(seen.rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -136,10 +197,9 @@ def look(
     for kind, path in (("page", out), ("saved", save)):
         if path is not None:
             print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
-    return 0
 
 
-def _read(text: str | None, texts: Path | None, image: Path | None) -> tuple[Any, str]:
+def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
     """What is to be looked at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
@@ -150,7 +210,8 @@ def _read(text: str | None, texts: Path | None, image: Path | None) -> tuple[Any
     if texts is not None:
         return Texts(texts), _name(texts)
     if text is not None:
-        return corpus.read_text(text), "standard input" if text == "-" else Path(text).name
+        content = once(lambda: corpus.read_text(text))  # there is one standard input
+        return content, "standard input" if text == "-" else Path(text).name
     return corpus.manual_passage(), "Python's manual: with"
 
 

@@ -32,9 +32,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, look, convert, ladder):
+for command in (train, generate, look, convert, ladder, timeline):
     app.command()(command)
-app.command()(timeline)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 
 

@@ -25,17 +25,21 @@ def recording(
     """What is open while a run trains: a monitor, where it is wanted or a resumed run had one.
 
     At the end, whatever that is, the timeline is written. A run that replaces another leaves
-    nothing of its history.
+    nothing of its history. Of several ranks, all monitor, and the first one writes.
     """
 
     def during(run: Run) -> AbstractContextManager[object]:
-        if wanted or (resume and (folder / HISTORY).exists()):
-            return _recorded(run, folder)
-        for name in (HISTORY, f"{HISTORY}-wal", f"{HISTORY}-shm", PAGE):
-            (folder / name).unlink(missing_ok=True)
-        return nullcontext()
+        monitored = run.ranks.shared(lambda: wanted or (resume and (folder / HISTORY).exists()))
+        if not monitored:
+            run.ranks.shared(lambda: _forget(folder))
+        return _recorded(run, folder) if monitored else nullcontext()
 
     return during
+
+
+def _forget(folder: Path) -> None:
+    for name in (HISTORY, f"{HISTORY}-wal", f"{HISTORY}-shm", PAGE):
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -53,7 +57,8 @@ def _recorded(run: Run, folder: Path) -> Iterator[None]:
         with monitor:
             yield
     finally:
-        _write_page(folder)
+        if run.ranks.rank == 0:
+            _write_page(folder)
 
 
 def _write_page(folder: Path) -> None:

@@ -22,11 +22,12 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def bar(doing: str) -> Iterator[Callable[[str, float], None]]:
+def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
     """A bar on standard error, for each thing that is done in turn."""
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=errors, disable=not errors.is_terminal, transient=True) as shown:
+    hidden = not (drawn and errors.is_terminal)
+    with Bar(*columns, console=errors, disable=hidden, transient=True) as shown:
         task = shown.add_task(doing, total=1.0)
 
         def report(doing: str, share: float) -> None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from .._text import escaped
+from ..report.page.parts import check_out
+from ..report.page.timeline import write_timeline
 from ..report.schema import finite
 from ..report.timeline import (
     NothingRecordedError,
@@ -60,13 +62,11 @@ def timeline(
 
     Example: `headwise timeline notes-gpt --watch 10`
     """
-    from ..report.page.parts import check_place
-
     if watch is not None and as_json:
         raise ValueError("--watch writes pages; leave out --json")
     out = PAGE if out is None and not as_json else out
     if out is not None:
-        check_place(out)  # before the slow part
+        check_out(out)  # before the slow part
     paths = [run] if compare is None else [run, compare]
     if watch is not None and out is not None:
         return _watch(paths, out, watch)
@@ -83,8 +83,6 @@ def timeline(
 
 
 def _write(runs: list[Timeline], out: Path, reread: float | None = None) -> None:
-    from ..report.page.timeline import write_timeline
-
     write_timeline(runs[0], out, other=runs[1] if len(runs) > 1 else None, reread=reread)
 
 

@@ -19,7 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from .._text import escaped
+from ..models.ranks import TrainingRanks
 from ..models.train import Progress, Summary, TrainConfig
+from ..models.train_loop import ALONE
+from .launcher import TIMEOUT, launched
 from .terminal import STOPPED
 
 
@@ -90,15 +93,28 @@ def train(
             "--monitor", help="Record every head while it trains: alarms, and a timeline in --out."
         ),
     ] = False,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Under torchrun: ddp, the whole model on each rank, or fsdp, a share of it. "
+            "[default: ddp]",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+    ] = TIMEOUT,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object.")
     ] = False,
 ) -> int:
     """Train a small GPT on text files, or on Python's own manual.
 
-    Ctrl-C saves and says how to go on.
+    Ctrl-C saves and says how to go on. `torchrun` spreads each step's rows over processes.
 
     Example: `headwise train notes.txt --out notes-gpt --steps 2000`
+
+    Example: `torchrun --nproc-per-node 2 -m headwise train notes.txt --out notes-gpt`
     """
     from ..models import train as training
     from .monitored import recording
@@ -131,25 +147,51 @@ def train(
         raise ValueError(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
         )
-    with until_interrupted() as interrupted, training_bar() as report:
-        summary = training.train(
-            out,
-            None if resume else TrainConfig(**given),
-            resume=resume,
-            overwrite=overwrite,
-            stop_after=stop_after,
-            should_stop=interrupted,
-            report=report,
-            during=recording(out, wanted=monitor, resume=resume),
-        )
-    print(json.dumps(asdict(summary)) if as_json else told(summary))
-    if not summary.finished:
-        print(
-            f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
-            f"go on with: headwise train --resume --out {escaped(shlex.quote(str(out)))}",
-            file=sys.stderr,
-        )
-    return STOPPED if interrupted() else 0
+    with _ranks(parallel, timeout) as (ranks, interrupted):
+        with training_bar(shown=ranks.rank == 0) as report:
+            summary = training.train(
+                out,
+                None if resume else TrainConfig(**given),
+                resume=resume,
+                overwrite=overwrite,
+                stop_after=stop_after,
+                should_stop=interrupted,
+                report=report,
+                during=recording(out, wanted=monitor, resume=resume),
+                ranks=ranks,
+            )
+        if ranks.rank == 0:
+            print(json.dumps(asdict(summary)) if as_json else told(summary), flush=True)
+            if not summary.finished:
+                print(
+                    f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
+                    f"go on with: headwise train --resume --out {escaped(shlex.quote(str(out)))}",
+                    file=sys.stderr,
+                )
+        return STOPPED if interrupted() else 0
+
+
+@contextlib.contextmanager
+def _ranks(how: str | None, timeout: float) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
+    """The processes that train: this one, or all that torchrun has started; and what asks for the
+    end.
+
+    Models that this command makes fit on one device, where `ddp` moves the fewest bytes.
+    """
+    if not launched():
+        if how is not None:
+            raise ValueError(
+                f"--parallel {how}: this is one process; start several with torchrun: "
+                f"torchrun --nproc-per-node 2 -m headwise train …"
+            )
+        with until_interrupted() as interrupted:
+            yield ALONE, interrupted
+        return
+    from ..parallel.group import joined  # torch.distributed takes a while to import
+    from ..parallel.training import DataParallelRanks
+
+    with joined(timeout, saves=True) as heartbeat:
+        yield DataParallelRanks(how or "ddp", heartbeat), lambda: heartbeat.asked
 
 
 @contextlib.contextmanager
@@ -170,9 +212,9 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def training_bar() -> Iterator[Callable[[Progress], None]]:
+def training_bar(*, shown: bool = True) -> Iterator[Callable[[Progress], None]]:
     """A bar on standard error, and a line for every measurement on held-out text."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not shown)
     columns = (
         TextColumn("training"),
         BarColumn(),

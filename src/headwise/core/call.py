@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .dropout import draw_seed
 from .kept import Kept
 from .mask_algebra import Mask
 from .masks import as_mask
@@ -47,6 +48,7 @@ def _signature(
     scale: float | None,
     softcap: float | None,
     dropout: float,
+    first_query: int | None,
 ) -> tuple[object, ...] | None:
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
     where somebody follows the call: a compiler, a trace, a transform, a forward derivative."""
@@ -60,11 +62,11 @@ def _signature(
         return None
     if not (k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
         return None
-    if not _NUMBERS.issuperset((type(scale), type(softcap), type(dropout))):
+    if not _NUMBERS.issuperset((type(scale), type(softcap), type(dropout), type(first_query))):
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.free):
         return None
-    numbers = (mask, scale, softcap, dropout)
+    numbers = (mask, scale, softcap, dropout, first_query)
     return (
         q.shape,
         k.shape,
@@ -94,6 +96,8 @@ class Call:
     sinks: Tensor | None = None
     kind: Kind | None = None
     """`None` where what is right for this call need not be so for the next one like it."""
+    seed: Tensor | None = None
+    """Of its dropout; `None` until it is drawn."""
 
     @classmethod
     def of(
@@ -107,6 +111,7 @@ class Call:
         softcap: float | None = None,
         dropout: float = 0.0,
         sinks: Tensor | None = None,
+        first_query: int | None = None,
         function: str = "attend",
     ) -> Call:
         """Check the parts of a call against each other.
@@ -114,12 +119,12 @@ class Call:
         Raises:
             ValueError: one clear line for shapes, masks or numbers that do not fit.
         """
-        signature = _signature(q, k, v, mask, scale, softcap, dropout)
+        signature = _signature(q, k, v, mask, scale, softcap, dropout, first_query)
         kind = None if signature is None else KINDS.get(signature)
         if kind is not None:
             extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
         else:
-            extent = extent_of(q, k, v, function)
+            extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)
             mask.check(extent)
             fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
@@ -145,6 +150,14 @@ class Call:
         if self.sinks is not None and self.sinks.requires_grad:
             return True
         return not self.mask.free and any(x.requires_grad for x in self.mask.tensors())
+
+    def drawn(self) -> Call:
+        """The same call with a seed of its own for its dropout, if it has any.
+
+        The seed is one draw from the default generator of PyTorch for its device: `manual_seed`
+        and the random state that checkpoints keep say what is dropped.
+        """
+        return replace(self, seed=draw_seed(self.q.device)) if self.dropout else self
 
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""

@@ -68,7 +68,7 @@ class Mask:
 
     def looks_ahead(self, extent: Extent) -> bool:
         """Whether a query may attend to a key beyond its own position, as far as sizes tell."""
-        return extent.queries > 1
+        return extent.queries > 1 or extent.offset + 1 < extent.keys
 
     def check(self, extent: Extent) -> None:
         """Raise ValueError where the mask does not fit the call's sizes."""

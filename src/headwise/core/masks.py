@@ -77,7 +77,7 @@ class Causal(Mask):
         return False
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        return torch.zeros_like(i), (i + extent.offset + 1).clamp(min=0)
+        return torch.zeros_like(i), (i + extent.offset + 1).clamp(0, extent.keys)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Window(Mask):
         return False
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        high = (i + extent.offset + 1).clamp(min=0)
-        return (high - self.size).clamp(min=0), high
+        after = i + extent.offset + 1
+        return (after - self.size).clamp(0, extent.keys), after.clamp(0, extent.keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ class Documents(Mask):
                 f"Documents(ids {list(self.ids.shape)}) in a call with {extent}: ids must be "
                 f"[S] or [B, S], one document number per key."
             )
-        if extent.queries > extent.keys:
+        if not extent.inside:
             raise ValueError(
                 f"Documents(ids) in a call with {extent}: every query needs a key position."
             )

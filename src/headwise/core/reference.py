@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .dropout import draw_seed, drop
 from .index import grid
 from .mask_algebra import Mask
 from .masks import as_mask
@@ -53,6 +54,7 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Float[Tensor, " H"] | None = None,
+    seed: Tensor | None = None,
 ) -> Definition:
     """Attention with nothing hidden and nothing saved.
 
@@ -66,6 +68,7 @@ def attention(
         dropout: probability with which a weight is dropped, after the softmax.
         sinks: one more logit for each head `[H]`, of an outcome that has no key and no value. It
             takes its share of every row that may attend to a key; other rows stay dead.
+        seed: int64 `[]`, which says what dropout drops; drawn by default.
 
     Returns:
         The output in q's dtype, everything else in float32 (float64 for float64).
@@ -83,9 +86,10 @@ def attention(
     mask = as_mask(mask)
     mask.check(extent)
     i, j = grid(extent, q.device)
-    return rows(
-        q, k, v, mask, extent, i, j, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks
-    )
+    if dropout and seed is None:
+        seed = draw_seed(q.device)
+    options = {"scale": scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    return rows(q, k, v, mask, extent, i, j, sinks=sinks, **options)
 
 
 def rows(
@@ -101,10 +105,12 @@ def rows(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Definition:
     """The definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` that q, k and v hold.
 
-    With all of them it is attention itself; in blocks of rows it needs less memory at a time.
+    With all of them it is attention itself; in blocks of rows it needs less memory at a time. Where
+    there is dropout, they are consecutive and there is a seed.
     """
     dtype = statistics_dtype(q.dtype)
     logits, allowed = logits_of(q, k, mask, extent, i, j, scale=scale, softcap=softcap)
@@ -122,7 +128,10 @@ def rows(
     top = entering.detach().amax(-1, keepdim=True) if entering.shape[-1] else 0.0
     lse = (top + (entering - top).exp().sum(-1, keepdim=True).log())[..., 0]
     lse = torch.where(alive[..., 0], lse, -torch.inf)
-    kept = torch.dropout(weights, dropout, train=True) if dropout else weights
+    kept = weights
+    if dropout:
+        assert seed is not None
+        kept = drop(weights, dropout, seed, i, j)
     values = v.to(dtype).repeat_interleave(extent.group, dim=1)
     out = (kept @ values).to(v.dtype)
     return Definition(out, weights, logits, lse, allowed, extent, q, k, sink)

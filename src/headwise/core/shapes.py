@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .numbers import said, whole
+
 
 @dataclass(frozen=True)
 class Extent:
     """The sizes of one attention call.
 
-    Query `i` stands at key position `i + S − T`: the last query sees the last key.
+    Query `i` stands at key position `i + first_query`; by default that is `i + S − T`, so that the
+    last query stands at the last key.
     """
 
     batch: int
@@ -25,11 +28,17 @@ class Extent:
     kv_heads: int
     queries: int
     keys: int
+    first_query: int | None = None
 
     @property
     def offset(self) -> int:
-        """The key position of query 0; negative when there are more queries than keys."""
-        return self.keys - self.queries
+        """The key position of query 0; by default negative with more queries than keys."""
+        return self.keys - self.queries if self.first_query is None else self.first_query
+
+    @property
+    def inside(self) -> bool:
+        """Whether every query stands at a key."""
+        return 0 <= self.offset <= self.keys - self.queries
 
     @property
     def group(self) -> int:
@@ -51,7 +60,9 @@ def _shape(x: object) -> str:
     return "nested" if x.is_nested else str(list(x.shape))
 
 
-def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Extent:
+def extent_of(
+    q: Tensor, k: Tensor, v: Tensor, function: str = "attend", first_query: int | None = None
+) -> Extent:
     """Check that q, k and v fit together and name their sizes.
 
     Raises:
@@ -59,7 +70,13 @@ def extent_of(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> Exte
     """
     if fault := _misfit(q, k, v):
         raise ValueError(f"{quote(q, k, v, function)}: {fault}")
-    return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    first = None if first_query is None else whole(first_query)
+    if first is None and first_query is not None:
+        raise ValueError(
+            f"{quote(q, k, v, function)}: first_query={said(first_query)}: give the key position "
+            f"of query 0, a whole number."
+        )
+    return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
 
 
 def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:

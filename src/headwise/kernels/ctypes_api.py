@@ -61,15 +61,17 @@ empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_st
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library, and the instruction sets that it was built for, best first."""
+    """The loaded library, and the instruction sets that it was built for, richest first."""
 
     handle: ctypes.CDLL
     sets: tuple[str, ...]
     here: tuple[bool, ...]
+    best: str
+    """The set that calls use: the fastest of this machine, which need not be its richest."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets that this machine has, best first."""
+        """The instruction sets that this machine has, richest first."""
         return tuple(name for name, here in zip(self.sets, self.here, strict=True) if here)
 
 
@@ -130,7 +132,7 @@ def _checked(handle: ctypes.CDLL, path: Path) -> Library | str:
     here = tuple(bool(handle.hw_isa_here(number)) for number in numbers)
     if not any(here):
         return f"the native kernel was built for {', '.join(sets)}, and this machine has none"
-    return Library(handle, sets, here)
+    return Library(handle, sets, here, sets[handle.hw_isa_best()])
 
 
 def _team() -> int | None:
@@ -351,12 +353,13 @@ def _start_alike(problem: Problem) -> CCall:
     call = CCall.from_buffer_copy(image)
     call.q, call.k, call.v = at
     call.threads = torch.get_num_threads()
+    _set_dropout(call, problem)
     return call
 
 
 def _start(problem: Problem) -> CCall:
     """The struct with all inputs."""
-    q, k, v, sinks, terms, scale, softcap, _ = problem
+    q, k, v, sinks, terms, scale, softcap, *_ = problem
     b, h, t, d = q.shape
     _, g, s, _ = k.shape
     dtype, threads = q.dtype, torch.get_num_threads()
@@ -384,4 +387,12 @@ def _start(problem: Problem) -> CCall:
         call.point("bias", bias, torch.float32, (b, h, t, s))
     if slopes is not None:
         call.point("slopes", slopes, torch.float32, (h,))
+    _set_dropout(call, problem)
     return call
+
+
+def _set_dropout(call: CCall, problem: Problem) -> None:
+    call.dropped = problem.dropped
+    if problem.dropped:
+        assert problem.seed is not None
+        call.seed = int(problem.seed)

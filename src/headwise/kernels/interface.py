@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-INTERFACE = 2
+INTERFACE = 3
 """`HW_INTERFACE` of the header that `CCall` mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -67,7 +67,9 @@ class CCall(ctypes.Structure):
         *_fields(_four, "allowed_stride"),
         *_fields(_pointer, "bias"),
         *_fields(_four, "bias_stride"),
-        *_fields(_pointer, "slopes sinks out"),
+        *_fields(_pointer, "slopes sinks"),
+        *_fields(_int, "dropped seed"),
+        *_fields(_pointer, "out"),
         *_fields(_three, "out_stride"),
         *_fields(_pointer, "lse max entropy ahead first previous self grad_out"),
         *_fields(_three, "grad_out_stride"),
@@ -169,6 +171,7 @@ Images = MutableMapping[Any, Any]
 class Problem(NamedTuple):
     """Attention on CPU tensors: all that the kernel reads. `sinks` is float32 `[H]`.
 
+    Of 65536 weights, `dropped` are dropped; `seed`, int64 `[]`, says which.
     `images` keeps structs for other calls that have the same sizes, dtypes, terms and numbers.
     """
 
@@ -179,4 +182,6 @@ class Problem(NamedTuple):
     terms: Terms
     scale: float
     softcap: float
+    dropped: int = 0
+    seed: Tensor | None = None
     images: Images | None = None

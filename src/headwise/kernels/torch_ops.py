@@ -37,11 +37,11 @@ def compute(
     wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
     `again`.
     """
-    q, k, v, sinks, terms, scale, softcap, _ = problem
+    q, k, v, sinks, terms, *numbers, seed, _ = problem
     wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
-    if _observed() or not _plain(q, k, v, sinks, *terms[:6]):
+    if _observed() or not _plain(q, k, v, sinks, *terms[:6], seed):
         found = torch.ops.headwise.native_forward(
-            q, k, v, sinks, *terms, scale, softcap, *wishes_kept
+            q, k, v, sinks, *terms, *numbers, seed, *wishes_kept
         )
         wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
@@ -63,7 +63,7 @@ def sums(
     blocks: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Column sums and block maps of P (see `cpu.sums`); they have no gradient."""
-    q, k, _, sinks, terms, scale, softcap, _ = problem
+    q, k, _, sinks, terms, scale, softcap, *_ = problem
     q, k, lse = q.detach(), k.detach(), lse.detach()
     sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
     problem = Problem(q, k, None, sinks, terms, scale, softcap)
@@ -102,22 +102,27 @@ class _Attention(torch.autograd.Function):
         terms: Terms,
         scale: float,
         softcap: float,
+        dropped: int,
+        seed: Tensor | None,
         images: Images | None,
         wishes: int,
         kept: int,
         again: Again,
     ) -> tuple[Tensor | None, ...]:
-        found = cpu.forward(Problem(q, k, v, sinks, terms, scale, softcap, images), wishes)
+        problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, images)
+        found = cpu.forward(problem, wishes)
         ctx.set_materialize_grads(False)
         figures = _kept(found[1:], kept, ctx)
-        ctx.save_for_backward(q, k, v, sinks, *terms[:6], found[0], *figures)
-        ctx.numbers, ctx.factors, ctx.again = terms[6:], (scale, softcap), again
+        ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *figures)
+        ctx.flags, ctx.numbers, ctx.again = terms[6:], (scale, softcap, dropped), again
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, *rest = ctx.saved_tensors
-        problem = Problem(q, k, v, sinks, Terms(*rest[:6], *ctx.numbers), *ctx.factors)
+        q, k, v, sinks, seed, *rest = ctx.saved_tensors
+        terms = Terms(*rest[:6], *ctx.flags)
+        scale, softcap, dropped = ctx.numbers
+        problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed)
         incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
         needed = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
@@ -129,7 +134,7 @@ class _Attention(torch.autograd.Function):
                 dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
             )
             found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
-        return (*found, *(None,) * 7)
+        return (*found, *(None,) * 9)
 
 
 def _gradient_with_graph(
@@ -141,7 +146,7 @@ def _gradient_with_graph(
     q, k, v, sinks = own
     assert q is not None
     assert k is not None
-    outputs = again(Problem(q, k, v, sinks, *problem[4:7]))
+    outputs = again(Problem(q, k, v, sinks, *problem[4:9]))
     pairs = [(x, g) for x, g in zip(outputs, incoming, strict=True) if g is not None]
     wanted = [x for x, need in zip(own, needed, strict=True) if x is not None and need]
     found = torch.autograd.grad(
@@ -161,9 +166,9 @@ def _gradient_by_operator(
     incoming: list[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    q, k, v, sinks, terms, scale, softcap, _ = problem
+    q, k, v, sinks, terms, *numbers, seed, _ = problem
     found = torch.ops.headwise.native_backward(
-        q, k, v, sinks, *terms, scale, softcap, *kept, *incoming, list(needed)
+        q, k, v, sinks, *terms, *numbers, seed, *kept, *incoming, list(needed)
     )
     return [g if yes else None for g, yes in zip(found, needed, strict=True)]
 
@@ -187,15 +192,16 @@ _READ = (
     "Tensor? allowed, Tensor? bias, Tensor? slopes, SymInt offset, bool causal, int window, "
     "float scale, float softcap"
 )
+_DROPOUT = "int dropped, Tensor? seed"
 _GRADS = ", ".join(f"Tensor? grad_{name}" for name in ("out", *DIFFERENTIABLE))
 _KEPT = ", ".join(f"Tensor? {name}" for name in ("out", *DIFFERENTIABLE))
 _EIGHT = ", ".join(["Tensor"] * (1 + len(FIGURES)))
 
 
 def _problem(args: tuple[Any, ...]) -> Problem:
-    """What `_READ` says, put together again."""
-    q, k, v, sinks, *terms, scale, softcap = args[:15]
-    return Problem(q, k, v, sinks, Terms(*terms), scale, softcap)
+    """What `_READ` says, and `_DROPOUT` if that is there, put together again."""
+    q, k, v, sinks, *terms = args[:13]
+    return Problem(q, k, v, sinks, Terms(*terms), *args[13:17])
 
 
 def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
@@ -205,15 +211,15 @@ def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "headwise::native_forward",
     mutates_args=(),
-    schema=f"({_READ}, int wishes, int kept) -> ({_EIGHT})",
+    schema=f"({_READ}, {_DROPOUT}, int wishes, int kept) -> ({_EIGHT})",
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _filled(cpu.forward(_problem(args), args[15]), args[0])
+    return _filled(cpu.forward(_problem(args), args[17]), args[0])
 
 
 @_forward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    q, v, wishes = args[0], args[2], args[15]
+    q, v, wishes = args[0], args[2], args[17]
     figures = [
         q.new_empty(q.shape[:3], dtype=torch.float32) if wishes & bit else None
         for bit in BIT.values()
@@ -224,20 +230,22 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     out = None if inputs[2] is None else output[0]
-    ctx.save_for_backward(*inputs[:10], out, *_kept(output[1:], inputs[16], ctx))
-    ctx.numbers = inputs[10:15]
+    figures = _kept(output[1:], inputs[18], ctx)
+    ctx.save_for_backward(*inputs[:10], inputs[16], out, *figures)
+    ctx.numbers = inputs[10:16]
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, *rest = ctx.saved_tensors
-    problem = _problem((q, k, v, sinks, *rest[:6], *ctx.numbers))
+    *read, seed, out = ctx.saved_tensors[:12]
+    problem = _problem((*read, *ctx.numbers, seed))
+    kept = [out, *ctx.saved_tensors[12:]]
     incoming = [g for name, g in zip(("out", *FIGURES), grads, strict=True) if name != "max"]
     needed = [
         x is not None and want
         for x, want in zip(problem[:4], ctx.needs_input_grad[:4], strict=True)
     ]
-    found = _gradient_by_operator(problem, rest[6:], incoming, needed)
-    return (*found, *(None,) * 13)
+    found = _gradient_by_operator(problem, kept, incoming, needed)
+    return (*found, *(None,) * 15)
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
@@ -246,10 +254,13 @@ _forward.register_autograd(_differentiate, setup_context=_remember)
 @torch.library.custom_op(
     "headwise::native_backward",
     mutates_args=(),
-    schema=f"({_READ}, {_KEPT}, {_GRADS}, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=(
+        f"({_READ}, {_DROPOUT}, {_KEPT}, {_GRADS}, bool[] needed)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
 )
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    (out, *figures), (grad_out, *grads), needed = args[15:22], args[22:29], args[29]
+    (out, *figures), (grad_out, *grads), needed = args[17:24], args[24:31], args[31]
     kept = dict(zip(DIFFERENTIABLE, figures, strict=True))
     incoming = dict(zip(DIFFERENTIABLE, grads, strict=True))
     found = cpu.backward(_problem(args), out, kept, grad_out, incoming, tuple(needed))
@@ -270,7 +281,7 @@ _backward.register_autograd(_refuse_second)
 @_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     *inputs, sinks = args[:4]
-    *wanted, for_sinks = args[29]
+    *wanted, for_sinks = args[31]
     found = [cpu.gradient_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
     return _filled([*found, torch.empty_like(sinks) if for_sinks else None], args[0])
 

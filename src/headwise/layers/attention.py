@@ -196,7 +196,7 @@ class MultiHeadAttention(nn.Module):
         for name, given in (("x", x), ("context", context)):
             if given is not None and (fault := not_dense(given)):
                 raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {name} {fault}")
-        fault = None
+        fault = self._fault_of_sharding()
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             fault = f"x must be [B, T, {self.embed_dim}]"
         elif context is None:
@@ -212,6 +212,20 @@ class MultiHeadAttention(nn.Module):
             given = "" if context is None else f", context {list(context.shape)}"
             call = f"MultiHeadAttention({self.extra_repr()})(x {list(x.shape)}{given})"
             raise ValueError(f"{call}: {fault}")
+
+    def _fault_of_sharding(self) -> str | None:
+        """What is wrong with a fused projection whose rows lie over ranks, in words."""
+        for name in ("qkv", "kv"):
+            weight = getattr(self._modules.get(name), "weight", None)
+            if getattr(weight, "placements", None) is None:
+                continue
+            if any(place.is_shard(0) for place in weight.placements):  # type: ignore[union-attr]
+                return (
+                    f"{name}.weight lies over ranks in one block of rows each, in which the "
+                    f"sections of q, k and v are cut across; lay the layer out by "
+                    f"hw.parallel.plan(model)"
+                )
+        return None
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q `[B, H, T, D]`, k and v `[B, G, S, D]`: views of the products, nothing is copied.
@@ -274,18 +288,37 @@ class MultiHeadAttention(nn.Module):
             k = self.rope(k, first + q.shape[2] - k.shape[2])
         return q, k, v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, first_query: int | None = None
+    ) -> Tensor:
         keywords: dict[str, Any] = {
             "mask": mask,
             "scale": self.scale,
             "softcap": self.softcap,
             "dropout": self.dropout if self.training else 0.0,
-            "sinks": self.sinks,
+            "sinks": self.own_sinks,
             "backend": self.backend,
         }
+        if first_query is not None:
+            keywords["first_query"] = first_query
         if self.observer is not None:
             return self.observer(self, q, k, v, keywords)
         return attend(q, k, v, **keywords)
+
+    @property
+    def first_head(self) -> int:
+        """The number of the first head that attends here: of a part of a layer, not 0."""
+        return 0
+
+    @property
+    def all_heads(self) -> int:
+        """How many heads the whole layer has, of which `num_heads` attend here."""
+        return self.num_heads
+
+    @property
+    def own_sinks(self) -> Tensor | None:
+        """The learned sinks of the heads that attend here, `[num_heads]`."""
+        return self.sinks
 
     @property
     def projection(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,35 +25,36 @@ CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+Kind = tuple[list[int], torch.dtype]
+"""What is known of a tensor that is not read yet: its shape and its dtype."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """A checkpoint: what is known of the run, and of each tensor; `fill` reads them in place."""
 
     path: Path
     step: int
     settings: dict[str, Any]
     fingerprint: str
-    tensors: dict[str, Tensor]
+    held: Mapping[str, Kind]
+    fill: Callable[[dict[str, Tensor]], None]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put weights and moments back where they came from.
+        """Put weights and moments back where they came from, or where their shards are now.
 
         Raises:
-            FolderError: there are other tensors than the model's, or of other shapes or dtypes.
+            FolderError: there are other tensors than the model's, or of other shapes or dtypes;
+                or what is there cannot be read.
         """
         self._compare(model)
+        for parameter in model.parameters() if self.step else ():  # AdamW's first step makes them
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.step), device=parameter.device),
+                **{moment: torch.zeros_like(parameter.detach()) for moment in _MOMENTS},
+            }
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.tensors[f"weight.{name}"])
-                if self.step == 0:
-                    continue  # AdamW makes its state at the first step
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.step), device=parameter.device),
-                    **{
-                        m: self.tensors[f"{m}.{name}"].to(parameter.device).clone()
-                        for m in _MOMENTS
-                    },
-                }
+            self.fill(tensors_of(model, optimizer))
 
     def _compare(self, model: nn.Module) -> None:
         kinds = ("weight", *_MOMENTS) if self.step else ("weight",)
@@ -62,11 +63,10 @@ class Checkpoint:
             for kind in kinds
             for name, parameter in model.named_parameters()
         }
-        held = {name: (list(x.shape), x.dtype) for name, x in self.tensors.items()}
-        for name in sorted(wanted.keys() ^ held.keys()):
+        for name in sorted(wanted.keys() ^ self.held.keys()):
             fault = "is missing" if name in wanted else "has no place in the model"
             raise FolderError(f"{self.path}: {name} {fault}; start a new run")
-        for name, (shape, dtype) in held.items():
+        for name, (shape, dtype) in self.held.items():
             if (shape, dtype) != wanted[name]:
                 raise FolderError(
                     f"{self.path}: {name} is {dtype} of {shape}, and its settings call for "
@@ -74,27 +74,30 @@ class Checkpoint:
                 )
 
 
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments, by the names that checkpoints give them; not copied."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"weight.{name}"] = parameter.detach()
+        state = optimizer.state.get(parameter, {})
+        tensors |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state}
+    return tensors
+
+
 def write(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    settings: Mapping[str, Any],
-    fingerprint: str,
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]
 ) -> None:
     """Write the checkpoint; it replaces the last one whole or not at all.
+
+    Args:
+        about: the step, the settings and the text's fingerprint.
 
     Raises:
         FolderError: the folder cannot be written.
     """
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"weight.{name}"] = parameter.detach().cpu()
-        state = optimizer.state.get(parameter, {})
-        for moment in _MOMENTS:
-            if moment in state:
-                tensors[f"{moment}.{name}"] = state[moment].cpu()
-    header = {"step": str(step), "settings": json.dumps(dict(settings)), "text": fingerprint}
+    tensors = {name: tensor.cpu() for name, tensor in tensors_of(model, optimizer).items()}
+    header = {"step": str(about["step"]), "settings": json.dumps(about["settings"])}
+    header["text"] = about["text"]
     write_files(folder, {CHECKPOINT: lambda path: write_tensors(path, tensors, header)})
 
 
@@ -113,16 +116,32 @@ def read(folder: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        step, settings = int(header["step"]), json.loads(header["settings"])
+        step, settings, text = int(header["step"]), json.loads(header["settings"]), header["text"]
         if step < 0 or not isinstance(settings, dict):
             raise ValueError(f"step {step}, settings {type(settings).__name__}")
-        found = Checkpoint(path, step, settings, header["text"], tensors)
     except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FolderError(f"{path}: damaged or truncated ({reason}); start a new run") from None
     for name, tensor in tensors.items():
         checked(tensor, f"{path}: {name}")
-    return found
+
+    def fill(given: dict[str, Tensor]) -> None:
+        for name, tensor in given.items():
+            tensor.copy_(_sharded(tensors[name], tensor))
+
+    held = {name: (list(x.shape), x.dtype) for name, x in tensors.items()}
+    return Checkpoint(path, step, settings, text, held, fill)
+
+
+def _sharded(value: Tensor, like: Tensor) -> Tensor:
+    """The value as it is; or sharded as `like` is, which nothing is sent for."""
+    if not hasattr(like, "device_mesh"):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    here = value.to(like.device)
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def fingerprint(*ids: Tensor) -> str:

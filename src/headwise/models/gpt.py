@@ -7,7 +7,7 @@ and `save_pretrained` writes one that `transformers` reads back. Source: Radford
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,11 +267,21 @@ class GPT(nn.Module):
             reason = str(error).splitlines()[0]
             raise FolderError(f"{where}: no model has these sizes, {reason}") from None
         shapes = {name: tuple(value.shape) for name, value in model._weights().items()}
-        weights = read_weights(folder, stored, shapes, dtype)
-        model.load_state_dict(weights, strict=False, assign=True)
-        if config.tie_word_embeddings:
-            model.lm_head.weight = model.transformer.wte.weight
+        model._take(read_weights(folder, stored, shapes, dtype))
         return model.requires_grad_(True).to(device).eval()
+
+    @classmethod
+    def of_weights(cls, config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
+        """A model of these weights, which are not copied; nothing is drawn."""
+        with torch.device("meta"):
+            model = cls(config)
+        model._take(weights)
+        return model
+
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        self.load_state_dict(weights, strict=False, assign=True)
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
 
     def save_pretrained(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
         """Write a folder that `from_pretrained` and `transformers` read; each file whole or not.

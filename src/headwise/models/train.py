@@ -9,10 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from .._io import holds_files, place_for
 from ..weights.hf_folder import FolderError, only_run
 from . import data as corpus
-from .train_loop import Run, TrainConfig
+from .ranks import TrainingRanks
+from .train_loop import ALONE, Run, TrainConfig
 
 __all__ = ["Progress", "Summary", "TrainConfig", "train"]
 
@@ -68,6 +71,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
     during: Callable[[Run], AbstractContextManager[object]] = nullcontext,
+    ranks: TrainingRanks = ALONE,
 ) -> Summary:
     """Train a small GPT into `folder`, a Hugging Face GPT-2 folder with a checkpoint beside it.
 
@@ -83,6 +87,8 @@ def train(
         should_stop: asked after every step; True stops the run, saved.
         report: told of every step.
         during: gives what is open while the run trains, such as a monitor of its model.
+        ranks: the processes that train together (`parallel.training.DataParallelRanks`); each calls
+            this, rank 0 alone reads texts and writes the model, and all get the summary.
 
     Raises:
         FolderError: the folder is not empty, is written into by another run, holds no run to
@@ -94,8 +100,8 @@ def train(
     folder = Path(folder)
     if stop_after is not None and stop_after < 1:
         raise ValueError(f"stop_after={stop_after}: must be at least 1")
-    with only_run(folder):
-        run = _begin(folder, config, resume=resume, overwrite=overwrite)
+    with only_run(folder) if ranks.rank == 0 else nullcontext():
+        run = _begin(folder, config, ranks, resume=resume, overwrite=overwrite)
         with during(run):
             return _train(run, folder, stop_after, should_stop, report)
 
@@ -122,9 +128,11 @@ def _train(
         speed = (run.step - first) * tokens / training
         held_out = run.held_out_loss() if run.step % every == 0 else None
         report(Progress(run.step, run.config.steps, loss, rate, tokens, speed, held_out))
-        if should_stop():
+        late = run.ranks.rank == 0 and time.monotonic() - saved > SAVE_SECONDS
+        stop, save = run.ranks.total(torch.tensor([float(should_stop()), float(late)])).tolist()
+        if stop:
             break
-        if time.monotonic() - saved > SAVE_SECONDS:
+        if save:
             _save(run, folder)
             saved = time.monotonic()
     if run.step > first:
@@ -135,7 +143,7 @@ def _train(
 
 def _save(run: Run, folder: Path) -> None:
     """Save the run, unless a model of NaN would replace the last good one."""
-    if not all(bool(p.isfinite().all()) for p in run.model.parameters()):
+    if not run.finite():
         raise _diverged(run)
     run.save(folder)
 
@@ -171,23 +179,34 @@ def _summary(run: Run, folder: Path, tokens_per_second: float, seconds: float) -
     )
 
 
-def _begin(folder: Path, config: TrainConfig | None, *, resume: bool, overwrite: bool) -> Run:
+def _begin(
+    folder: Path, config: TrainConfig | None, ranks: TrainingRanks, *, resume: bool, overwrite: bool
+) -> Run:
     if resume:
         if config is not None or overwrite:
             raise ValueError("resume goes on with the run's own settings; give no others")
-        run = Run.resume(folder)
-        for name in Run.FILES:
-            place_for(folder / name)  # before the slow part
+        run = Run.resume(folder, ranks)
+        ranks.shared(lambda: [place_for(folder / name) for name in Run.FILES])
         return run
+    ranks.shared(lambda: _make_way(folder, overwrite))
+    config = config or TrainConfig()
+    config = replace(config, texts=tuple(_absolute(path) for path in config.texts))
+    run = Run(config, ranks=ranks)
+    run.save(folder)
+    return run
+
+
+def _make_way(folder: Path, overwrite: bool) -> None:
+    """See that the folder may be written into.
+
+    Raises:
+        FolderError: it is not empty.
+    """
     if holds_files(folder) and not overwrite:
         raise FolderError(
             f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "
             f"or name another folder"
         )
-    config = config or TrainConfig()
-    run = Run(replace(config, texts=tuple(_absolute(path) for path in config.texts)))
-    run.save(folder)
-    return run
 
 
 def _absolute(path: str) -> str:

@@ -1,7 +1,8 @@
 """A training run in memory: its settings, its data, its model, and one step after another.
 
 Every random choice is a function of the seed and the step's number, so a run that is stopped and
-resumed walks the same path, bit for bit on the CPU, as one that is not.
+resumed walks the same path, bit for bit on the CPU, as one that is not. Several ranks train the
+steps of one process, each on its share of a step's rows; only dropout's draws are each rank's own.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from torch import Tensor
 
 from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
 from ..weights.safetensors_file import FolderError, check_size
-from . import checkpoint
+from . import checkpoint, checkpoint_folder
 from . import data as corpus
 from .gpt import GPT, GPTConfig
 from .gpt_config import typed
+from .ranks import TrainingRanks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ALONE = TrainingRanks()
 EVALUATED_WINDOWS = 256
+EVALUATED_ROWS = 16  # at a time, on each rank
 SHORTEST_PERIOD = 8
 LARGEST_SIZE = 2**31 - 1
 
@@ -123,16 +127,28 @@ def sinusoids(
 
 
 class Run:
-    """A run in memory: model, optimiser, data and the number of steps done."""
+    """A run in memory: model, optimiser, data and the number of steps done.
+
+    With several ranks, each has a run of its own, and calls what they compute together.
+
+    Raises:
+        TextError: a text cannot be read or is too short.
+        ValueError: a device that there is not; fewer rows a step than ranks.
+    """
 
     FILES = (CONFIG, WEIGHTS, TOKENIZER, checkpoint.CHECKPOINT)
-    """What `save` writes."""
+    """What `save` writes; several ranks write `checkpoints/` in place of the last."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer | None = None) -> None:
-        texts = corpus.files(config.texts, config.held_out) if config.texts else None
-        self.corpus = texts or corpus.manual(config.held_out)
-        self.config = config
-        self.tokenizer = tokenizer or corpus.train_tokenizer(self.corpus.train, config.vocab)
+    def __init__(
+        self, config: TrainConfig, tokenizer: Tokenizer | None = None, ranks: TrainingRanks = ALONE
+    ) -> None:
+        if config.batch < ranks.size:
+            raise ValueError(
+                f"batch={config.batch}: fewer rows than there are ranks ({ranks.size}), and each "
+                f"needs one; give a larger batch, or start fewer ranks"
+            )
+        self.config, self.ranks = config, ranks
+        self.corpus, self.tokenizer = ranks.shared(lambda: _texts(config, tokenizer))
         self.vocab = self.tokenizer.get_vocab_size()
         self.train_ids = corpus.join(self.tokenizer, self.corpus.train)
         self.held_ids = corpus.join(self.tokenizer, self.corpus.held_out)
@@ -140,22 +156,23 @@ class Run:
         self.inputs, self.targets = windows(self.held_ids, config.context)
         self.device = _device(config.device)
         self.model = self._model().to(self.device)
+        self.network = ranks.prepared(self.model)
         self.optimizer = _optimizer(self.model, config)
         self.fingerprint = checkpoint.fingerprint(self.train_ids, self.held_ids)
         self.step = 0
 
     @classmethod
-    def resume(cls, folder: Path) -> Run:
-        """The run that the folder's checkpoint holds.
+    def resume(cls, folder: Path, ranks: TrainingRanks = ALONE) -> Run:
+        """The run that the folder's checkpoint holds, whatever number of ranks wrote it.
 
         Raises:
             FolderError: no checkpoint, a damaged one, or a text that has changed since.
         """
-        saved = checkpoint.read(folder)
+        saved = checkpoint_folder.newest(folder)
         config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
-        held = sum(tensor.numel() for tensor in saved.tensors.values())
+        held = sum(math.prod(shape) for shape, _ in saved.held.values())
         check_size(_sizes(config, tokenizer).weights, held, str(saved.path))
-        run = cls(config, tokenizer)
+        run = cls(config, tokenizer, ranks)
         if run.fingerprint != saved.fingerprint:
             raise FolderError(
                 f"{folder}: the text is not the one this run began with ({run.corpus.source}); "
@@ -167,22 +184,24 @@ class Run:
 
     def advance(self) -> float:
         """Take one step; returns the loss of its batch, in nats a token."""
-        config, step = self.config, self.step
+        config, step, ranks = self.config, self.step, self.ranks
+        ranks.begins(step + 1)
         rate = config.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch = self.batch(step).to(self.device)
-        self.model.train()
-        with _seeded(self.device, config.seed, "dropout", step):
+        rows = self.batch(step).tensor_split(ranks.size)[ranks.rank].to(self.device)
+        share = len(rows) / config.batch
+        self.network.train()
+        with _seeded(self.device, config.seed, f"dropout{ranks.rank or ''}", step):
             with self._autocast():
-                logits = self.model(batch[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+                logits = self.network(rows[:, :-1])
+            loss = F.cross_entropy(_at_least_float(logits).flatten(0, 1), rows[:, 1:].flatten())
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            (loss * share * ranks.size).backward()  # ranks' gradients are averaged
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.step += 1
-        return loss.item()
+        return float(ranks.total(loss.detach().double() * share))
 
     def batch(self, step: int) -> Int[Tensor, "B T"]:
         """The rows of a step, `context + 1` ids each: windows of the text, then repeats."""
@@ -226,9 +245,28 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Write checkpoint, model and tokenizer; each file whole or not at all."""
-        self.model.save_pretrained(folder, self.tokenizer)
-        settings = asdict(self.config)
-        checkpoint.write(folder, self.model, self.optimizer, self.step, settings, self.fingerprint)
+        whole = self.ranks.whole(self.model)
+        if not self.step:  # another run, of another format, may have been here
+            self._remove_other(folder)
+        self.ranks.shared(lambda: whole.save_pretrained(folder, self.tokenizer))
+        about = {"step": self.step, "settings": asdict(self.config), "text": self.fingerprint}
+        if self.ranks.size == 1:
+            checkpoint.write(folder, self.model, self.optimizer, about)
+        else:
+            checkpoint_folder.write(folder, self.model, self.optimizer, about, self.ranks)
+        self._remove_other(folder)
+
+    def _remove_other(self, folder: Path) -> None:
+        """Remove what a run of one process, or else of several, would resume from."""
+        if self.ranks.size == 1:
+            checkpoint_folder.clear(folder)
+        else:
+            self.ranks.shared(lambda: (folder / checkpoint.CHECKPOINT).unlink(missing_ok=True))
+
+    def finite(self) -> bool:
+        """Whether all weights are, on all ranks."""
+        wrong = sum(int((~_here(p).isfinite()).sum()) for p in self.model.parameters())
+        return not float(self.ranks.total(torch.tensor(float(wrong))))
 
     def _model(self) -> GPT:
         config = self.config
@@ -260,14 +298,33 @@ class Run:
 
     @torch.no_grad()
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of every target, `[B, T]`."""
+        """Loss of every target, `[B, T]`, each row computed on one of the ranks."""
         self.model.eval()
-        parts = []
-        for x, y in zip(inputs.split(16), targets.split(16), strict=True):
-            logits = self.model(x.to(self.device)).float()
-            loss = F.cross_entropy(logits.transpose(1, 2), y.to(self.device), reduction="none")
-            parts.append(loss.cpu())
-        return torch.cat(parts)
+        losses, size, rank = torch.zeros(inputs.shape), self.ranks.size, self.ranks.rank
+        for rows in torch.arange(len(inputs)).split(EVALUATED_ROWS * size):
+            own = rows.tensor_split(size)[rank]
+            used = own if len(own) else rows[:1]  # all ranks run the model equally often
+            logits = _at_least_float(self.model(inputs[used].to(self.device)))
+            wanted = targets[used].to(self.device)
+            loss = F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
+            losses[own] = loss[: len(own)].to("cpu", losses.dtype)
+        return self.ranks.total(losses)
+
+
+def _texts(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[corpus.Corpus, Tokenizer]:
+    """Read the texts, and learn their tokenizer where it is not known."""
+    texts = corpus.files(config.texts, config.held_out) if config.texts else None
+    texts = texts or corpus.manual(config.held_out)
+    return texts, tokenizer or corpus.train_tokenizer(texts.train, config.vocab)
+
+
+def _at_least_float(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """The shard of a parameter that this rank has: all of it, unless it is sharded."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
 def windows(

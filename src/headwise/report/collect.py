@@ -31,6 +31,7 @@ __all__ = [
     "bins_of",
     "gather",
     "gather_on_repeats",
+    "gather_short_repeat",
     "survey",
 ]
 
@@ -55,6 +56,11 @@ def calls_of(model: nn.Module, hear: Callable[[AttentionCall, Place], None]) -> 
     times: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
+        if call.heads < call.all_heads:
+            raise LookError(
+                f"{call.heads} of the {call.all_heads} heads of {call.name!r} are on this rank; "
+                f"look at a model that has all of them, or use watch(), whose tables know."
+            )
         times[call.name] += 1
         again = times[call.name]
         name = call.name if again == 1 else f"{call.name} (call {again})"
@@ -160,6 +166,27 @@ def gather_on_repeats(
 
     with calls_of(model, hear):
         forward()
+
+
+def gather_short_repeat(
+    model: nn.Module, sample: Sample, found: Found, forward: Callable[[], object]
+) -> None:
+    """Keep the whole attention of self-attention on a short piece that comes twice."""
+    maps: dict[str, np.ndarray] = {}
+
+    def hear(call: AttentionCall, place: Place) -> None:
+        kind, _, keys = sample.place(place.module, place.queries, place.keys)
+        if kind == "self" and sample.parts[keys].ids is not None:
+            drawn = _first_row(call.observe([Map(place.keys)], Looking())["map"])
+            call.once_whole(lambda _: maps.update({place.name: drawn}))
+        call.once_whole(lambda _: found.passed())
+
+    with calls_of(model, hear):
+        forward()
+    found.layers[:] = [
+        replace(layer, repeat=maps.get(layer.name) if layer.kind == "self" else None)
+        for layer in found.layers
+    ]
 
 
 def _figures(kind: str, keys: Part) -> list[Statistic]:

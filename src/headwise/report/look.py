@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,12 +17,24 @@ from torch import Tensor, nn
 from .._text import escaped
 from ..capture.importance import ablation_scan
 from ..capture.importance import importance as importance_of
-from .collect import Drawing, Found, Place, behind_only, bins_of, gather, gather_on_repeats, survey
+from ..capture.modules import evaluating
+from .collect import (
+    Drawing,
+    Found,
+    Place,
+    behind_only,
+    bins_of,
+    gather,
+    gather_on_repeats,
+    gather_short_repeat,
+    survey,
+)
 from .head_labels import RULES
 from .rows import columns_of, rows_of
 from .sample import RANDOM_ROWS, LookError, Sample, Subject
 from .samples import Samples
-from .schema import Look, budget
+from .schema import Look, Stream, budget, short_period
+from .shared import ALONE, Shared
 from .similar import FORMULA, similarity
 from .subjects import subject_of
 
@@ -46,6 +57,7 @@ def look(
     model_name: str = "model",
     text_name: str = "text",
     report: Report | None = None,
+    over_ranks: bool = False,
 ) -> Look:
     """See what each head of `model` does on a text, on many texts, or on an image.
 
@@ -70,6 +82,8 @@ def look(
         model_name, text_name: what they are called in the result.
         report: called with what is being done (`"looking"`, `"importance"`, `"ablation"`) and its
             share that is done, where the number of texts is known.
+        over_ranks: the ranks of the default process group share the texts; each calls this with all
+            of them, and each gets the whole result, with the figures of one process.
 
     Raises:
         LookError: what the model cannot read, a loss that it does not have, attention that is not
@@ -90,24 +104,29 @@ def look(
             f"from_pretrained() gives; `headwise look --model FOLDER` reads a folder"
         )
     subject = subject_of(model, tokenizer, context=context, seed=seed, target=target)
-    samples = Samples(subject, text, text_name)
+    shared = Shared.over_ranks() if over_ranks else ALONE
+    samples = Samples(subject, text, text_name, shared.rank, shared.size)
     told = report or (lambda doing, share: None)
     if importance or ablation:
         _check_loss(subject, samples, model_name)
-    with _evaluated(model), torch.no_grad():
-        found, first, facts = _gathered(subject, samples, seed, told)
-        effects = []
+    with evaluating(model), torch.no_grad():
+        found, first, facts = _gathered(subject, samples, seed, told, shared)
+        repeats = _on_a_short_repeat(subject, seed, found)
+        effects, own = [], samples.read > 0  # a rank may have no text
         if importance:
             told("importance", 0.0)
-            effects.append(importance_of(model, subject.mean_loss, samples).table())
+            slopes = importance_of(model, subject.mean_loss, samples) if own else None
+            effects.append(shared.merged(slopes).table())
         if ablation:
-            scan = ablation_scan(
-                model,
-                subject.mean_loss,
-                samples,
-                report=lambda share: told("ablation", share),
-            )
-            effects.append(scan.table())
+            scan = None
+            if own:
+                scan = ablation_scan(
+                    model,
+                    subject.mean_loss,
+                    samples,
+                    report=lambda share: told("ablation", share),
+                )
+            effects.append(shared.merged(scan).table())
     rows = rows_of(found, effects, errors=facts["texts"] > 1)
     layers, offsets = behind_only(found.layers)
     return Look(
@@ -126,28 +145,32 @@ def look(
         rules=[asdict(rule) for rule in RULES],
         offsets=offsets,
         similarity=similarity(layers),
+        repeats=repeats,
     )
 
 
 def _gathered(
-    subject: Subject, samples: Samples, seed: int, told: Report
+    subject: Subject, samples: Samples, seed: int, told: Report, shared: Shared
 ) -> tuple[Found, Sample, dict[str, Any]]:
     """Run the model on every text, and on random repeats; the first text; what there is to say."""
-    texts, repeats = iter(samples), subject.repeats(seed)
-    first = next(texts)
+    first, repeats = samples.first, subject.repeats(seed)
     places = survey(subject.model, lambda: subject.logits(first))
     drawing = drawing_of(places)
-    found = Found(_steps(told, len(places), samples.number, repeats is not None))
+    own = None if samples.number is None else len(samples)
+    # random repeats are run twice: many rows for the figures, a short one to be shown
+    found = Found(_steps(told, len(places), own, 2 * (repeats is not None)))
     total, number = 0.0, 0
-    for sample in chain([first], texts):
+    for sample in samples:
         drawn = drawing if sample is first else None
         losses = _run(subject, sample, partial(gather, subject.model, sample, found, drawing=drawn))
         if losses is None and subject.loss_of:  # of another forward, with tokens hidden
             losses = subject.losses(sample)
         if losses is not None:
             total, number = total + float(losses.sum()), number + losses.numel()
+    total, number, read, short = shared.sums(total, number, samples.read, samples.short)
+    shared.merge(found)
     facts = {
-        **_facts_of(subject, first, samples, _unseen(found.seen.left_out)),
+        **_facts_of(subject, first, (int(read), int(short)), _unseen(found.seen.left_out)),
         "layers": len(places),
         "heads": sum(place.heads for place in places),
         "map_side": drawing.map_side,
@@ -171,6 +194,16 @@ def _on_repeats(subject: Subject, repeats: Sample | None, found: Found) -> dict[
     return {**facts, "loss_first_copy": copies[0], "loss_second_copy": copies[1]}
 
 
+def _on_a_short_repeat(subject: Subject, seed: int, found: Found) -> list[Stream]:
+    """Run the model on one short piece that comes twice, whose maps are kept; its tokens."""
+    heads = sum(layer.heads for layer in found.layers)
+    repeat = subject.repeats(seed, 1, short_period(heads), legible=True)
+    if repeat is None:
+        return []
+    _run(subject, repeat, partial(gather_short_repeat, subject.model, repeat, found))
+    return [part.stream for part in repeat.parts]
+
+
 def _run(
     subject: Subject, sample: Sample, gathered: Callable[[Callable[[], None]], None]
 ) -> Tensor | None:
@@ -192,7 +225,7 @@ def drawing_of(places: Sequence[Place]) -> Drawing:
     return Drawing(most.map_side, most.top_keys, bins_of(tokens))
 
 
-def _steps(told: Report, calls: int, texts: int | None, repeats: bool) -> Callable[[], None]:
+def _steps(told: Report, calls: int, texts: int | None, repeats: int) -> Callable[[], None]:
     """What is to be called after each attention call."""
     done = count(1)
 
@@ -216,23 +249,11 @@ def _check_loss(subject: Subject, samples: Samples, name: str) -> None:
         )
 
 
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards every module in its own again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def _facts_of(
-    subject: Subject, first: Sample, samples: Samples, unseen: Sequence[str]
+    subject: Subject, first: Sample, texts: tuple[int, int], unseen: Sequence[str]
 ) -> dict[str, Any]:
-    """What there is to say of the model and of what it read."""
-    model = subject.model
+    """What there is to say of the model and of what it read: so many texts, and short ones."""
+    model, (read, short) = subject.model, texts
     weights = next(model.parameters())
     return {
         "kind": subject.kind,
@@ -240,8 +261,8 @@ def _facts_of(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "context": subject.longest,
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", "headwise"),
-        "texts": samples.read,
-        **({"too_short": samples.short} if samples.short else {}),
+        "texts": read,
+        **({"too_short": short} if short else {}),
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
         "notice": " ".join(filter(None, (_cut(first, subject), _few(first), *unseen))) or None,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
-from .sample import Sample, TokenSubject, cross_entropy
+from .sample import RANDOM_PERIOD, RANDOM_ROWS, Sample, TokenSubject, cross_entropy
 from .text import Vocabulary
 
 __all__ = ["Plain"]
@@ -30,12 +30,19 @@ class Plain(TokenSubject):
 
     def sample(self, text: Any, name: str) -> Sample:
         encoded = self.encoded(text, name)
-        part = self.part("text", encoded.ids, encoded.special)
+        part = self.part("text", encoded.ids, encoded.special, encoded.pieces)
         assert part.ids is not None
         return Sample({"ids": part.ids[None]}, [part], encoded.total, labels=part.ids[None])
 
-    def repeats(self, seed: int) -> Sample:
-        ids, _, period = self.twice(seed)
+    def repeats(
+        self,
+        seed: int,
+        rows: int = RANDOM_ROWS,
+        period: int = RANDOM_PERIOD,
+        *,
+        legible: bool = False,
+    ) -> Sample:
+        ids, _, period = self.twice(seed, rows, period, legible)
         part = self.random_part("text", ids)
         return Sample({"ids": ids}, [part], ids.shape[1], labels=ids, period=period)
 

@@ -24,6 +24,7 @@ __all__ = ["LookError", "Part", "Sample", "Subject", "TokenSubject", "cross_entr
 DEFAULT_CONTEXT = 2048  # tokens of a text that are looked at, unless more are asked for
 RANDOM_ROWS = 8
 RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens
+CANDIDATES = 4096  # tokens among which those of letters are looked for
 STRETCH = 256  # tokens whose logits are in float64 at a time
 
 _CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
@@ -140,8 +141,19 @@ class Subject(ABC):
             TextError: fewer than two tokens.
         """
 
-    def repeats(self, seed: int) -> Sample | None:
-        """Random tokens that come twice; `None` for what reads no tokens."""
+    def repeats(
+        self,
+        seed: int,
+        rows: int = RANDOM_ROWS,
+        period: int = RANDOM_PERIOD,
+        *,
+        legible: bool = False,
+    ) -> Sample | None:
+        """Rows of random tokens that come twice, at most `period` of them; `None` for what reads no
+        tokens.
+
+        legible: no token comes twice in a period, and all are letters where there are so many.
+        """
         return None
 
     @abstractmethod
@@ -196,7 +208,13 @@ class TokenSubject(Subject):
             )
         return encoded
 
-    def part(self, name: str, ids: list[int], special: tuple[int, ...]) -> Part:
+    def part(
+        self,
+        name: str,
+        ids: list[int],
+        special: tuple[int, ...],
+        pieces: list[str] | None = None,
+    ) -> Part:
         """A stream of tokens. Delimiters are told by their text; what the tokenizer added counts
         as one, but for the first token."""
         tokens = self.words.texts(ids)
@@ -204,17 +222,18 @@ class TokenSubject(Subject):
         for place in special:
             delimiters[place] = place > 0
         return Part(
-            Stream(name, tokens, special),
+            Stream(name, tokens, special, pieces=pieces),
             torch.tensor(ids, device=self.device),
             torch.tensor(delimiters, device=self.device),
         )
 
-    @staticmethod
-    def random_part(name: str, ids: Tensor) -> Part:
-        """A stream of rows of tokens whose texts nobody reads: `[B, S]`."""
-        return Part(Stream(name, [""] * ids.shape[1]), ids)
+    def random_part(self, name: str, ids: Tensor) -> Part:
+        """A stream of rows of random tokens `[B, S]`, with the texts of the first row."""
+        row = ids[0].tolist()
+        special = tuple(place for place, one in enumerate(row) if one in self.words.special)
+        return Part(Stream(name, self.words.texts(row), special), ids)
 
-    def twice(self, seed: int) -> tuple[Tensor, int, int]:
+    def twice(self, seed: int, rows: int, period: int, legible: bool) -> tuple[Tensor, int, int]:
         """Rows of random tokens that come twice, between the tokens that the tokenizer puts before
         and after a text; how many it puts before, and the period.
 
@@ -222,23 +241,41 @@ class TokenSubject(Subject):
         """
         before, after = self.ends
         limit = DEFAULT_CONTEXT if self.longest is None else self.longest
-        period = max(1, min(RANDOM_PERIOD, (limit - len(before) - len(after)) // 2))
+        period = max(1, min(period, (limit - len(before) - len(after)) // 2))
         known = min(self.vocab, self.words.size)
         special = self.words.special
         drawable = torch.tensor([number for number in range(known) if number not in special])
         generator = torch.Generator().manual_seed(seed)
-        drawn = repeated_tokens(
-            RANDOM_ROWS,
-            2 * period,
-            len(drawable) + 1,
-            generator,
-            shortest=period,
-            longest=period,
-        )
-        rows = [drawable[drawn - 1]]
+        if legible:
+            drawable = self._legible(drawable, period, generator)
+            period = min(period, len(drawable))
+            orders = [torch.randperm(len(drawable), generator=generator) for _ in range(rows)]
+            drawn = torch.stack([order[:period].repeat(2) for order in orders]) + 1
+        else:
+            drawn = repeated_tokens(
+                rows,
+                2 * period,
+                len(drawable) + 1,
+                generator,
+                shortest=period,
+                longest=period,
+            )
+        parts = [drawable[drawn - 1]]
         for place, tokens in ((0, before), (2, after)):
-            rows.insert(place, torch.tensor(tokens, dtype=torch.long).expand(RANDOM_ROWS, -1))
-        return torch.cat(rows, 1).to(self.device), len(before), period
+            parts.insert(place, torch.tensor(tokens, dtype=torch.long).expand(rows, -1))
+        return torch.cat(parts, 1).to(self.device), len(before), period
+
+    def _legible(self, ids: Tensor, number: int, generator: torch.Generator) -> Tensor:
+        """Some of these tokens: of letters alone, no two of which look alike; all of them where
+        there are not `number` such."""
+        some = ids[torch.randperm(len(ids), generator=generator)[:CANDIDATES]]
+        texts = [text.strip() for text in self.words.texts(some.tolist())]
+        letters = {text: place for place, text in enumerate(texts) if text.isalpha()}
+        ascii_alone = {text: place for text, place in letters.items() if text.isascii()}
+        for found in (ascii_alone, letters):
+            if len(found) >= number:
+                return some[list(found.values())]
+        return ids
 
 
 def ends_of(words: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:

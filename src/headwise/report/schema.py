@@ -17,6 +17,7 @@ import numpy as np
 from .._io import write_whole
 from .._text import escaped
 from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
+from .notebook import InNotebooks
 
 __all__ = [
     "Budget",
@@ -39,6 +40,7 @@ MAP_SIDE = 256  # the most cells on a side of a map
 MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
 TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
 MOST_KEYS = 8
+SHORT_PERIOD = 14  # random tokens that come twice, of the piece that is shown
 POSITIONS = 50_000
 FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
 FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
@@ -77,6 +79,10 @@ class Stream:
     special: the tokens that the tokenizer added (`[CLS]`, `<s>`), by number.
     grid: of an image, rows and columns of its patches, which are the last tokens of the stream.
     picture: of an image, itself as a PNG of a few hundred pixels a side.
+    pieces: the text itself, cut where tokens end: joined, it is the text as it was written. A token
+        that the tokenizer added has none, nor have the later bytes of a character. Of a tokenizer
+        that does not say where its tokens stand, and of what a model wrote, it is the text as
+        decoded; None where there is no such text.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Stream:
     special: tuple[int, ...] = ()
     grid: tuple[int, int] | None = None
     picture: bytes | None = None
+    pieces: list[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +108,8 @@ class Layer:
         gives the first distances; None for cross-attention.
     entropy: `[H, T]`, in nats; NaN for queries that may attend to nothing.
     received: `[H, S]`, the attention that each key received, summed over queries.
+    repeat: `[H, n, n]`, the attention itself on a short piece of random tokens that come twice, of
+        which `Look.repeats` has the tokens; None for cross-attention, and of images.
 
     In a file, and so in what is read from one, arrays have 8 bits a number (small models' top
     weights 16), and where `budget()` asks for it entropy and received are means over blocks of
@@ -118,6 +127,7 @@ class Layer:
     entropy: np.ndarray
     received: np.ndarray
     offsets: np.ndarray | None = None
+    repeat: np.ndarray | None = None
 
     @property
     def heads(self) -> int:
@@ -126,7 +136,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class Look(InNotebooks):
     """What every head of a model does on one text or many.
 
     rows: one dict a head, in order of layer and head: `layer` (number in `layers`), `head`,
@@ -138,6 +148,7 @@ class Look:
     streams: what was read; `Layer.queries` and `Layer.keys` count in it.
     offsets: the first distance of each bin of `Layer.offsets`; bins end where the next begins.
     similarity: `[N, N]` over all heads in order of rows, 1 for equal maps; None where unknown.
+    repeats: the short piece of random tokens of `Layer.repeat`, for each of `streams` that has one.
     columns, rules: how each figure and label is defined (dicts of `figures.Column` and
         `naming.Rule`), so that the data can be read without this version of headwise.
     provenance: how it was made; plain strings, numbers, lists and dicts of them.
@@ -151,6 +162,7 @@ class Look:
     rules: list[dict[str, Any]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     similarity: np.ndarray | None = None
+    repeats: list[Stream] = field(default_factory=list)
 
     def to_json(self) -> str:
         """All of it as one JSON document; what is no finite number is `null`.
@@ -245,6 +257,15 @@ class Budget:
     positions: int
 
 
+def short_period(heads: int) -> int:
+    """Of how many tokens the short piece that comes twice is, for a model of so many heads.
+
+    >>> short_period(16), short_period(1024), short_period(4096)
+    (14, 13, 6)
+    """
+    return max(2, min(SHORT_PERIOD, math.isqrt(MAP_CELLS // heads) // 2))
+
+
 def budget(heads: int, tokens: int) -> Budget:
     """What can be kept of each of `heads` heads (of all layers together) on `tokens` tokens.
 
@@ -287,6 +308,7 @@ def document(look: Look) -> dict[str, Any]:
         "streams": [_stream(stream) for stream in look.streams],
         "layers": [_layer(look, layer) for layer in look.layers],
         "similarity": _similarity(look.similarity),
+        "repeats": [_stream(stream) for stream in look.repeats],
     }
 
 
@@ -298,6 +320,7 @@ def _stream(stream: Stream) -> dict[str, Any]:
         "special": list(stream.special),
         "grid": stream.grid and list(stream.grid),
         "picture": picture,
+        "pieces": stream.pieces,
     }
 
 
@@ -306,6 +329,9 @@ def _layer(look: Look, layer: Layer) -> dict[str, Any]:
     tokens = max(layer.top_keys.shape[1], layer.received.shape[1])
     positions = budget(heads, tokens).positions
     fine = heads * layer.top_weights[0].size <= FINE_ENTRIES
+    levels = (
+        BYTE if layer.repeat is None or heads * layer.repeat[0].size > FINE_ENTRIES else TWO_BYTES
+    )
     return {
         "name": layer.name,
         "kind": layer.kind,
@@ -318,6 +344,7 @@ def _layer(look: Look, layer: Layer) -> dict[str, Any]:
         "entropy": pack(pooled(layer.entropy, positions)),
         "received": pack(pooled(layer.received, positions), root=True),
         "offsets": None if layer.offsets is None else pack(layer.offsets, root=True),
+        "repeat": None if layer.repeat is None else pack(layer.repeat, levels, root=True),
     }
 
 
@@ -342,6 +369,7 @@ def _look_of(made: dict[str, Any]) -> Look:
         rules=made["rules"],
         offsets=made["offsets"],
         similarity=_similarity_of(made["similarity"]),
+        repeats=[_stream_of(stream) for stream in made.get("repeats", [])],
     )
     if len(look.rows) != sum(layer.heads for layer in look.layers):
         raise ValueError(f"{len(look.rows)} rows are not one for each head")
@@ -349,6 +377,10 @@ def _look_of(made: dict[str, Any]) -> Look:
         read = look.streams[layer.queries], look.streams[layer.keys]
         if layer.top_keys.shape[1] != len(read[0].tokens):
             raise ValueError(f"{layer.name} has not as many queries as there are tokens")
+        if layer.repeat is not None and len(look.repeats[layer.queries].tokens) != len(
+            layer.repeat[0]
+        ):
+            raise ValueError(f"{layer.name}: its map of repeats is not one of their tokens")
     return look
 
 
@@ -373,9 +405,9 @@ def _check_kinds(made: dict[str, Any]) -> None:
             _must_be(str, label["label"], "a label")
         for name, value in figures.items():
             _must_be(int | float | None, value, name)
-    for stream in made["streams"]:
+    for stream in [*made["streams"], *made.get("repeats", [])]:
         _must_be(str, stream["name"], "a stream's name")
-        for token in stream["tokens"]:
+        for token in [*stream["tokens"], *(stream.get("pieces") or [])]:
             _must_be(str, token, "a token")
     for layer in made["layers"]:
         _must_be(str, layer["name"], "a layer's name")
@@ -392,14 +424,19 @@ def _must_be(kind: Any, value: Any, name: str) -> None:
 def _stream_of(made: dict[str, Any]) -> Stream:
     picture = made["picture"] and base64.b64decode(made["picture"])
     grid = made["grid"] and (made["grid"][0], made["grid"][1])
-    return Stream(made["name"], made["tokens"], tuple(made["special"]), grid, picture)
+    pieces = made.get("pieces")
+    if pieces is not None and len(pieces) != len(made["tokens"]):
+        raise ValueError(f"{len(pieces)} pieces of text are not one for each token")
+    return Stream(made["name"], made["tokens"], tuple(made["special"]), grid, picture, pieces)
 
 
 def _layer_of(made: dict[str, Any]) -> Layer:
     arrays = ("maps", "top_keys", "top_weights", "entropy", "received")
     fields = {key: made[key] for key in ("name", "kind", "causal", "queries", "keys")}
     fields |= {key: unpack(made[key]) for key in arrays}
-    return Layer(**fields, offsets=None if made["offsets"] is None else unpack(made["offsets"]))
+    for key in ("offsets", "repeat"):  # a file of an earlier version has no repeat
+        fields[key] = None if made.get(key) is None else unpack(made[key])
+    return Layer(**fields)
 
 
 def _similarity_of(made: dict[str, Any] | None) -> np.ndarray | None:

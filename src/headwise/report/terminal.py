@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .._text import escaped
 from .columns import COLUMNS
 from .head_labels import NO_LABEL
+from .label_styles import LABEL_STYLES
 from .schema import Look
 
 if TYPE_CHECKING:
@@ -106,15 +108,21 @@ def _drawn(
     drawn.add_column("label", no_wrap=True)
     for key in keys:
         drawn.add_column(_heading(rows, key), justify="right", no_wrap=True)
+    styles = {style.label: getattr(style, _theme()) for style in LABEL_STYLES}
     for row in rows:
-        labels = row["label"] or [NO_LABEL]
-        label = (
-            ", ".join(labels) if whole else labels[0] + f" +{len(labels) - 1}" * (len(labels) > 1)
-        )
+        labels = [Text(escaped(name), styles.get(name, "")) for name in row["label"] or [NO_LABEL]]
+        rest = Text(f" +{len(labels) - 1}" * (len(labels) > 1))
+        label = Text(", ").join(labels) if whole else labels[0] + rest
         values = (row.get(key) for key in keys)
         figures = ("–" if v is None or not math.isfinite(v) else written(v) for v in values)
-        drawn.add_row(escaped(f"{row['layer']}.{row['head']}"), Text(escaped(label)), *figures)
+        drawn.add_row(escaped(f"{row['layer']}.{row['head']}"), label, *figures)
     return drawn
+
+
+def _theme() -> str:
+    """`light` of a terminal that says so, as some do with the numbers of its two colours."""
+    ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return "light" if ground in ("7", "15") else "dark"
 
 
 def summary(look: Look, left_out: Sequence[str]) -> tuple[str, str]:

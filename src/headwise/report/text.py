@@ -6,8 +6,9 @@ Either is a `tokenizers.Tokenizer` or one of `transformers` (`PreTrainedTokenize
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from .._text import must_be_text
@@ -24,11 +25,14 @@ class LookError(ValueError):
 @dataclass(frozen=True)
 class Encoded:
     """A text as ids: `special` are the places of those that the tokenizer added, `total` is how
-    many there are of the whole text."""
+    many there are of the whole text. `pieces` are the text's own letters, cut where tokens end; of
+    a tokenizer that does not say where its tokens stand, what it decodes, None where that is in no
+    order."""
 
     ids: list[int]
     special: tuple[int, ...]
     total: int
+    pieces: list[str] | None = None
 
 
 class Vocabulary:
@@ -102,20 +106,39 @@ class Vocabulary:
         if limit is not None and total > limit:
             bare.truncate(max(0, limit - extra))
         done = self.tokenizer.post_process(bare) if self.add_special else bare
-        return Encoded(done.ids, _places(done.special_tokens_mask), total)
+        special = _places(done.special_tokens_mask)
+        return Encoded(done.ids, special, total, pieces_of(text, done.offsets, special))
 
     def _encode_theirs(self, text: str, limit: int | None, target: bool) -> Encoded:
         given = {"text_target": text} if target else {"text": text}
         asked = {
             "add_special_tokens": self.add_special,
             "return_special_tokens_mask": True,
+            "return_offsets_mapping": bool(getattr(self.tokenizer, "is_fast", False)),
             "verbose": False,
         }
         done = self.tokenizer(**given, **asked, truncation=False)
         total = len(done["input_ids"])
         if limit is not None and total > limit:
             done = self.tokenizer(**given, **asked, truncation=True, max_length=limit)
-        return Encoded(list(done["input_ids"]), _places(done["special_tokens_mask"]), total)
+        ids, special = list(done["input_ids"]), _places(done["special_tokens_mask"])
+        offsets = done.get("offset_mapping")
+        pieces = (
+            self._decoded(ids, special) if offsets is None else pieces_of(text, offsets, special)
+        )
+        return Encoded(ids, special, total, pieces)
+
+    def pieces(self, ids: list[int]) -> list[str] | None:
+        """The text of these tokens, cut where they end; None of a tokenizer that gives none."""
+        special = self.special
+        return self._decoded(ids, {n for n, one in enumerate(ids) if one in special})
+
+    def _decoded(self, ids: list[int], special: Collection[int]) -> list[str] | None:
+        options = {"skip_special_tokens": False}
+        if not self._plain:
+            options["clean_up_tokenization_spaces"] = False  # it would change what stands before
+        decode = getattr(self.tokenizer, "decode", None)
+        return decode and pieces_by_decoding(partial(decode, **options), ids, special)
 
     def texts(self, ids: list[int]) -> list[str]:
         """Each token as text, on its own. Bytes that are no whole character are `\\xe2`."""
@@ -142,6 +165,53 @@ class Vocabulary:
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Each token as text, on its own. Bytes that are no whole character are written `\\xe2`."""
     return Vocabulary(tokenizer).texts(ids)
+
+
+def pieces_of(text: str, offsets: Sequence[tuple[int, int]], special: Collection[int]) -> list[str]:
+    """The text cut where its tokens end: what each token stands for, and what lies before it.
+
+    Of tokens that share a character, as bytes do, the first has it. Joined, they are the text up to
+    its last token.
+
+    >>> pieces_of("Ah, 'é'", [(0, 0), (0, 2), (2, 3), (4, 5), (5, 6), (5, 6), (6, 7)], {0})
+    ['', 'Ah', ',', " '", 'é', '', "'"]
+    """
+    own = [span for place, span in enumerate(offsets) if place not in special]
+    start = own[0][0] if own else 0
+    done = start if text[:start].strip() else 0  # of a text that is cut on the left
+    pieces = []
+    for place, (_, end) in enumerate(offsets):
+        stop = done if place in special else max(done, end)
+        pieces.append(text[done:stop])
+        done = stop
+    return pieces
+
+
+def pieces_by_decoding(
+    decode: Callable[[list[int]], str], ids: Sequence[int], special: Collection[int]
+) -> list[str] | None:
+    """The text that a tokenizer decodes, cut where its tokens end: what each token adds to those
+    just before it. Of tokens that share a character, the first has it.
+
+    None where what stands before changes with what follows.
+
+    >>> words = ["so", " it", " is"]
+    >>> decode = lambda ids: "".join(words[n] for n in ids).lstrip()
+    >>> pieces_by_decoding(decode, [0, 1, 2], {})
+    ['so', ' it', ' is']
+    """
+    pieces = [""] * len(ids)
+    own = [place for place in range(len(ids)) if place not in special]
+    begin = done = 0  # those from `begin` to `done` tell how the next ones are joined
+    for end in range(1, len(own) + 1):
+        before, after = (decode([ids[n] for n in own[begin:stop]]) for stop in (done, end))
+        if (after == before or after.endswith("\ufffd")) and end < len(own):
+            continue  # a part of a character
+        if not after.startswith(before):
+            return None
+        pieces[own[done]] = after[len(before) :]
+        begin, done = done, end
+    return pieces
 
 
 def _places(mask: list[int]) -> tuple[int, ...]:

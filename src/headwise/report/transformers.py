@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .sample import LookError, Sample, TokenSubject, cross_entropy, ends_of
+from .sample import (
+    RANDOM_PERIOD,
+    RANDOM_ROWS,
+    LookError,
+    Sample,
+    TokenSubject,
+    cross_entropy,
+    ends_of,
+)
 from .text import Vocabulary
 
 __all__ = ["EncoderDecoder", "Text"]
@@ -61,12 +69,19 @@ class Text(Hugging):
 
     def sample(self, text: Any, name: str) -> Sample:
         encoded = self.encoded(text, name)
-        part = self.part("text", encoded.ids, encoded.special)
+        part = self.part("text", encoded.ids, encoded.special, encoded.pieces)
         assert part.ids is not None
         return Sample(_inputs(part.ids[None]), [part], encoded.total, labels=part.ids[None])
 
-    def repeats(self, seed: int) -> Sample:
-        ids, before, period = self.twice(seed)
+    def repeats(
+        self,
+        seed: int,
+        rows: int = RANDOM_ROWS,
+        period: int = RANDOM_PERIOD,
+        *,
+        legible: bool = False,
+    ) -> Sample:
+        ids, before, period = self.twice(seed, rows, period, legible)
         part, labels = self.random_part("text", ids), ids[:, before:]
         return Sample(_inputs(ids), [part], ids.shape[1], labels, period=period)
 
@@ -121,17 +136,25 @@ class EncoderDecoder(Hugging):
 
     def sample(self, text: Any, name: str) -> Sample:
         encoded = self.encoded(text, name)
-        read = self.part("encoder", encoded.ids, encoded.special)
+        read = self.part("encoder", encoded.ids, encoded.special, encoded.pieces)
         assert read.ids is not None
-        labels = self._labels(read.ids[None], name)
+        labels, pieces = self._labels(read.ids[None], name)
         given = self._to_the_right(labels)
         special = tuple(n for n, one in enumerate(given[0].tolist()) if one in self.words.special)
-        write = self.part("decoder", given[0].tolist(), special)
+        shifted = None if pieces is None else ["", *pieces[:-1]]
+        write = self.part("decoder", given[0].tolist(), special, shifted)
         inputs = _inputs(read.ids[None]) | {"decoder_input_ids": given}
         return Sample(inputs, [read, write], encoded.total, labels, self.inside)
 
-    def repeats(self, seed: int) -> Sample:
-        ids, before, period = self.twice(seed)
+    def repeats(
+        self,
+        seed: int,
+        rows: int = RANDOM_ROWS,
+        period: int = RANDOM_PERIOD,
+        *,
+        legible: bool = False,
+    ) -> Sample:
+        ids, before, period = self.twice(seed, rows, period, legible)
         given = self._to_the_right(ids[:, before : before + 2 * period])
         parts = [self.random_part("encoder", ids), self.random_part("decoder", given)]
         inputs = _inputs(ids) | {"decoder_input_ids": given}
@@ -142,17 +165,19 @@ class EncoderDecoder(Hugging):
             return None
         return cross_entropy(logits, sample.labels)
 
-    def _labels(self, ids: Tensor, name: str) -> Tensor:
+    def _labels(self, ids: Tensor, name: str) -> tuple[Tensor, list[str] | None]:
+        """What the decoder is to write `[1, T]`, and its text, cut where tokens end."""
         if self.target is not None:
             encoded = self.words.encode(self.target, self.limit, target=True)
             if len(encoded.ids) < 2 or max(encoded.ids) >= self.vocab:
                 raise LookError(f"target of {name}: no two tokens that the model knows")
-            return torch.tensor(encoded.ids, device=self.device)[None]
+            return torch.tensor(encoded.ids, device=self.device)[None], encoded.pieces
         most = min(WRITTEN, self.limit - 1)
         written = self.model.generate(
             **_inputs(ids), do_sample=False, num_beams=1, min_new_tokens=2, max_new_tokens=most
         )
-        return written[:, 1:]  # the first is what every decoder starts with
+        labels = written[:, 1:]  # the first is what every decoder starts with
+        return labels, self.words.pieces(labels[0].tolist())
 
     def _to_the_right(self, labels: Tensor) -> Tensor:
         told = (getattr(self.model, "generation_config", None), self.model.config)

@@ -6,7 +6,7 @@ queries of a call, also where only some are looked at: a maximum over a sample d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,6 @@ from torch import Tensor
 from ..backends import OnePass, choose
 from ..core.call import Call
 from ..core.index import grid
-from ..core.shapes import Extent
 from .engine import Engine
 from .needs import MAX_LOGIT, Need, Setting
 from .results import KERNEL, ROWS, Route
@@ -78,7 +77,7 @@ class MaxLogitAbove(Need):
 
     def answer(self, route: Route, engine: Engine) -> Float[Tensor, "B H"]:
         if route.kind == KERNEL:
-            return above(engine.field("max").detach().amax(-1), self.limit)
+            return above(MAX_LOGIT.answer(route, engine), self.limit)
         view = engine.view
         call = view.asked.with_(sinks=None, dropout=0.0)
         sizes = view.whole.batch, view.whole.heads
@@ -123,7 +122,7 @@ def _with_heads(call: Call, heads: Tensor) -> Call:
         q=call.q[:, heads],
         k=call.k[:, of_keys],
         v=call.v[:, of_keys],
-        extent=Extent(extent.batch, len(heads), len(heads), extent.queries, extent.keys),
+        extent=replace(extent, heads=len(heads), kv_heads=len(heads)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .._tables import HeadTable
 from ..backends import Call, Choice, OnePass, choose, consider
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
@@ -35,6 +36,7 @@ def observe(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Float[Tensor, " H"] | None = None,
+    first_query: int | None = None,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
@@ -85,6 +87,7 @@ def observe(
         softcap=softcap,
         dropout=dropout,
         sinks=sinks,
+        first_query=first_query,
         function="observe",
     )
     if call.kind is None and batched(q, k, v, sinks, *call.mask.tensors()):
@@ -94,6 +97,8 @@ def observe(
         )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     made = output if isinstance(output, Tensor) else None
+    if output is True:
+        call = call.drawn()
     keeps_graph = call.needs_grad
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
         engine = Engine(
@@ -120,19 +125,20 @@ def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -
         ValueError: what was given for a statistic is none.
     """
     view, kind = engine.view, engine.view.asked.kind
-    asked, known = None, None
-    if kind is not None and all(map(_is_free, statistics)):
-        some = None if view.rows is None else len(view.rows)
-        about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
-        asked = (statistics, *about)
-        known = kind.known.get(asked)
+    if kind is None or not all(map(_is_free, statistics)):
+        return _plan(engine, statistics, function)
+    some = None if view.rows is None else len(view.rows)
+    about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
+    known = kind.known.get((statistics, *about))
     if known is None:
-        check_statistics(statistics, function)
-        needs = all_needs(statistics)
-        known = plan(_setting_of(engine, needs), needs)
-        if kind is not None and asked is not None:
-            kind.known[asked] = known
+        known = kind.known[statistics, *about] = _plan(engine, statistics, function)
     return known
+
+
+def _plan(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
+    check_statistics(statistics, function)
+    needs = all_needs(statistics)
+    return plan(_setting_of(engine, needs), needs)
 
 
 def _is_free(statistic: Statistic) -> bool:
@@ -239,7 +245,7 @@ class Readings(Mapping[str, Reading]):
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Seen(HeadTable):
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
 
     `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
@@ -382,6 +388,7 @@ def explain(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Float[Tensor, " H"] | None = None,
+    first_query: int | None = None,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
     seed: int = 0,
@@ -420,6 +427,7 @@ def explain(
         softcap=softcap,
         dropout=dropout,
         sinks=sinks,
+        first_query=first_query,
         function="explain",
     )
     chosen, choices = choose(call, backend), tuple(consider(call))

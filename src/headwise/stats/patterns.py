@@ -238,10 +238,10 @@ def _tokens(
         raise ValueError(f"{said}: ids must be [S] or [B, S], one token per key.")
     if table.shape[0] not in (1, extent.batch):
         raise ValueError(f"{said}: give one row of ids, or one per batch row.")
-    if extent.queries > extent.keys:
+    if not extent.inside:
         raise ValueError(f"{said}: every query needs the token at its key position.")
     table = table.long()
-    return table, table[:, extent.offset :]
+    return table, table[:, extent.offset :][:, : extent.queries]
 
 
 def _sorted_ranges(of_keys: Tensor, of_queries: Tensor, omit: Tensor) -> KeyRanges:

@@ -198,8 +198,9 @@ def sums_of(reading: Reading) -> Sums:
     """
     values = reading.values.detach().double()
     if reading.rows is None:
-        nothing = values.new_zeros(values.shape[1])
-        return Sums(values.contiguous(), torch.ones_like(values), None, nothing, nothing)
+        away = (values - summed(values, 0) / max(1, len(values))).square()
+        largest = torch.cat([values, values.new_full((1, values.shape[1]), -torch.inf)]).amax(0)
+        return Sums(values.contiguous(), torch.ones_like(values), None, summed(away, 0), largest)
     weights = 1.0 if reading.weights is None else reading.weights
     rows = reading.rows.expand(values.shape)
     counted = rows * weights

@@ -133,15 +133,13 @@ class View:
 
 def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
     """Tell which keys some query may attend to."""
-    i, j = grid(extent, device)
-    found = None if mask.biased else mask.interval(i, extent)  # a bias may forbid keys inside
+    found = None if mask.biased else mask.key_ranges(extent, device)
     if found is not None:
-        every_row = i.new_zeros(1, 1, extent.queries, 1)
-        low, high, _ = torch.broadcast_tensors(*found, every_row)
-        low, high = low[..., 0], torch.maximum(low, high)[..., 0]
-        edges = i.new_zeros(*low.shape[:2], extent.keys + 1)
+        low, high = found
+        edges = low.new_zeros(*low.shape[:2], extent.keys + 1)
         edges = edges.scatter_add(2, low, torch.ones_like(low))
         return edges.scatter_add(2, high, -torch.ones_like(low)).cumsum(2)[..., :-1] > 0
+    i, j = grid(extent, device)
     seen = torch.zeros(1, 1, extent.keys, dtype=torch.bool, device=device)
     for block in blocks(mask, extent, device):
         allowed = mask.allowed(i[block.rows], j, extent)

@@ -15,20 +15,18 @@ from torch import Tensor, nn
 
 from ..capture.captured import Watched, WatchedModule
 from ..capture.modules import check_model
+from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.per_head import ABOVE
 from ..weights.projections import Projections, projections_of
+from .wrappers import bare_name
 
 RULES = ("query", "both")
 
-_WRAPPERS = re.compile(
-    r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-)
 _NORM = re.compile(
     r"(^|_)(q|k|qk|query|key)_?(layer_?)?(norm|ln|rms)|(norm|ln|rms)_?(q|k|qk|query|key)(_|$)",
     re.IGNORECASE,
 )
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
 
 
 @torch.no_grad()
@@ -122,7 +120,7 @@ def qk_clip_(
     for parameter, factor, master in changes:
         stepped = parameter if master is None else master
         kind = torch.promote_types(stepped.dtype, torch.float32)
-        stepped.mul_(factor.to(stepped.device, kind))
+        stepped.mul_(_alike(factor.to(stepped.device, kind), stepped))
         if master is not None:
             parameter.copy_(master)
     found = ((name, weights.gamma[heads]) for name, (weights, heads) in places.items())
@@ -154,7 +152,7 @@ def _maxima(
         warnings.warn(f"{call}: not clipped, as they were not seen: {some}", stacklevel=4)
     for name in seen:
         if isinstance(seen, Watched):
-            largest = _largest_of(seen[name], limit, call)
+            largest = largest_of(seen[name], limit, call)
         else:
             largest = torch.as_tensor(seen[name])
         if largest.dim() != 1:
@@ -170,7 +168,7 @@ def _maxima(
         yield name, largest
 
 
-def _largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
+def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
     """The largest score of each head over all calls, from a figure that decides."""
     looked_at, there = module.queries or (0, 1)
     some = [name for name in module.statistics if name.startswith(ABOVE)]
@@ -230,8 +228,10 @@ class _Finder:
         except AttributeError:
             pass
         if self._bare is None:
-            self._bare = {_bare(n): m for n, m in self.model.named_modules(remove_duplicate=False)}
-        if (bare := _bare(name)) not in self._bare:
+            self._bare = {
+                bare_name(n): m for n, m in self.model.named_modules(remove_duplicate=False)
+            }
+        if (bare := bare_name(name)) not in self._bare:
             raise ValueError(f"{self.call}: the model has no module {name!r}.")
         return self._bare[bare]
 
@@ -242,16 +242,19 @@ class _Finder:
         """
         module = self.module(name)
         at = f"{self.call}: in {name!r} ({type(module).__name__})"
-        for attribute in _HEADS:
-            known = getattr(module, attribute, heads)
-            if isinstance(known, int) and known != heads:
-                raise ValueError(f"{at}: there are {heads} largest scores, and {known} heads.")
+        if isinstance(known := number_of_heads(module), int) and known != heads:
+            fault = f"{at}: there are {heads} largest scores, and {known} heads."
+            if any(map(_over_ranks, module.parameters())):
+                fault += " Give those of all ranks: hw.parallel.largest_logits(seen)."
+            raise ValueError(fault)
         _check_norms(module, at)
+        if hasattr(module, "projections"):  # it knows itself where they are
+            return self._own_weights(module, heads, at)
         own, faults = {id(parameter) for parameter in module.parameters()}, []
         for root in _and_around(name):
             owner = self.module(root)
             named = owner.named_parameters(remove_duplicate=False)
-            parameters = {_bare(n): parameter for n, parameter in named}
+            parameters = {bare_name(n): parameter for n, parameter in named}
             try:
                 found = projections_of(parameters, heads)
             except ValueError as error:
@@ -260,11 +263,49 @@ class _Finder:
             if owner is module or own <= {id(parameters[n]) for n in found.own}:
                 _check_norms(owner, at)
                 _check_weights(found, parameters, at)
+                if known is None and any(map(_over_ranks, (parameters[n] for n in found.queries))):
+                    raise ValueError(
+                        f"{at}: its weights are sharded, and it does not say how many heads it "
+                        f"has: those that were seen may be some of them."
+                    )
                 alone = [id(parameters[n]) in own for n in found.queries]
                 first = _first_head(alone, found.num_heads, heads, at)
                 gamma = torch.ones(found.num_heads, dtype=torch.float64)
                 return _Weights(found, parameters, gamma), slice(first, first + heads)
         raise ValueError(f"{at}: no known layout: {faults[0]}")
+
+    def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_Weights, slice]:
+        """The weights of a module that knows where its projections are."""
+        try:
+            found, parameters = module.projections(), dict(module.named_parameters())
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}.") from None
+        _check_weights(found, parameters, at)
+        return _Weights(found, parameters, torch.ones(heads, dtype=torch.float64)), slice(0, heads)
+
+
+def _over_ranks(parameter: Tensor) -> bool:
+    """Whether it is one of PyTorch's `DTensor`s."""
+    return hasattr(parameter, "device_mesh")
+
+
+def _here(x: Tensor) -> Tensor:
+    """The part of a tensor that this rank has: all of it, unless it lies over ranks."""
+    return x.to_local() if _over_ranks(x) else x  # type: ignore[operator]
+
+
+def _alike(factor: Tensor, parameter: Tensor) -> Tensor:
+    """A factor as what multiplies a parameter: over ranks, all of it on each.
+
+    Each rank scales what it has, wherever that begins; no rank sends anything. (Assigning to a
+    slice of a parameter over ranks changes nothing, and says nothing.)
+    """
+    if not _over_ranks(parameter):
+        return factor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(factor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _first_head(own: list[bool], total: int, heads: int, at: str) -> int:
@@ -283,17 +324,6 @@ _NORMED = (
     "queries and keys are normalised after their projection, so that the scale of its weights "
     "changes no score; the norms' own weights bound the scores there."
 )
-
-
-def _bare(name: str) -> str:
-    """A name without what wrappers put into it.
-
-    >>> _bare("module.layers.0._checkpoint_wrapped_module.attn"), _bare("module")
-    ('layers.0.attn', 'module')
-    """
-    while (shorter := _WRAPPERS.sub(r"\1", name)) != name:
-        name = shorter
-    return name
 
 
 def _and_around(name: str, most: int = 3) -> list[str]:
@@ -322,8 +352,11 @@ def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], a
         raise ValueError(f"{at}: {_NORMED}")
     for name in (*found.queries, *found.keys):
         parameter = parameters[name]
-        if any(hasattr(parameter, x) for x in ("device_mesh", "ds_id", "_hp_mapping")):
-            raise ValueError(f"{at}: {name} is sharded over ranks; only whole weights are scaled.")
+        if any(hasattr(parameter, x) for x in ("ds_id", "_hp_mapping")):
+            raise ValueError(
+                f"{at}: {name} is sharded by DeepSpeed; whole weights are scaled, and PyTorch's "
+                f"DTensors (FSDP2, hw.parallel.plan)."
+            )
         if parameter.dtype.itemsize < 2 or not parameter.is_floating_point():
             raise ValueError(f"{at}: {name} is {parameter.dtype}; it cannot be scaled in place.")
     of_keys = {id(parameters[name]) for name in found.keys if name not in found.queries}
@@ -373,7 +406,7 @@ def _master_of(parameter: nn.Parameter, optimizer: Any, call: str) -> Tensor | N
             continue
         if value.shape != parameter.shape:
             continue
-        if "master" in str(name) or torch.equal(value.to(parameter.dtype), parameter):
+        if "master" in str(name) or torch.equal(_here(value).to(parameter.dtype), _here(parameter)):
             return value
     step = torch.finfo(parameter.dtype).eps
     warnings.warn(

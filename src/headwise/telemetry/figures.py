@@ -36,11 +36,9 @@ def kept_of(reading: Reading) -> Tensor | None:
     if reading.per_key or reading.over is not None or values.dim() != axes:
         return None
     sums = reading.sums
-    count, squares = sums.count.sum(0), sums.squares
-    if reading.rows is None:  # one number a batch row
-        squares = (values.double() - sums.mean).square().sum(0)
+    count = sums.count.sum(0)
     error = torch.zeros_like(count) if reading.error is None else (count * reading.error).square()
-    return torch.stack([count, sums.total.sum(0), squares, error])
+    return torch.stack([count, sums.total.sum(0), sums.squares, error])
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:

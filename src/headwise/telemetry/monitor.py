@@ -21,11 +21,13 @@ from .defaults import DEFAULT_STATISTICS
 from .figures import Figures
 from .history import HistoryWriter
 from .probe import Probe, run_probe
-from .ranks import any_of_all, is_first, largest_of_all
+from .ranks import Ranks, any_of_all, is_first, several
 from .recorder import Recorder
 from .rules import RULES, Alarm, Rule
-from .step_capture import StepCapture, Wanted, plain_name
+from .step_capture import StepCapture, Wanted
+from .step_sums import StepSums
 from .trackers import as_tracker
+from .wrappers import plain_name
 
 __all__ = ["Monitor", "StopTraining"]
 
@@ -46,6 +48,10 @@ class Monitor:
     `every`-th; all micro-batches of a step count, evaluation in between does not. A monitored
     training computes the same numbers, bit for bit; of compiled models, recorded steps run as they
     are written, whose rounding is another. What goes wrong in recording is warned of, once.
+
+    Of several ranks (`torch.distributed`), each makes a monitor of its own with the same settings:
+    figures are of all their data and heads, on every rank alike, the first one writes the history,
+    and all clip by the largest logits of all. `maxima` are a rank's own.
 
     Maxima (`max_logit`, norms) are of all queries and exact; other statistics are of `queries`
     drawn ones of each call, with standard errors.
@@ -124,6 +130,8 @@ class Monitor:
         self._rules = tuple(rules)
         self._warned: set[object] = set()
         meant = chosen(modules)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._ranks = Ranks(self._device)
         self._capture = StepCapture(
             model, self._warn, seed, lambda name: meant(plain_name(model, name)), self._begun
         )
@@ -268,9 +276,21 @@ class Monitor:
 
     def _record(self) -> list[Alarm]:
         """Take up what the step gave; gives its alarms."""
-        capture, known = self._capture, self._recorder.heads
+        capture = self._capture
         capture.close()
-        if not capture.forwards:
+        try:
+            every = {"": self._of_all(capture)}
+            if self._probe is not None:
+                every["probe/"] = self._of_all(self._probed(self._probe))
+            figures: dict[str, Figures] = {}
+            for start, sums in every.items():
+                self._recorder.know(sums.heads)
+                found = sums.figures(self._recorder.heads)
+                figures |= {f"{start}{name}": x for name, x in found.items()}
+        except Exception as error:
+            self._warn(f"a step was not recorded: {error}")
+            return []
+        if not every[""].kept:
             other = f"; {capture.others} calls were seen in forwards that do not train"
             why = other if capture.others else ""
             self._warn(
@@ -278,40 +298,38 @@ class Monitor:
                 f"was seen before it{why}"
             )
             return []
-        try:
-            names = {name: plain_name(self.model, name) for name in capture.heads}
-            self._recorder.know({names[name]: heads for name, heads in capture.heads.items()})
-            figures = capture.figures(names, known)
-            if self._probe is not None:
-                figures |= self._probed(self._probe)
-        except Exception as error:
-            self._warn(f"a step was not recorded: {error}")
-            return []
+        self.latest = figures
         if not is_first():
             return []
-        self.latest = figures
         alarms = self._recorder.record(self.steps, figures)
         self.alarms += alarms
         return alarms
 
-    def _probed(self, probe: Probe) -> dict[str, Figures]:
-        """The figures of the probe, with the model as it is after the step."""
+    def _of_all(self, capture: StepCapture) -> StepSums:
+        """What was seen, on all ranks."""
+        names = {name: plain_name(self.model, name) for name in capture.sums.spans}
+        return self._ranks.sums(capture.sums.renamed(names))
+
+    def _probed(self, probe: Probe) -> StepCapture:
+        """What is seen of the probe, with the model as it is after the step."""
         capture = StepCapture(self.model, self._warn, 0, self._capture.meant)
         capture.open(Wanted(self._statistics, self._queries, None), 0, every=True)
         try:
             run_probe(self.model, probe)
+        except Exception as error:  # other ranks wait for this one's figures
+            capture.clear()
+            self._warn(f"the probe was not recorded: {error}")
         finally:
             capture.close()
-        names = {name: plain_name(self.model, name) for name in capture.heads}
-        self._recorder.know({names[name]: heads for name, heads in capture.heads.items()})
-        found = capture.figures(names, self._recorder.heads)
-        return {f"probe/{name}": figures for name, figures in found.items()}
+        return capture
 
     def _clip(self, limit: float) -> None:
         """Clip the heads whose largest logit was over the limit, on all ranks alike."""
-        largest = largest_of_all(self._capture.largest)
-        if largest:
-            qk_clip_(self.model, largest, limit=limit, optimizer=self._optimizer)
+        largest = self._ranks.largest(self._capture.sums, self._capture.largest)
+        modules = dict(self.model.named_modules()) if several() else largest
+        own = {name: x for name, x in largest.items() if name in modules}
+        if own:
+            qk_clip_(self.model, own, limit=limit, optimizer=self._optimizer)
 
     def _act(self, alarms: Sequence[Alarm]) -> None:
         """Warn, call, or stop, as the rules of these alarms say."""
@@ -324,8 +342,7 @@ class Monitor:
             if callable(act := then[alarm.rule]):
                 act(alarm)
         stops = [alarm for alarm in alarms if then[alarm.rule] == "stop"]
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        if "stop" in then.values() and any_of_all(bool(stops), device):
+        if "stop" in then.values() and any_of_all(bool(stops), self._device):
             self._stop(stops)
 
     def _stop(self, alarms: Sequence[Alarm]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..capture.modules import evaluating
 
 Probe = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any] | Callable[[nn.Module], object]
 """A batch as the model takes it, by name or in order, or a function that runs the model on one."""
@@ -15,7 +17,7 @@ Probe = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any] | Callable[[nn.
 
 def run_probe(model: nn.Module, probe: Probe) -> None:
     """Run the model on the batch in evaluation mode, without gradients; all is left as it was."""
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), _same_random_numbers(model), torch.no_grad():
         if isinstance(probe, Tensor):
             model(probe)
         elif isinstance(probe, Mapping):
@@ -26,15 +28,7 @@ def run_probe(model: nn.Module, probe: Probe) -> None:
             model(*probe)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode while this lasts; each part's own mode and random numbers come back."""
-    modes = [(module, module.training) for module in model.modules()]
+def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
+    """What is drawn while this lasts is drawn again afterwards."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(n for n in devices if n is not None)):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+    return torch.random.fork_rng(devices=sorted(n for n in devices if n is not None))

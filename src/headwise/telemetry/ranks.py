@@ -1,10 +1,20 @@
-"""Trainings of several ranks: one records, all clip and stop alike."""
+"""Trainings of several ranks: figures are of all of them, all clip and stop alike."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from ..capture.private_torch import store_of_group
+from .figures import merged
+from .step_sums import Span, StepSums, nothing
 
 
 def several() -> bool:
@@ -12,25 +22,226 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def rank_of_all() -> int:
+    """This process's number among those that train together."""
+    return dist.get_rank() if several() else 0
+
+
 def is_first() -> bool:
     """Whether this process is the one that records."""
-    return not several() or dist.get_rank() == 0
-
-
-def largest_of_all(largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The largest scores `[H]` of all ranks, by module; all must ask, of the same modules."""
-    if not several() or not largest:
-        return largest
-    names = sorted(largest)
-    every = torch.cat([largest[name].float() for name in names])
-    dist.all_reduce(every, op=dist.ReduceOp.MAX)
-    return dict(zip(names, every.split([len(largest[name]) for name in names]), strict=True))
+    return rank_of_all() == 0
 
 
 def any_of_all(here: bool, device: torch.device) -> bool:
     """Whether it is so on any rank; every rank must ask."""
     if not several():
         return here
-    flag = torch.tensor(int(here), device=device)
+    flag = torch.tensor(int(here), device=_reachable(device))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """What a rank has figures of: heads by layer, and rows by statistic."""
+
+    spans: Mapping[str, Span]
+    rows: Mapping[str, int]
+
+    @classmethod
+    def of(cls, sums: StepSums) -> _Holding:
+        rows = {name: len(next(iter(parts.values()))) for name, parts in sums.kept.items()}
+        return cls(dict(sums.spans), rows)
+
+    def has(self, other: _Holding) -> bool:
+        """Whether all that another has is in this."""
+        return other.spans.items() <= self.spans.items() and other.rows.items() <= self.rows.items()
+
+    def with_more(self, other: _Holding) -> _Holding:
+        return _Holding({**self.spans, **other.spans}, {**self.rows, **other.rows})
+
+    @property
+    def heads(self) -> int:
+        return sum(span.heads for span in self.spans.values())
+
+    @property
+    def share(self) -> float:
+        """Which share of its layers' heads it has: ranks with other heads see the same queries."""
+        return self.heads / max(1, sum(span.all for span in self.spans.values()))
+
+
+_NUMBERS = count()
+PATIENCE = timedelta(seconds=120)
+"""How long a rank waits for the others' monitors."""
+
+
+class Ranks:
+    """The ranks that train together: each sees some of the data, of the heads, or of the layers.
+
+    What each of them has is exchanged when one has something new; after that, one collective moves
+    the figures of a step. Every rank takes part in each, with or without figures of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._number = next(_NUMBERS)
+        self._met: bool | None = None
+        self._figures: list[_Holding] = []
+        self._maxima: list[_Holding] = []
+
+    def sums(self, here: StepSums) -> StepSums:
+        """What the ranks' calls add up to, of whole layers, on every rank.
+
+        Raises:
+            ValueError: ranks have different numbers of heads of one layer; all of them raise it.
+        """
+        if not several():
+            return here
+        self._meet()
+        while True:
+            held = self._figures[dist.get_rank()] if self._figures else None
+            own = _Holding.of(here)
+            fits = held is not None and held.has(own)
+            if self._figures:
+                found = self._gathered(here if fits else StepSums(), fits)
+                if bool((found[:, 0] == 1).all()):
+                    return self._merged(found)
+            self._figures = _exchanged(own if held is None else held.with_more(own))
+
+    def _meet(self) -> None:
+        """See, once, that all ranks have a monitor: one without would be waited for for ever.
+
+        Raises:
+            ValueError: some have none.
+        """
+        if self._met is None:
+            store, name = store_of_group(), f"headwise monitor {self._number}"
+            names = [f"{name}: {rank}" for rank in range(dist.get_world_size())]
+            store.set(names[dist.get_rank()], "")
+            with suppress(dist.DistStoreError):
+                store.wait(names, PATIENCE)
+            lacking = [str(rank) for rank, one in enumerate(names) if not store.check([one])]
+            if lacking:
+                store.set(f"{name}: given up", "")
+            self._met = not store.check([f"{name}: given up"])
+            self._lacking = ", ".join(lacking)
+        if not self._met:
+            raise ValueError(
+                f"Monitor(…): rank {self._lacking} has none; every rank makes one, with the same "
+                f"settings, for figures are of all of them."
+            )
+
+    def _gathered(self, here: StepSums, fits: bool) -> Tensor:
+        """What all ranks have, `[R, numbers]`: whether it fits, queries looked at, and sums."""
+        own = self._figures[dist.get_rank()]
+        queries = [number for name in own.rows for number in here.looked_at.get(name, (0, 0))]
+        parts = [torch.tensor([float(fits), *map(float, queries)], dtype=torch.float64)]
+        for name, rows in own.rows.items():
+            kept = here.kept.get(name, {})
+            blocks = [
+                kept[layer].cpu() if layer in kept else nothing(rows, span.heads)
+                for layer, span in own.spans.items()
+            ]
+            parts.append(torch.cat(blocks, 1).flatten() if blocks else torch.empty(0))
+        packed = torch.cat(parts)
+        longest = max(
+            1 + 2 * len(one.rows) + one.heads * sum(one.rows.values()) for one in self._figures
+        )
+        device = _reachable(self._device)
+        packed = torch.nn.functional.pad(packed, (0, longest - len(packed))).to(device)
+        found = [torch.empty_like(packed) for _ in self._figures]
+        dist.all_gather(found, packed)
+        return torch.stack(found).cpu()
+
+    def _merged(self, found: Tensor) -> StepSums:
+        """What ranks have sent, as one."""
+        heads, total = _whole_layers(self._figures), StepSums()
+        queries: dict[str, Tensor] = {}
+        firsts, count = {}, 0
+        for layer, every in heads.items():
+            firsts[layer], count = count, count + every
+            total.spans[layer] = Span(0, every, every)
+        sums: dict[str, Tensor] = {}
+        for own, row in zip(self._figures, found, strict=True):
+            spans = [(firsts[n] + span.first, span.heads) for n, span in own.spans.items()]
+            where = torch.cat([torch.arange(a, a + n) for a, n in spans]) if spans else None
+            at = 1 + 2 * len(own.rows)
+            for number, (name, rows) in enumerate(own.rows.items()):
+                looked_at = row[1 + 2 * number : 3 + 2 * number] * own.share
+                queries[name] = queries.get(name, torch.zeros(2)) + looked_at
+                block, at = row[at : at + rows * own.heads], at + rows * own.heads
+                here = sums.setdefault(name, nothing(rows, count))
+                if where is not None:
+                    here[:, where] = merged(here[:, where], block.view(rows, -1))
+        for name, x in sums.items():
+            if not bool(queries[name].any()):
+                continue  # no rank has seen a call in this step
+            parts = x.split(list(heads.values()), 1)
+            total.kept[name] = dict(zip(heads, parts, strict=True))
+            total.looked_at[name] = tuple(queries[name].round().long().tolist())
+        return total
+
+    def largest(self, here: StepSums, statistic: str | None) -> dict[str, Tensor]:
+        """The largest scores `[H]` of whole layers over all ranks, by layer.
+
+        `statistic` is what holds them here. In float32: what is no number counts as infinite.
+        """
+        kept = {} if statistic is None else here.kept.get(statistic, {})
+        if not several():
+            return {layer: x[0] for layer, x in kept.items()}
+        self._meet()
+        own = _Holding(dict(here.spans), {})
+        while True:
+            held = self._maxima[dist.get_rank()] if self._maxima else None
+            fits = held is not None and held.has(own)
+            if self._maxima:
+                found = self._reduced(here.spans, kept) if fits else self._reduced({}, {}, 1.0)
+                if found is not None:
+                    return found
+            self._maxima = _exchanged(own if held is None else held.with_more(own))
+
+    def _reduced(
+        self, spans: Mapping[str, Span], kept: Mapping[str, Tensor], new: float = 0.0
+    ) -> dict[str, Tensor] | None:
+        """The maxima of all ranks; `None` where a rank has a layer that is `new` to the others."""
+        heads = _whole_layers(self._maxima)
+        parts = {layer: torch.full((every,), -torch.inf) for layer, every in heads.items()}
+        for layer, x in kept.items():
+            first = spans[layer].first
+            parts[layer][first : first + x.shape[1]] = torch.nan_to_num(
+                x[0].float().cpu(), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf
+            )
+        packed = torch.cat([torch.tensor([new]), *parts.values()]).to(_reachable(self._device))
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        flag, *found = packed.cpu().split([1, *heads.values()])
+        return None if bool(flag > 0) else dict(zip(heads, found, strict=True))
+
+
+def _exchanged(own: _Holding) -> list[_Holding]:
+    """What every rank has, by rank."""
+    found: list[_Holding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return [one for one in found if one is not None]
+
+
+def _whole_layers(ranks: list[_Holding]) -> dict[str, int]:
+    """How many heads each layer has, in the order of their first calls.
+
+    Raises:
+        ValueError: ranks differ about it.
+    """
+    heads: dict[str, int] = {}
+    for one in ranks:
+        for layer, span in one.spans.items():
+            if heads.setdefault(layer, span.all) != span.all:
+                raise ValueError(
+                    f"{layer or 'the model'} has {heads[layer]} heads on one rank and {span.all} "
+                    f"on another"
+                )
+    return heads
+
+
+def _reachable(device: torch.device) -> torch.device:
+    """Where the ranks can exchange tensors: this device, or one that their group is for."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])

@@ -19,9 +19,12 @@ from ..capture.call import AttentionCall, Looking
 from ..capture.net import Net
 from ..capture.session import catch
 from ..stats.base import Statistic
-from ..stats.per_head import ABOVE, MaxLogit, Norms
+from ..stats.per_head import MaxLogit, Norms
 from ..stats.results import Reading
-from .figures import Figures, Heads, joined, kept_of, merged
+from .figures import kept_of
+from .ranks import rank_of_all
+from .step_sums import Span, StepSums
+from .wrappers import innermost
 
 
 @runtime_checkable
@@ -94,9 +97,7 @@ class StepCapture:
     def clear(self) -> None:
         """Forget all that was added up."""
         self.forwards, self.others = 0, 0
-        self.heads: dict[str, int] = {}
-        self._sums: dict[str, dict[str, Tensor]] = {}
-        self._looked_at: dict[str, tuple[int, int]] = {}
+        self.sums = StepSums()
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +140,7 @@ class StepCapture:
         """Whether the forward that is running counts; with its first call, it does so as one."""
         assert self._net is not None
         running = self._net.names.stack
-        counts = self._every or (self._graded and _inside(running[0].module).training)
+        counts = self._every or (self._graded and innermost(running[0].module).training)
         if not counts:
             self.others += 1
         elif running[0] is not self._forward:
@@ -159,11 +160,11 @@ class StepCapture:
         except Exception as error:
             self._tell(call.name, error)
             return
-        name, heads = call.name, call.heads
+        name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
 
         def keep(queries: int) -> None:
             try:
-                self._keep(name, heads, readings, queries)
+                self._keep(name, span, readings, queries)
             except Exception as error:
                 self._tell(name, error)
 
@@ -183,52 +184,36 @@ class StepCapture:
         return found
 
     def _draw(self) -> int:
-        """A seed of its own for each forward of each step."""
-        mixed = (self._seed * 1_000_003 + self._step) * 1_000_003 + self.forwards
+        """A seed of its own for each forward of each step, on each rank."""
+        mixed = (self._seed + rank_of_all()) * 1_000_003 + self._step
+        mixed = mixed * 1_000_003 + self.forwards
         return mixed % 2**62
 
     def _keep(
-        self, name: str, heads: int, readings: Mapping[str, tuple[Reading, int]], queries: int
+        self, name: str, span: Span, readings: Mapping[str, tuple[Reading, int]], queries: int
     ) -> None:
         """Add up the readings of a call that has so many queries."""
-        if self.heads.setdefault(name, heads) != heads:
-            raise ValueError(f"it has {heads} heads, and had {self.heads[name]} before")
+        self.sums.know(name, span)
         for statistic, (reading, looked_at) in readings.items():
             found = kept_of(reading)
             if found is None:
                 why = "is not one number a query or head, and is not recorded"
                 self._warn(f"{statistic!r} {why}", statistic)
                 continue
-            kept = self._sums.setdefault(statistic, {})
-            kept[name] = merged(kept[name], found) if name in kept else found
-            seen, of = self._looked_at.get(statistic, (0, 0))
-            self._looked_at[statistic] = (seen + min(looked_at, queries), of + queries)
+            self.sums.add(statistic, name, found, (min(looked_at, queries), queries))
 
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 
-    def figures(self, names: Mapping[str, str], heads: Heads) -> dict[str, Figures]:
-        """What was added up, by statistic, of the layers of `heads`; `names` are by module."""
-        found = {
-            statistic: joined(
-                {names[name]: x for name, x in parts.items()}, heads, self._looked_at[statistic]
-            )
-            for statistic, parts in self._sums.items()
-        }
-        for limited in [name for name in found if name.startswith(ABOVE)]:
-            found.setdefault("max_logit", found.pop(limited))  # −inf where it is not above
-        return found
-
     @property
-    def largest(self) -> dict[str, Tensor]:
-        """The largest score of each head `[H]` by module; −inf where it is not above the limit."""
+    def largest(self) -> str | None:
+        """The statistic that holds the largest scores; −inf where they are not above its limit."""
         wanted = next((s for s in self._wanted.of_all if isinstance(s, MaxLogit)), None)
-        kept = {} if wanted is None else self._sums.get(wanted.names[0], {})
-        return {name: x[0] for name, x in kept.items()}
+        return None if wanted is None else wanted.names[0]
 
     @property
     def maxima(self) -> dict[str, Tensor]:
-        """The same where they were all taken; else nothing."""
-        return self.largest if "max_logit" in self._sums else {}
+        """The largest score of each head `[H]` by module, where they were all taken."""
+        return {name: x[0] for name, x in self.sums.kept.get("max_logit", {}).items()}
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -270,37 +255,3 @@ def _let_hooks_be() -> None:
     warnings.filterwarnings(
         "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
     )
-
-
-# ── wrappers ────────────────────────────────────────────────────────────────────────────────────
-
-
-def plain_name(model: nn.Module, name: str) -> str:
-    """A module's qualified name, less what wrappers put into it.
-
-    >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
-    '0'
-    """
-    module, parts = model, []
-    for part in name.split(".") if name else []:
-        if part != _wrapped(module):
-            parts.append(part)
-        module = module.get_submodule(part)
-    return ".".join(parts)
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """The module itself, out of all its wrappers: their training mode may be stale."""
-    while part := _wrapped(module):
-        module = module.get_submodule(part)
-    return module
-
-
-def _wrapped(module: nn.Module) -> str:
-    """By what name a wrapper holds the module that it runs; empty of other modules."""
-    for name in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
-        if name in module._modules:
-            return name
-    kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    wraps = isinstance(module, kinds) or type(module).__name__ == "DeepSpeedEngine"
-    return "module" if wraps else ""

@@ -18,13 +18,15 @@ from ..private_torch import compiler, forced_eager, modes, replace, skipped
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
 _CURE = {
-    "compiled by torch.compile": f"{_EAGER}, or watch and call the module inside, _orig_mod",
+    "compiled by torch.compile": f"{_EAGER}, or take and call the module inside, _orig_mod",
     "compiled in place": _EAGER,
-    "compiled by torch.jit": "watch the module that it was made from",
+    "compiled by torch.jit": "take the module that it was made from",
 }
 
+_DONE = {"watch": "watched", "accelerate": "accelerated"}
 
-def refuse_compiled(model: nn.Module) -> None:
+
+def refuse_compiled(model: nn.Module, function: str = "watch") -> None:
     """Raise ValueError if the model or a part of it is compiled, and would run so."""
     eager = forced_eager()
     for name, module in model.named_modules():
@@ -32,8 +34,8 @@ def refuse_compiled(model: nn.Module) -> None:
         if how and not (eager and "jit" not in how):
             where = repr(name) if name else "the model"
             raise ValueError(
-                f"watch({type(model).__name__}): {where} is {how}, and compiled code cannot be "
-                f"watched; {_CURE[how]}."
+                f"{function}({type(model).__name__}): {where} is {how}, and compiled code cannot "
+                f"be {_DONE[function]}; {_CURE[how]}."
             )
 
 

@@ -27,6 +27,12 @@ class OwnCall(HeadsCall):
     leave out and the output does not.
     """
 
+    layer: MultiHeadAttention
+
+    @property
+    def all_heads(self) -> int:
+        return self.layer.all_heads
+
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
             return super().observe(statistics, looking)
@@ -77,7 +83,9 @@ class _Observer:
                 projection=layer.projection,
                 own_positions=layer.own_positions,
                 first_key=layer.first_key,
+                first_head=layer.first_head,
             )
+            call.layer = layer
             new = net.tell(call)
             made = call.out if new is None else new
         return made if isinstance(made, Tensor) else made()

@@ -7,6 +7,11 @@ nothing inside can be seen: they run as they are, and q, k and v are computed a 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...core.shapes import Extent
 from ..call import HeadsCall
 from ..heads import Composite, inside, unasked
-from ..mask_import import as_mask, without_padding
+from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
 from ..private_torch import parameters
+from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
 from .nested import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
@@ -30,6 +36,8 @@ def multi_head_attention_forward(
 ) -> Any:
     """The composite function; its `scaled_dot_product_attention` or softmax tells of the heads."""
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
+    if named.get("need_weights", True) and not watched():
+        note(_ROAD, _WEIGHTS)
     extra = (named["bias_k"] is not None) + bool(named["add_zero_attn"])
     own = named["query"] is named["key"]
     of = Composite(named["num_heads"], own, extra, named["out_proj_weight"])
@@ -38,6 +46,8 @@ def multi_head_attention_forward(
 
 
 _NAMES = parameters(_FORWARD)
+_ROAD = "multi_head_attention"
+_WEIGHTS = "attention weights are asked for (need_weights=True)"
 
 
 # ── fused layers ────────────────────────────────────────────────────────────────────────────────
@@ -48,20 +58,22 @@ def native_multi_head_attention(
 ) -> Any:
     """`torch._native_multi_head_attention`: what `nn.MultiheadAttention` is in evaluation."""
     asked = _attention(*args, **kwargs)
-    out, weights = function(*args, **kwargs)
     given = [asked[name] for name in ("query", "key", "value")]
-    own = given[0] is given[1]
-    query, allowed = _wide(given[0], asked["mask"], asked["mask_type"])
-    key, value = (query if x is given[0] else x for x in given[1:])
-    weight, bias = asked["qkv_weight"], asked["qkv_bias"]
-    heads = _Fused(query, key, value, asked["num_head"], weight, bias, allowed, own)
-    new = heads.tell(net, net.names.current, out, asked["proj_weight"], "multi_head_attention")
+
+    def fused() -> _Fused:
+        query, allowed = _wide(given[0], asked["mask"], asked["mask_type"])
+        inputs = [query if x is given[0] else x for x in given]
+        return _Fused(inputs, asked["num_head"], asked, allowed, given[0] is given[1])
+
+    refused = _WEIGHTS if asked["need_weights"] else _nested(given[0])
+    layer = _Layer(net, net.names.current, _ROAD, partial(function, *args, **kwargs), refused)
+    result, new = layer.attended(fused, lambda found: found[0])
     if new is None:
-        return out, weights
-    made = _projected(new, asked["proj_weight"], asked["proj_bias"])
-    made = nested_like(made, out) if out.is_nested else made
+        return result
+    made = _projected(new, asked)
+    made = nested_like(made, given[0]) if given[0].is_nested else made
     _REPLACED[made] = new
-    return made, weights
+    return made, None if result is None else result[1]
 
 
 def transformer_encoder_layer(
@@ -69,30 +81,76 @@ def transformer_encoder_layer(
 ) -> Any:
     """`torch._transformer_encoder_layer_fwd`: what `nn.TransformerEncoderLayer` is then."""
     asked = _layer(*args, **kwargs)
-    out = function(*args, **kwargs)
-    src, allowed = _wide(asked["src"], asked["mask"], asked["mask_type"])
+    first = asked["norm_first"]
 
     def norm(x: Tensor, number: int) -> Tensor:
         weight, bias = asked[f"norm_weight_{number}"], asked[f"norm_bias_{number}"]
         return F.layer_norm(x, weight.shape, weight, bias, asked["eps"])
 
-    first = asked["norm_first"]
-    x = norm(src, 1) if first else src
-    weight, bias = asked["qkv_weight"], asked["qkv_bias"]
-    heads = _Fused(x, x, x, asked["num_heads"], weight, bias, allowed, own=True)
+    def wide() -> tuple[Tensor, Tensor | None]:
+        return _wide(asked["src"], asked["mask"], asked["mask_type"])
+
+    def fused() -> _Fused:
+        src, allowed = wide()
+        x = norm(src, 1) if first else src
+        return _Fused([x, x, x], asked["num_heads"], asked, allowed, own=True)
+
     name = ".".join(part for part in (net.names.current, "self_attn") if part)
-    new = heads.tell(net, name, out, asked["proj_weight"], "transformer_encoder_layer")
+    run = partial(function, *args, **kwargs)
+    layer = _Layer(net, name, "transformer_encoder_layer", run, _nested(asked["src"]))
+    result, new = layer.attended(fused, lambda found: found)
     if new is None:
-        return out
-    x = src + _projected(new, asked["proj_weight"], asked["proj_bias"])
+        return result
+    x = wide()[0] + _projected(new, asked)
     x = x if first else norm(x, 1)
     y = F.linear(norm(x, 2) if first else x, asked["ffn_weight_1"], asked["ffn_bias_1"])
     y = F.gelu(y) if asked["use_gelu"] else F.relu(y)
     x = x + F.linear(y, asked["ffn_weight_2"], asked["ffn_bias_2"])
     x = x if first else norm(x, 2)
-    made = nested_like(x, out) if out.is_nested else x
+    made = nested_like(x, asked["src"]) if asked["src"].is_nested else x
     _REPLACED[made] = new
     return made
+
+
+@dataclass
+class _Layer:
+    """A call of a fused layer: who makes it, how it runs, and why headwise would not serve it."""
+
+    net: Net
+    name: str
+    road: str
+    run: Callable[[], Any]
+    refused: str
+
+    def attended(
+        self, fused: Callable[[], _Fused], out: Callable[[Any], Tensor]
+    ) -> tuple[Any, Tensor | None]:
+        """What the layer gives (`None` if it did not run), and what is to take the place of its
+        heads' outputs, if anything."""
+        tells, served, heads = not isinstance(self.net, Accelerator), None, None
+        ours = bool(accelerators()) and not watched()
+        if ours:
+            found: Served | str = self.refused
+            if not self.refused:
+                heads = fused()
+                found = heads.serve(self.net.masks)
+            served = None if isinstance(found, str) else found
+            note(self.road, found, self.name)
+        if served is not None and not tells:
+            return None, served.out()
+        result: Any = None
+        if served is None:
+            with apart() if ours else nullcontext():
+                result = self.run()
+            if not tells:
+                return result, None
+        heads = heads or fused()
+        made: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
+        return result, heads.tell(self.net, self.name, made, self.road, served)
+
+
+def _nested(x: Tensor) -> str:
+    return "nested tensors" if x.is_nested else ""
 
 
 def _wide(x: Tensor, mask: Tensor | None, mask_type: int | None) -> tuple[Tensor, Tensor | None]:
@@ -109,9 +167,9 @@ def _wide(x: Tensor, mask: Tensor | None, mask_type: int | None) -> tuple[Tensor
     return x, allowed[:, None, None]
 
 
-def _projected(heads: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _projected(heads: Tensor, asked: dict[str, Any]) -> Tensor:
     """Heads `[B, H, T, D]` through the output projection."""
-    return F.linear(heads.transpose(1, 2).flatten(2), weight, bias)
+    return F.linear(heads.transpose(1, 2).flatten(2), asked["proj_weight"], asked["proj_bias"])
 
 
 _REPLACED = WeakIdKeyDictionary()
@@ -124,36 +182,67 @@ class _Fused:
 
     def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        given: Sequence[Tensor],
         heads: int,
-        weight: Tensor,
-        bias: Tensor,
+        asked: dict[str, Any],
         allowed: Tensor | None,
         own: bool,
     ) -> None:
         self.allowed, self.own, self.heads = allowed, own, heads
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = weight.chunk(3), bias.chunk(3)
-        self.q, self.k = self._split(query, w_q, b_q), self._split(key, w_k, b_k)
-        self.value = value, w_v, b_v
+        self.projection = asked["proj_weight"]
+        weights, biases = asked["qkv_weight"].chunk(3), asked["qkv_bias"].chunk(3)
+        self._parts = list(zip(given, weights, biases, strict=True))
 
-    def _split(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    @functools.cached_property
+    def q(self) -> Tensor:
+        """The queries of the heads `[B, H, T, D]`."""
+        return self._split(0)
+
+    @functools.cached_property
+    def k(self) -> Tensor:
+        """The keys of the heads."""
+        return self._split(1)
+
+    @functools.cached_property
+    def v(self) -> Tensor:
+        """The values of the heads, which no statistic reads."""
+        return self._split(2)
+
+    def _split(self, part: int) -> Tensor:
+        x, weight, bias = self._parts[part]
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def out(self) -> Tensor:
         """The heads' outputs."""
-        v = self._split(*self.value)
-        return F.scaled_dot_product_attention(self.q, self.k, v, self.allowed)
+        with apart():
+            return F.scaled_dot_product_attention(self.q, self.k, self.v, self.allowed)
 
-    def tell(self, net: Net, name: str, out: Tensor, projection: Tensor, road: str) -> Any:
-        """Tell of the heads; `out` is what the layer made of them."""
+    def serve(self, memo: MaskMemo) -> Served | str:
+        """The attention inside as headwise serves it, or why it does not.
+
+        Tensors without numbers tell whether it would, before anything is projected.
+        """
+        like = [x.new_empty(*x.shape[:2], w.shape[0]) for x, w, _ in self._parts]
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in like)
+        found = serve(Asked(q, k, v, self.allowed), self.out, memo)
+        if isinstance(found, str):
+            return found
+        return serve(Asked(self.q, self.k, self.v, self.allowed), self.out, memo)
+
+    def tell(
+        self,
+        net: Net,
+        name: str,
+        made: Tensor | Callable[[], Tensor],
+        road: str,
+        served: Served | None,
+    ) -> Tensor | None:
+        """Tell of the heads, and give what takes the place of their outputs, if anything does."""
         (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]
         extent = Extent(batch, heads, heads, queries, keys)
         mask = as_mask(self.allowed, extent)
         if self.own:
             mask = without_padding(mask, extent, self.q.device)
-        made: Any = _REPLACED.get(out, self.out)
         call = HeadsCall(
             name,
             road,
@@ -162,10 +251,14 @@ class _Fused:
             self.k,
             made,  # no statistic reads the values
             keywords={"mask": mask},
-            projection=projection,
+            projection=self.projection,
             own_positions=False,  # the mask has seen to that
         )
-        return net.tell(call)
+        if served is None:
+            return net.tell(call)
+        call = served.told(call)
+        new = net.tell(call)
+        return call.out if new is None else new
 
 
 def _attention(

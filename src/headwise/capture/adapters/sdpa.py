@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from ...core.shapes import Extent
 from ..call import HeadsCall
 from ..heads import composite
 from ..leading_axes import Leading, leading
-from ..mask_import import as_mask, in_place
+from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
 from ..parts import Waiting
+from ..serve import Asked, Served, accelerators, apart, note, serve, watched
 from .nested import nested_like, padded
 
 
@@ -24,26 +26,129 @@ def scaled_dot_product_attention(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
-    out = function(*args, **kwargs)
+    instead = None
+    if accelerators() and not watched():
+        instead, out = _instead(net, function, args, kwargs)
+    else:
+        out = function(*args, **kwargs)
     net.refuse_transforms()
     asked = _asked(*args, **kwargs)
     if is_causal_bias(asked["attn_mask"]):
-        asked |= _causal(asked["attn_mask"], out.device)
+        asked |= _causal(asked["attn_mask"], asked["query"].device)
     if out.is_nested:
         return _of_nested(net, asked, out)
     axes = leading(out.shape, net.names.stack, asked["value"])
+    if instead is not None and (axes is None or not axes.last or _moves_keys()):
+        instead, out = None, instead.out()
     said = f"scaled_dot_product_attention giving {list(out.shape)}"
     if axes is None:
         reason = f"{said}: nothing tells which axis is heads, and which is blocks"
         net.leave_out(net.names.stack[-1], reason)
         return out
     call = _call(net, asked, out, axes)
+    if instead is not None:
+        call = instead.served.told(call)
     waiting = None
     if composite() is None:
         made = axes.split(out)
         waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure, by_hand=False)
     new = net.tell(call, waiting)
+    if instead is not None:
+        out = instead.as_asked(call.out)
+        if new is None and waiting is not None:
+            waiting.made = axes.split(out)
     return out if new is None else axes.join(new, out.shape)
+
+
+# ── in the function's place ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Instead:
+    """A call that is served, and the shape and order of the output that the function would give."""
+
+    served: Served
+    shape: torch.Size
+    in_order: bool
+
+    def out(self) -> Tensor:
+        """The output `[…, T, Dv]`."""
+        return self.as_asked(self.served.out())
+
+    def as_asked(self, out: Tensor) -> Tensor:
+        """`[B, H, T, Dv]` with the axes of the queries, and in memory as these are."""
+        return (out.contiguous() if self.in_order else out).reshape(self.shape)
+
+
+def accelerated(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make the call with headwise's kernel, where that serves it and no watch will."""
+    if watched():
+        return function(*args, **kwargs)
+    instead, out = _instead(net, function, args, kwargs)
+    return out if instead is None else instead.out()
+
+
+def _instead(
+    net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Instead | None, Tensor]:
+    """The call as it is served, and an output without numbers; or `None` and the function's own."""
+    found = _plain(function, args, kwargs, net.masks)
+    note(_NAME, found if isinstance(found, str) else found.served)
+    if isinstance(found, str):
+        with apart():
+            return None, function(*args, **kwargs)
+    dtype = found.served.call.q.dtype
+    return found, torch.empty(found.shape, dtype=dtype, device="meta")
+
+
+def _plain(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memo: MaskMemo
+) -> Instead | str:
+    """A call of the function as headwise serves it, or why it does not."""
+    asked = _asked(*args, **kwargs)
+    q, k, v, given = (asked[name] for name in ("query", "key", "value", "attn_mask"))
+    if any(x.is_nested for x in (q, k, v)):
+        return "nested tensors"
+    if given is not None and asked["is_causal"]:
+        return "a mask and is_causal at once"
+    if is_causal_bias(given):
+        asked |= _causal(given, q.device)
+        given = asked["attn_mask"]
+    groups, ranks = asked["enable_gqa"], {x.dim() for x in (q, k, v)}
+    leads = {x.shape[:-3] if groups else x.shape[:-2] for x in (q, k, v)}
+    if min(ranks) < 2 or (groups and (min(ranks) < 3 or len(leads) > 1)):
+        return f"axes {[list(x.shape) for x in (q, k, v)]}"
+    lead = q.shape[:-2] if groups else torch.broadcast_shapes(*leads)
+    if given is not None and given.dim() > max(len(lead), 0) + 2:
+        return f"a mask {list(given.shape)} with more axes than the queries"
+    if given is not None and given.dim() > 2 and len(lead) != 2:
+        wide = given.expand(*lead, *given.shape[-2:])
+        given = wide.reshape(-1, lead[-1], *given.shape[-2:])
+
+    def four(x: Tensor) -> Tensor:
+        wide = x if groups else x.expand(*lead, *x.shape[-2:])
+        heads = wide.shape[-3] if wide.dim() > 2 else 1
+        return wide if wide.dim() == 4 else wide.reshape(-1, heads, *x.shape[-2:])
+
+    shape = torch.Size((*lead, q.shape[-2], v.shape[-1]))
+    call = Asked(
+        *(four(x) for x in (q, k, v)),
+        mask=given,
+        causal=asked["is_causal"],
+        scale=asked["scale"],
+        dropout=asked["dropout_p"],
+    )
+    found = serve(call, lambda: four(function(*args, **kwargs)), memo)
+    return found if isinstance(found, str) else Instead(found, shape, q.is_contiguous())
+
+
+_NAME = "scaled_dot_product_attention"
+
+
+def _moves_keys() -> bool:
+    """Whether a watch is told of the keys in another order than they are in."""
+    within = composite()
+    return within is not None and within.extra > 0
 
 
 def _asked(
@@ -87,7 +192,7 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
         k, v = k.roll(within.extra, 2), v.roll(within.extra, 2)
         given = None if given is None else given.roll(within.extra, -1)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
-    mask, keys = mask_of(net, given, extent, out.device, causal=asked["is_causal"])
+    mask, keys = mask_of(net, given, extent, q.device, causal=asked["is_causal"])
     return HeadsCall(
         net.names.current,
         "scaled_dot_product_attention",
@@ -161,10 +266,7 @@ def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
     return out if new is None else nested_like(new, out)
 
 
-def functions() -> dict[Any, Road]:
-    """The functions of this file."""
-    return {
-        F.scaled_dot_product_attention: scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention: scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
-    }
+def functions(road: Road = scaled_dot_product_attention) -> dict[Any, Road]:
+    """The functions of this file, which are told of or `accelerated`."""
+    operator = torch.ops.aten.scaled_dot_product_attention
+    return dict.fromkeys((F.scaled_dot_product_attention, operator, operator.default), road)

@@ -125,7 +125,7 @@ def _attend(
         if meaning is not None:
             first = _KEPT.first if key is _KEPT.keys else 0
             _KEPT.keys = None
-            return _tell(nets, given, meaning, run(**options), first)
+            return _tell(nets, given, meaning, partial(run, **options), first)
     told = net.told
     result = run(**options)
     if net.told == told:
@@ -138,12 +138,20 @@ def _attend(
 
 
 def _tell(
-    nets: tuple[Net, ...], given: Given, meaning: Meaning, result: tuple[Any, ...], first: int
+    nets: tuple[Net, ...],
+    given: Given,
+    meaning: Meaning,
+    run: Callable[[], tuple[Any, ...]],
+    first: int,
 ) -> tuple[Any, ...]:
     """Tell every net, those inside of what those outside have made of the output."""
-    out = made = given.heads_of(result)
+    served = given.served()
+    result: Any = None if served is not None else run()
+    made: Any = served.out if served is not None else given.heads_of(result)
     # Under autocast the function has cast them all to the dtype of its output.
-    q, k, v = (x.to(out.dtype) for x in (given.q, meaning.k, meaning.v))
+    dtype = made.dtype if served is None else served.call.q.dtype
+    q, k, v = (x.to(dtype) for x in (given.q, meaning.k, meaning.v))
+    out = made
     for net in nets:
         name = net.names.name_of(given.module)
         call = HeadsCall(
@@ -154,12 +162,16 @@ def _tell(
             v,
             out,
             keywords=meaning.keywords,
-            projection=_projection(given.module, out.shape[1] * out.shape[3]),
+            projection=_projection(given.module, q.shape[1] * v.shape[3]),
             own_positions=False,  # the mask has seen to that
             first_key=first,
         )
+        if served is not None and not isinstance(out, Tensor):
+            call = served.told(call)
         new = net.tell(call)
-        out = out if new is None else new
+        out = call.out if new is None else new
+    if result is None:
+        return out.transpose(1, 2).contiguous(), None
     if out is made:
         return result
     return out.transpose(1, 2).reshape(result[0].shape).contiguous(), *result[1:]

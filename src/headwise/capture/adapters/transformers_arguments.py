@@ -20,7 +20,9 @@ from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
 from ..mask_import import as_mask, reach, without_padding
 from ..net import Net
+from ..serve import Served, accelerators, note
 from .flex import allowed_by
+from .transformers_implementation import served_call, special, textbook
 
 Function = Callable[..., tuple[Any, ...]]
 
@@ -28,8 +30,10 @@ _KNOWN = {
     "sdpa_attention_forward": "sdpa",
     "flash_attention_forward": "flash",
     "flex_attention_forward": "flex",
+    "headwise_attention": "headwise",
 }
-"""transformers' own functions, of which it is known what they make of their arguments."""
+"""Functions of transformers and of headwise, of which it is known what they make of their
+arguments."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,31 @@ class Given:
         options: dict[str, Any],
     ) -> None:
         self.net, self.found, self.function, self.module = net, found, function, module
-        self.mask, self.options = mask, options
+        self.mask, self.options, self.given = mask, options, (q, k, v, mask)
         batch = max(len(q), len(k))  # a single row of queries may serve the whole batch
         self.q, self.k, self.v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
         self.named = getattr(function, "__name__", type(function).__name__)
-        own = getattr(function, "__module__", "").startswith("transformers.integrations.")
+        places = ("transformers.integrations.", f"{__package__}.")
+        own = getattr(function, "__module__", "").startswith(places)
         self.kind = _KNOWN.get(self.named) if own else None
+        if self.kind == "headwise" and not textbook(type(module), special(options)):
+            self.kind = None
 
     def heads_of(self, result: tuple[Any, ...]) -> Tensor:
         """The heads' outputs `[B, H, T, Dv]` in what the function gave."""
         out = result[0]  # [B, T, H, Dv], or the heads side by side
         return out.reshape(*out.shape[:2], self.q.shape[1], -1).transpose(1, 2)
+
+    def served(self) -> Served | None:
+        """The call as headwise computes it, where the function is headwise's or accelerated."""
+        accelerated = self.kind == "sdpa" and accelerators() and not special(self.options)
+        if self.kind != "headwise" and not accelerated:
+            return None
+        found = served_call(self.module, *self.given, self.options)
+        if isinstance(found, str):  # the function itself says why
+            return None
+        note(self.named, found)
+        return found
 
     def meaning(self, run: Function) -> Meaning | None:
         """What the arguments mean to the function; `None` if it computes something else."""
@@ -136,9 +154,9 @@ class Given:
         from_start = self.causal and 1 < queries < keys
         if self.kind in ("flash", None):
             yield keys, _both(_both(real, self._packed(keys)), self._band(keys))
-        if self.kind == "sdpa" and not from_start:
+        if self.kind in ("sdpa", "headwise") and not from_start:
             yield keys, _both(real, Causal() if self.causal else Everything())
-        if self.kind in ("sdpa", None) and from_start:
+        if self.kind in ("sdpa", "headwise", None) and from_start:
             yield queries, Causal()
         if self.kind in ("flex", None):
             yield keys, real

@@ -7,6 +7,7 @@ of a mistake that is named above them.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -210,6 +211,15 @@ class Verdict:
             yield f"{SIGNS['skipped']} {', '.join(rules)}: {message}"
         yield from (f"  {note}" for note in self.notes)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the findings as a table, the other rules folded."""
+        found, others = self.findings, [one for one in self.results if one not in self.findings]
+        parts = [f"<p><b>{html.escape(self.summary())}</b></p>", _html_rows(found)]
+        if others:
+            parts.append(f"<details><summary>{len(others)} other rules</summary>")
+            parts.append(f"{_html_rows(others)}</details>")
+        return "".join([*parts, *(f"<p>{html.escape(note)}</p>" for note in self.notes)])
+
     def __rich__(self) -> Any:
         """The same lines in colour, for `rich`."""
         from rich.text import Text
@@ -221,6 +231,21 @@ class Verdict:
             text.append(line + "\n", style=style)
         text.rstrip()
         return text
+
+
+def _html_rows(findings: Sequence[Finding]) -> str:
+    """Findings as a table: sign, rule, and the rest of their lines."""
+    rows = []
+    for one in findings:
+        more = html.escape("\n".join([*one.lines()][1:]))
+        rest = f"<pre>{more}</pre>" if more else ""
+        sign, rule, message = SIGNS[one.severity], html.escape(one.rule), html.escape(one.message)
+        cell = "text-align:left;vertical-align:top"
+        rows.append(
+            f'<tr><td>{sign}</td><td style="{cell}"><code>{rule}</code></td>'
+            f'<td style="{cell}">{message}{rest}</td></tr>'
+        )
+    return f"<table><tbody>{''.join(rows)}</tbody></table>" if rows else ""
 
 
 def _number(value: float | str) -> str:

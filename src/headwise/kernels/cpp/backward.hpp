@@ -4,6 +4,7 @@
 // Each task sums dK and dV of some keys of its own; dQ is summed per split of the keys, in order.
 #pragma once
 
+#include "dropout.hpp"
 #include "norms.hpp"
 
 #include <type_traits>
@@ -14,7 +15,8 @@ template <class In> struct Backward {
   typedef typename In::element E;
   typedef typename In::Product Product;
   static constexpr int STEP = Product::step;
-  static_assert(MR % STEP == 0, "the keys of a pair are in one product");
+  static constexpr int GROUP = In::GROUP; // keys to a product
+  static_assert(GROUP % STEP == 0, "the keys of a pair are in one product");
   static constexpr int BK = In::BK;       // keys to a block
   static constexpr int64_t CHUNK = 2048;  // keys whose gradients are summed side by side
   static constexpr int64_t TASKS = 32;    // heads are split over keys to come to so many
@@ -45,8 +47,10 @@ template <class In> struct Backward {
     Lanes *lanes;
     Coefficients *co;
     float *scores, *slopes, *capped, *out_grads, *out, *dq, *dk, *dv;
+    float *turned; // dQ, with tiles: [d][lane]
     E *queries, *grads, *query_rows, *grad_rows, *keys, *key_rows, *values, *rows;
     E *weights, *over_lanes, *over_keys; // P, and dS twice
+    uint32_t *drops; // of a block, where there is dropout
 
     explicit Room(headwise::Control &control) : steps(control) {}
 
@@ -63,17 +67,25 @@ template <class In> struct Backward {
       piece(scores, BK * BQ), piece(slopes, BK * BQ), piece(capped, w.c.softcap != 0 ? BK * BQ : 0);
       piece(queries, padded(In::depth(dim)) * BQ), piece(grads, padded(In::depth(value_dim)) * BQ);
       piece(query_rows, In::down_room(dim, BQ)), piece(grad_rows, In::down_room(value_dim, BQ));
-      piece(keys, In::across_room(dim, BK)), piece(key_rows, In::down_room(dim, BK));
+      piece(keys, In::across_room(dim, BK)), piece(key_rows, w.keys_room());
       piece(values, In::across_room(value_dim, BK));
       piece(weights, In::block_room(BK)), piece(over_lanes, In::block_room(BK)), piece(over_keys, In::block_room(BK));
-      piece(rows, In::across_room(most(dim, value_dim), BQ));
+      piece(rows, In::across_room(most(dim, value_dim), BQ)), piece(drops, Drops::room(w.c, BK));
       piece(out_grads, BQ * padded(value_dim)), piece(out, BQ * padded(value_dim));
-      piece(dq, BQ * w.wide), piece(dk, w.chunk_size() * w.wide), piece(dv, w.chunk_size() * w.value_wide);
+      piece(dq, BQ * w.wide), piece(turned, In::TILES ? BQ * w.wide : 0);
+      piece(dk, w.chunk_room() * w.wide), piece(dv, w.chunk_room() * w.value_wide);
       return bytes;
     }
   };
 
-  int64_t chunk_size() const { return least(CHUNK, c.keys); }
+  // Keys of a chunk; tiles add zeros to some after the last.
+  int64_t chunk_room() const { return least(CHUNK, c.keys) + (In::TILES ? GROUP : 0); }
+  int64_t keys_room() const {
+    if constexpr (In::TILES)
+      return In::turned_room(c.dim);
+    else
+      return In::down_room(c.dim, BK);
+  }
 
   // D, and the factors of what varies along a row, zeros in lanes beyond n; the task that has key 0 also
   // sees to the sinks.
@@ -125,7 +137,8 @@ template <class In> struct Backward {
   // Of keys k … k + STEP − 1 of the n in a block, scores become weights and slopes (dP on entry) dS · scale,
   // as products take them.
   template <bool STATS>
-  HW_INLINE void soften(Room &w, int32_t j0, int k, int n, int from, int to, bool open, const Digits &digits) const {
+  HW_INLINE void soften(Room &w, const Drops &drops, int32_t j0, int k, int n, int from, int to, bool open,
+                        const Digits &digits) const {
     const Coefficients &co = *w.co;
     for (int v = from; v < to; v++) {
       const int at = v * W;
@@ -141,7 +154,10 @@ template <class In> struct Backward {
         if (!open) t = select(w.lanes->sees(v, key), t, splat(-INF));
         p[i] = weight(t, digits);
         vf slope = -load<vf>(co.row + at);
-        if (values) slope += load<vf>(w.slopes + place);
+        if (values) {
+          vf worth = load<vf>(w.slopes + place);
+          slope += drops.any ? drops.keep(worth * c.inverse, key, v) : worth;
+        }
         if (STATS) {
           slope = fma(load<vf>(co.entropy + at), larger(digits.least, t), slope);
           vi ahead = splat(key) - load<vi>(w.lanes->position + at);
@@ -156,6 +172,7 @@ template <class In> struct Backward {
         }
         // What is hidden may be no number, nor its slope, as where an incoming gradient is near the largest.
         ds[i] = select(p[i] == vf{}, vf{}, slope * p[i] * scale);
+        if (drops.any) p[i] = drops.keep(p[i] * c.inverse, key, v);
       }
       In::keep_over_lanes(p[0], p[STEP - 1], w.weights, k, v);
       In::keep_over_lanes(ds[0], ds[STEP - 1], w.over_lanes, k, v);
@@ -175,22 +192,22 @@ template <class In> struct Backward {
     if (values && c.grad_v) grad = In::down(c, c.grad_out, grad_at, c.grad_out_stride[2], n, c.value_dim, w.grad_rows);
     coefficients(w, b, h, i0, n, c.grad_sinks && c0 == 0);
     const int32_t first = (int32_t)most(c0, w.lanes->first), last = (int32_t)least(c1, w.lanes->last);
-    int starts[BK / MR], stops[BK / MR]; // vectors that see some of MR keys
+    Drops drops(c, b, h, i0, w.drops);
+    int starts[BK / GROUP], stops[BK / GROUP]; // vectors that see some of GROUP keys
     for (int32_t j0 = first; j0 < last && !w.steps.stopped(); j0 += BK) {
       const int keys = (int)least(BK, last - j0);
       const bool open = w.lanes->open(j0, j0 + keys);
       const int64_t k_at = place(c.k_stride, b, g, j0), v_at = place(c.v_stride, b, g, j0);
-      for (int r = 0; r < keys; r += MR) {
-        starts[r / MR] = 0, stops[r / MR] = w.lanes->vectors;
-        if (!open) w.lanes->active(j0 + r, j0 + (int)least(r + MR, keys), starts[r / MR], stops[r / MR]);
+      for (int r = 0; r < keys; r += GROUP) {
+        starts[r / GROUP] = 0, stops[r / GROUP] = w.lanes->vectors;
+        if (!open) w.lanes->active(j0 + r, j0 + (int)least(r + GROUP, keys), starts[r / GROUP], stops[r / GROUP]);
       }
       // to[key][lane] = left · right
       auto dots = [&](const Matrix<E> &left, const E *right, int64_t width, float *to) {
-        for (int r = 0; r < keys; r += MR) {
-          const int from = starts[r / MR];
-          product<Product, false>((int)least(MR, keys - r), stops[r / MR] - from, left.data + r * left.stride,
-                                  left.stride, 1, right + from * W, BQ, to + (int64_t)r * BQ + from * W, BQ,
-                                  (int)In::depth(width));
+        for (int r = 0; r < keys; r += GROUP) {
+          const int from = starts[r / GROUP];
+          In::dots((int)least(GROUP, keys - r), stops[r / GROUP] - from, left.data + r * left.stride, left.stride,
+                   right + from * W, to + (int64_t)r * BQ + from * W, (int)In::depth(width));
         }
       };
       dots(In::across(c, c.k, k_at, c.k_stride[2], keys, c.dim, w.keys), w.queries, c.dim, w.scores);
@@ -199,43 +216,74 @@ template <class In> struct Backward {
              c.value_dim, w.slopes);
       if (!c.plain) finish_scores(c, *w.lanes, b, h, i0, n, j0, keys, w.scores, c.softcap != 0 ? w.capped : nullptr);
       for (int k = 0; w.co->raised && k < keys; k++)
-        for (int v = starts[k / MR]; v < stops[k / MR]; v++) {
+        for (int v = starts[k / GROUP]; v < stops[k / GROUP]; v++) {
           float *at = w.scores + (int64_t)k * BQ + v * W;
           store(at, load<vf>(at) - load<vf>(w.co->top + v * W));
         }
+      drops.draw(*w.lanes, j0, keys, open);
       for (int k = 0; k < keys; k += STEP) {
         if (stats)
-          soften<true>(w, j0, k, keys, starts[k / MR], stops[k / MR], open, digits);
+          soften<true>(w, drops, j0, k, keys, starts[k / GROUP], stops[k / GROUP], open, digits);
         else
-          soften<false>(w, j0, k, keys, starts[k / MR], stops[k / MR], open, digits);
+          soften<false>(w, drops, j0, k, keys, starts[k / GROUP], stops[k / GROUP], open, digits);
       }
-      // to[key] += Σ block[key][lane] · rows[lane]
-      auto to_keys = [&](const E *block, const Matrix<E> &rows, int64_t width, float *to) {
-        for (int r = 0; r < keys; r += MR) {
-          const int from = starts[r / MR] * W / STEP, end = ((int)least(n, stops[r / MR] * W) + STEP - 1) / STEP;
-          if (end > from)
-            product<Product, true>((int)least(MR, keys - r), (int)(width / W), block + r * (BQ / STEP) + from,
-                                   BQ / STEP, 1, rows.data + from * rows.stride, rows.stride,
-                                   to + (j0 + r - c0) * width, width, end - from);
-        }
-      };
-      if (values && c.grad_v) to_keys(w.weights, grad, value_wide, w.dv);
-      if (c.grad_k) to_keys(w.over_lanes, q, wide, w.dk);
-      if (!c.grad_q) continue;
-      // Keys that nobody in a vector may see were left out above: there, dS is 0.
-      for (int k = 0; k < keys; k += STEP)
-        for (int v = 0; v < w.lanes->vectors; v++)
-          if (v < starts[k / MR] || v >= stops[k / MR]) In::keep_over_keys(vf{}, vf{}, w.over_keys, k, v);
-      const Matrix<E> k = In::down(c, c.k, k_at, c.k_stride[2], keys, c.dim, w.key_rows);
-      for (int i = 0; i < n; i += MR) {
-        const int size = (int)least(MR, n - i);
-        int32_t from = j0, to = j0 + keys;
-        if (!open) w.lanes->keys_of(i, i + size, j0, j0 + keys, from, to);
-        from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
-        if (to > from)
-          product<Product, true>(size, (int)(wide / W), w.over_keys + (int64_t)from * BQ + i, 1, BQ,
-                                 k.data + from * k.stride, k.stride, w.dq + i * wide, wide, to - from);
-      }
+      clear_unseen(w, keys, starts, stops);
+      if (values && c.grad_v) to_keys(w.weights, grad, n, keys, starts, stops, value_wide, w.dv + (j0 - c0) * value_wide);
+      if (c.grad_k) to_keys(w.over_lanes, q, n, keys, starts, stops, wide, w.dk + (j0 - c0) * wide);
+      if (c.grad_q) to_queries(w, k_at, n, j0, keys, open);
+    }
+    if (In::TILES && c.grad_q) turn_back(w.turned, wide, n, w.dq);
+  }
+
+  // Keys that nobody in a vector may see were left out of products: there, P and dS are 0.
+  void clear_unseen(Room &w, int keys, const int *starts, const int *stops) const {
+    auto clear = [&](int k, int v) {
+      if (c.grad_q) In::keep_over_keys(vf{}, vf{}, w.over_keys, k, v);
+      if (!In::TILES) return;
+      In::keep_over_lanes(vf{}, vf{}, w.weights, k, v);
+      In::keep_over_lanes(vf{}, vf{}, w.over_lanes, k, v);
+    };
+    for (int k = 0; k < keys; k += STEP)
+      for (int v = 0; v < (In::TILES ? VQ : w.lanes->vectors); v++)
+        if (v < starts[k / GROUP] || v >= stops[k / GROUP]) clear(k, v);
+    if constexpr (In::TILES)
+      for (int k = (keys + 1) / STEP * STEP; k < 2 * In::pairs_of(keys); k += STEP)
+        for (int v = 0; v < VQ; v++) clear(k, v);
+  }
+
+  // to[key] += Σ block[key][lane] · rows[lane]
+  void to_keys(const E *block, const Matrix<E> &rows, int n, int keys, const int *starts,
+               const int *stops, int64_t width, float *to) const {
+    if constexpr (In::TILES) {
+      In::add(In::whole(keys), (int)(width / W), block, BQ / STEP, rows.data, rows.stride, to, width,
+                  In::pairs_of(n));
+      return;
+    }
+    for (int r = 0; r < keys; r += GROUP) {
+      const int from = starts[r / GROUP] * W / STEP, end = ((int)least(n, stops[r / GROUP] * W) + STEP - 1) / STEP;
+      if (end > from)
+        product<Product, true>((int)least(GROUP, keys - r), (int)(width / W), block + r * (BQ / STEP) + from,
+                               BQ / STEP, 1, rows.data + from * rows.stride, rows.stride, to + r * width, width,
+                               end - from);
+    }
+  }
+
+  // dQ[lane] += Σ dS[key][lane] · K[key]
+  void to_queries(Room &w, int64_t k_at, int n, int32_t j0, int keys, bool open) const {
+    if constexpr (In::TILES) {
+      In::turn_pairs(c.k, k_at, c.k_stride[2], keys, c.dim, w.key_rows);
+      In::add((int)wide, w.lanes->vectors, w.key_rows, BK / 2, w.over_keys, BQ, w.turned, BQ, In::pairs_of(keys));
+      return;
+    }
+    const Matrix<E> k = In::down(c, c.k, k_at, c.k_stride[2], keys, c.dim, w.key_rows);
+    for (int i = 0; i < n; i += MR) {
+      const int size = (int)least(MR, n - i);
+      int32_t from = j0, to = j0 + keys;
+      if (!open) w.lanes->keys_of(i, i + size, j0, j0 + keys, from, to);
+      from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
+      if (to > from)
+        product<Product, true>(size, (int)(wide / W), w.over_keys + (int64_t)from * BQ + i, 1, BQ,
+                               k.data + from * k.stride, k.stride, w.dq + i * wide, wide, to - from);
     }
   }
 
@@ -244,6 +292,7 @@ template <class In> struct Backward {
     const int64_t split = number % splits, b = number / splits / c.kv_heads, g = number / splits % c.kv_heads;
     Room w(c.control);
     w.take(&scratch, *this);
+    [[maybe_unused]] const typename In::Session session;
     w.weights = In::over_lanes(w.scores, w.weights), w.over_lanes = In::over_lanes(w.slopes, w.over_lanes);
     w.over_keys = In::over_keys(w.slopes, w.over_keys);
     for (int64_t chunk = split; chunk < chunks; chunk += splits) {
@@ -255,6 +304,7 @@ template <class In> struct Backward {
           const int n = (int)least(BQ, c.queries - i0);
           w.lanes->set(c, b, h, i0, n);
           __builtin_memset(w.dq, 0, n * wide * sizeof(float));
+          if (In::TILES) __builtin_memset(w.turned, 0, BQ * wide * sizeof(float));
           const bool meets = w.lanes->first < c1 && c0 < w.lanes->last;
           if (meets)
             block(w, b, h, i0, n, (int32_t)c0, (int32_t)c1);
@@ -307,13 +357,5 @@ template <class In> struct Backward {
     return done ? HW_OK : HW_NO_MEMORY;
   }
 };
-
-static int backward(const hw_call &call, headwise::Control &control) {
-  const Call c(call, control);
-#if defined(__AVX512BF16__)
-  if (c.dtype == HW_BFLOAT16) return Backward<InPairs>(c).run();
-#endif
-  return Backward<InFloat>(c).run();
-}
 
 } // namespace HW_ISA

@@ -173,15 +173,4 @@ template <class Product> static int decode_by(const Call &c) {
   return in_parts(c, Decode<Product, false>(c));
 }
 
-static int decode(const Call &c) {
-  if (c.dtype == HW_BFLOAT16) return decode_by<ByBFloat>(c);
-  if (c.dtype == HW_FLOAT16) return decode_by<ByHalf>(c);
-  return decode_by<Float>(c);
-}
-
-static int attention(const hw_call &call, headwise::Control &control) {
-  const Call c(call, control);
-  return Decode<Float, false>::serves(c) ? decode(c) : forward(c);
-}
-
 } // namespace HW_ISA

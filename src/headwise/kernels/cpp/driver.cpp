@@ -6,6 +6,7 @@
 #include "headwise.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -184,7 +185,7 @@ const char *const NAMES[] = {"lse", "max", "entropy", "ahead", "first", "previou
 
 struct Spec {
   int64_t batch = 1, kv_heads = 1, group = 1, queries = 1, keys = 1, dim = 1, value_dim = 1, dtype = HW_FLOAT32;
-  int64_t window = 0, offset = 0, blocks = 1;
+  int64_t window = 0, offset = 0, blocks = 1, dropped = 0;
   double scale = 1, softcap = 0;
   bool values = true, fused = false, causal = false, sampled = false, low = false, high = false, allowed = false,
        bias = false, slopes = false, sinks = false;
@@ -239,6 +240,7 @@ Spec draw_spec(Random &r) {
     const double sizes[] = {1e25, 1e30, 3e38, MOST};
     s.huge = sizes[r.from(0, 3)] * (r.chance(0.7) ? -1 : 1), s.share = r.of({2, 50, 100}) / 100.0;
   }
+  if (r.chance(0.25)) s.dropped = r.of({1, 6554, 32768, 60000, 65535});
   return s;
 }
 
@@ -299,6 +301,17 @@ const std::function<void(Spec &)> CORNERS[] = {
       s.dtype = HW_BFLOAT16, s.window = 40, s.softcap = 10, s.scale = -2;
       s.fused = s.causal = s.low = s.high = s.allowed = s.bias = s.slopes = s.sinks = true;
     },
+    // dropout: of decoding, of splits and chunks, where blocks of keys begin at any key, and of all at once
+    [](Spec &s) { s.keys = 2500, s.kv_heads = 2, s.group = 4, s.dim = s.value_dim = 16, s.dropped = 6554; },
+    [](Spec &s) {
+      s.keys = 4501, s.queries = 67, s.dim = 7, s.value_dim = 5;
+      s.causal = true, s.window = 3001, s.offset = 4434, s.dropped = 30000;
+    },
+    [](Spec &s) {
+      s.batch = 2, s.kv_heads = 2, s.group = 3, s.queries = s.keys = 131, s.dim = s.value_dim = 16;
+      s.dtype = HW_BFLOAT16, s.window = 41, s.softcap = 10, s.dropped = 6554;
+      s.fused = s.causal = s.sampled = s.low = s.allowed = s.bias = s.slopes = s.sinks = true;
+    },
 };
 constexpr int FIXED = sizeof CORNERS / sizeof CORNERS[0];
 
@@ -325,6 +338,7 @@ struct Case {
     masks(r);
     gradients(r);
     blocks(r);
+    call.seed = r.next();
   }
   Case(const Case &) = delete; // the call points into it
   std::string words() const;
@@ -335,7 +349,7 @@ private:
     call.queries = s.queries, call.keys = s.keys, call.dim = s.dim, call.value_dim = s.values ? s.value_dim : 0;
     call.dtype = s.dtype, call.threads = 1;
     call.scale = (float)s.scale, call.softcap = (float)s.softcap;
-    call.causal = s.causal, call.window = s.window, call.offset = s.offset;
+    call.causal = s.causal, call.window = s.window, call.offset = s.offset, call.dropped = s.dropped;
   }
 
   void tensors(Random &r) {
@@ -461,7 +475,7 @@ std::string Case::words() const {
   const std::pair<bool, const char *> flags[] = {
       {s.fused, "fused"}, {!s.values, "no values"}, {s.causal, "causal"}, {s.window, "window"}, {s.sampled, "sampled"},
       {s.low, "low"},     {s.high, "high"},         {s.allowed, "table"}, {s.bias, "bias"},     {s.slopes, "slopes"},
-      {s.sinks, "sinks"}, {s.softcap != 0, "softcap"}, {s.huge != 0, "huge"}};
+      {s.sinks, "sinks"}, {s.softcap != 0, "softcap"}, {s.huge != 0, "huge"}, {s.dropped, "dropout"}};
   for (const auto &[on, name] : flags)
     if (on) all += std::string(", ") + name;
   return all;
@@ -488,10 +502,30 @@ double rounded(double score) { return std::fabs(score) < 1e25 ? ROUND * std::fab
 // One query's weights: all that is in a row.
 struct Row {
   std::vector<double> capped, score, score_off, p, log_p, p_off; // p_off is relative
+  std::vector<double> keep;                                      // what dropout makes of a weight
   double top, lse, lse_off, sink, sink_log, sink_off;
   int64_t position;
   bool dead;
 };
+
+// Philox4x32-7 by the book: word `number` of the four.
+uint32_t philox(std::array<uint32_t, 4> x, uint64_t seed, int number) {
+  uint32_t key[] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+  for (int round = 0; round < 7; round++, key[0] += 0x9E3779B9, key[1] += 0xBB67AE85) {
+    const uint64_t of_0 = 0xD2511F53ull * x[0], of_2 = 0xCD9E8D57ull * x[2];
+    x = {(uint32_t)(of_2 >> 32) ^ x[1] ^ key[0], (uint32_t)of_2, (uint32_t)(of_0 >> 32) ^ x[3] ^ key[1],
+         (uint32_t)of_0};
+  }
+  return x[(size_t)number];
+}
+
+double kept(const hw_call &c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (c.dropped == 0) return 1;
+  const uint32_t word = philox({(uint32_t)(j / 4), (uint32_t)(i / 2), (uint32_t)h, (uint32_t)b}, c.seed,
+                               (i % 2 == 0 ? 1 : 0) + (j % 4 < 2 ? 0 : 2));
+  const int64_t half = (int16_t)(uint16_t)(j % 2 == 0 ? word : word >> 16);
+  return half < c.dropped - 32768 ? 0 : 65536.0 / (double)(65536 - c.dropped);
+}
 
 bool attends(const hw_call &c, int64_t b, int64_t h, int64_t i, int64_t j, int64_t position) {
   if (c.causal && j > position) return false;
@@ -506,8 +540,9 @@ void row_of(const hw_call &c, const Numbers &x, int64_t b, int64_t h, int64_t i,
   const int64_t S = c.keys, g = h / (c.heads / c.kv_heads);
   const double *q = &x.q[(size_t)(((b * c.heads + h) * c.queries + i) * c.dim)];
   const double *k = &x.k[(size_t)((b * c.kv_heads + g) * S * c.dim)];
-  for (auto *list : {&row.capped, &row.score, &row.score_off, &row.p, &row.log_p, &row.p_off})
+  for (auto *list : {&row.capped, &row.score, &row.score_off, &row.p, &row.log_p, &row.p_off, &row.keep})
     list->assign((size_t)S, 0.0);
+  for (int64_t j = 0; j < S; j++) row.keep[j] = kept(c, b, h, i, j);
   row.position = c.position ? c.position[i] : i + c.offset;
   row.top = -INF;
   for (int64_t j = 0; j < S; j++, k += c.dim) {
@@ -631,7 +666,7 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
       const double *v = values + j * Dv;
       double dot = 0, size = 0;
       for (int64_t d = 0; d < Dv; d++) dot += grad[d] * v[d], size += std::fabs(grad[d] * v[d]);
-      worth += dot, worth_off += summed(Dv) * size;
+      worth += row.keep[j] * dot, worth_off += row.keep[j] * summed(Dv) * size;
     }
     const double inner = worth - mean + gradient[LSE] - entropy(row.log_p[j]);
     worth_off += mean_off + std::fabs(gradient[ENTROPY]) * (row.p_off[j] + ROUND * std::fabs(row.log_p[j]));
@@ -651,7 +686,7 @@ void backward_row(const Case &a, const Row &row, int64_t b, int64_t h, int64_t i
       to.grad_k.add(of_k + d, ds * q[d], (ds_off + kk * size) * std::fabs(q[d]));
     }
     for (int64_t d = 0; grad && d < Dv; d++)
-      to.grad_v.add(of_v + d, p * grad[d], p * (row.p_off[j] + kk) * std::fabs(grad[d]));
+      to.grad_v.add(of_v + d, row.keep[j] * p * grad[d], row.keep[j] * p * (row.p_off[j] + kk) * std::fabs(grad[d]));
   }
 }
 
@@ -680,7 +715,7 @@ Reference reference_of(const Case &a) {
       // With bfloat16 values, weights may be bfloat16 themselves.
       const double p = row.p[j], p_off = p * row.p_off[j], v_off = p_off + (c.dtype == HW_BFLOAT16 ? p * unit : 0);
       for (int64_t d = 0; d < Dv; d++)
-        to.out.add(at * Dv + d, p * v[j * Dv + d], v_off * std::fabs(v[j * Dv + d]));
+        to.out.add(at * Dv + d, row.keep[j] * p * v[j * Dv + d], row.keep[j] * v_off * std::fabs(v[j * Dv + d]));
       const double more = std::fabs(counts) * (p_off + p * summed(c.queries));
       to.received.add(head * S + j, counts * p, more);
       // One key after the other goes to a map, and where all weights are alike so are their roundings.
@@ -715,7 +750,7 @@ double loss(const Case &a, const Numbers &x) {
       if (!a.grad_of[f].empty()) sum += a.grad_of[f][(size_t)at] * figure[f];
     for (int64_t j = 0; a.with_grad_out && j < c.keys; j++)
       for (int64_t d = 0; d < c.value_dim; d++)
-        sum += a.out_gradients[(size_t)(at * c.value_dim + d)] * row.p[j] *
+        sum += a.out_gradients[(size_t)(at * c.value_dim + d)] * row.p[j] * row.keep[j] *
                x.v[(size_t)(((b * c.kv_heads + g) * c.keys + j) * c.value_dim + d)];
   }
   return sum;
@@ -952,6 +987,7 @@ void check_refusals(int isa) {
   refused(sums, [&](hw_call &c) { c.key_block = worse.data(); });
   refused(all, [](hw_call &c) { c.scale = NOT; });
   refused(all, [](hw_call &c) { c.scale = (float)INF; });
+  for (int64_t dropped : {-1, 65536}) refused(all, [&](hw_call &c) { c.dropped = dropped; });
   refused(all, [](hw_call &c) { c.softcap = -1; });
   refused(all, [](hw_call &c) { c.softcap = (float)INF; });
   for (Function function : all)

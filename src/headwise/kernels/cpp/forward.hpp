@@ -3,7 +3,8 @@
 // et al. 2022, algorithm 1). Beside Σ p it sums p·(s − max) and p·(j − j0): entropy and E[j].
 #pragma once
 
-#include "operands.hpp"
+#include "dropout.hpp"
+#include "tiles.hpp"
 
 namespace HW_ISA {
 
@@ -30,9 +31,9 @@ static HW_INLINE vf base_of(vf top) { return select(top == splat(-INF), vf{}, to
 // Puts N vectors of lanes of a block's scores through the softmax: scores[key][lane] become weights
 // 2^((s − top) · digits), and go to `weights` as the product wants them. True if some lane's top changed.
 template <class In, int N, bool ALL>
-static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j0, int n, const Digits &digits,
-                             bool open, const int8_t *start, const int8_t *stop, float *scores,
-                             typename In::element *weights) {
+static HW_INLINE bool soften(const Lanes &lanes, Running &run, const Drops &drops, int v0, int32_t j0, int n,
+                             const Digits &digits, bool open, const int8_t *start, const int8_t *stop,
+                             float *scores, typename In::element *weights) {
   auto idle = [&](int k, int v) { return !open && (v0 + v < start[k] || v0 + v >= stop[k]); };
   vf best[N];
   for (int v = 0; v < N; v++) best[v] = splat(-INF);
@@ -81,6 +82,7 @@ static HW_INLINE bool soften(const Lanes &lanes, Running &run, int v0, int32_t j
           es[v] = fma(p[i][v], larger(digits.least, t), es[v]);
           ej[v] = fma(p[i][v], step, ej[v]);
         }
+        if (drops.any) p[i][v] = drops.keep(p[i][v], j0 + k + i, v0 + v);
       }
       step += 1.f;
     }
@@ -116,7 +118,8 @@ static inline void note_scores(const Call &c, const Lanes &lanes, Running &run, 
   }
 }
 
-// What the sums over all keys come to, with the sinks; `share` is what each output row is multiplied by.
+// What the sums over all keys come to, with the sinks; `share` is what each output row is multiplied by, which
+// makes up for what was dropped.
 // The lanes' rows of the results lie side by side from row0 on.
 template <bool ALL>
 static inline void finish_rows(const Call &c, const Running &run, int64_t row0, int n, float *share) {
@@ -151,7 +154,7 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
     vf logs = log_positive(select(dead, splat(1.f), sum)), inverse = 1.f / select(dead, splat(1.f), sum);
     logs = select(sum == sum, logs, sum);
     vf scale = select(dead, vf{}, shrink * inverse);
-    store(share + at, scale);
+    store(share + at, scale * c.inverse);
     auto put = [&](float *to, vf x, float of_dead) {
       x = select(dead, splat(of_dead), x);
       if (to && count == W)
@@ -181,21 +184,29 @@ template <class In> struct Workspace {
   static constexpr int ROWS = BQ > In::BK ? BQ : In::BK; // queries or keys
   Lanes &lanes;
   Running &run;
-  float *scores, *out;
+  float *scores, *out, *turned; // with tiles, sums are made turned: [d][lane]
   E *queries, *rows, *values, *weights;
+  uint32_t *drops; // of a block, where there is dropout
 
   Workspace(headwise::Scratch &s, const Call &c)
       : lanes(*s.take<Lanes>(1)), run(*s.take<Running>(1)), scores(s.take<float>(In::BK * BQ)),
-        out(s.take<float>(BQ * padded(c.value_dim))), queries(s.take<E>(padded(In::depth(c.dim)) * BQ)),
-        rows(s.take<E>(In::across_room(c.dim, ROWS))), values(s.take<E>(In::down_room(c.value_dim, In::BK))),
-        weights(s.take<E>(In::block_room(In::BK))) {}
+        out(s.take<float>(BQ * padded(c.value_dim))), turned(s.take<float>(In::TILES ? BQ * padded(c.value_dim) : 0)),
+        queries(s.take<E>(padded(In::depth(c.dim)) * BQ)),
+        rows(s.take<E>(In::across_room(c.dim, ROWS))), values(s.take<E>(values_room(c))),
+        weights(s.take<E>(In::block_room(In::BK))), drops(s.take<uint32_t>(Drops::room(c, In::BK))) {}
 
+  static int64_t values_room(const Call &c) {
+    if constexpr (In::TILES)
+      return In::turned_room(c.value_dim);
+    else
+      return In::down_room(c.value_dim, In::BK);
+  }
   static int64_t bytes(const Call &c) {
     typedef headwise::Scratch S;
     return S::size_of<Lanes>(1) + S::size_of<Running>(1) + S::size_of<float>(In::BK * BQ) +
-           S::size_of<float>(BQ * padded(c.value_dim)) + S::size_of<E>(padded(In::depth(c.dim)) * BQ) +
-           S::size_of<E>(In::across_room(c.dim, ROWS)) + S::size_of<E>(In::down_room(c.value_dim, In::BK)) +
-           S::size_of<E>(In::block_room(In::BK));
+           (In::TILES ? 2 : 1) * S::size_of<float>(BQ * padded(c.value_dim)) + S::size_of<E>(padded(In::depth(c.dim)) * BQ) +
+           S::size_of<E>(In::across_room(c.dim, ROWS)) + S::size_of<E>(values_room(c)) +
+           S::size_of<E>(In::block_room(In::BK)) + S::size_of<uint32_t>(Drops::room(c, In::BK));
   }
 };
 
@@ -210,6 +221,18 @@ static inline void rescale(float *out, int64_t wide, const float *factors, int n
   }
 }
 
+// The same of an output that is turned: [d][lane].
+static inline void rescale_turned(float *out, int64_t wide, const float *factors, int vectors) {
+  for (int v = 0; v < vectors; v++) {
+    const vf factor = load<vf>(factors + v * W);
+    if (!any_of(factor != splat(1.f))) continue;
+    for (int64_t d = 0; d < wide; d++) {
+      float *at = out + d * BQ + v * W;
+      store(at, select(factor == vf{}, vf{}, load<vf>(at) * factor));
+    }
+  }
+}
+
 // The output of n rows from their sums, given what each is multiplied by.
 static inline void finish_out(const Call &c, float *out, int64_t wide, const float *share, int n) {
   rescale(out, wide, share, n);
@@ -219,65 +242,105 @@ static inline void finish_out(const Call &c, float *out, int64_t wide, const flo
   if (any_of(all != all)) c.control.found(HW_OVERFLOW);
 }
 
+// Adds to the output of n lanes what they take of a block's values.
+template <class In>
+static inline void add_values(const Call &c, Workspace<In> &w, int64_t b, int64_t g, int n, int32_t j0, int keys,
+                              bool open, const typename In::element *weights) {
+  typedef typename In::Product Product;
+  constexpr int STEP = Product::step;
+  const int64_t wide = padded(c.value_dim);
+  const Matrix<typename In::element> v =
+      In::down(c, c.v, place(c.v_stride, b, g, j0), c.v_stride[2], keys, c.value_dim, w.values);
+  for (int i = 0; i < n; i += MR) {
+    const int size = (int)least(MR, n - i);
+    int32_t from = 0, to = keys;
+    if (!open) {
+      w.lanes.keys_of(i, i + size, j0, j0 + keys, from, to);
+      from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
+    } else {
+      to = (keys + STEP - 1) / STEP;
+    }
+    if (to > from)
+      product<Product, true>(size, (int)(wide / W), weights + (int64_t)from * BQ + i, 1, BQ,
+                             v.data + from * v.stride, v.stride, w.out + i * wide, wide, to - from);
+  }
+}
+
+#if HW_TILES
+static inline void add_values(const Call &c, Workspace<InTiles> &w, int64_t b, int64_t g, int n, int32_t j0, int keys,
+                              bool open, uint32_t *weights) {
+  const int64_t wide = padded(c.value_dim), at = place(c.v_stride, b, g, j0);
+  InTiles::clear_keys(weights, keys);
+  const bool finite = InTiles::turn_pairs(c.v, at, c.v_stride[2], keys, c.value_dim, w.values);
+  if (finite || open)
+    InTiles::add((int)wide, w.lanes.vectors, w.values, InTiles::BK / 2, weights, BQ, w.turned, BQ,
+                InTiles::pairs_of(keys));
+  else // a weight of 0 would not hide them
+    for (int i = 0; i < n; i++)
+      for (int32_t j = (int32_t)most(j0, w.lanes.low[i]); j < least(j0 + keys, w.lanes.high[i]); j++) {
+        const float p = from_bf16((uint16_t)(weights[(j - j0) / 2 * BQ + i] >> ((j - j0) % 2 * 16)));
+        const uint16_t *row = (const uint16_t *)c.v + at + (j - j0) * c.v_stride[2];
+        for (int64_t d = 0; d < c.value_dim; d++) w.turned[d * BQ + i] += p * from_bf16(row[d]);
+      }
+}
+#endif
+
 // Sums over the keys [first, last) that the lanes may see, in `w.run` and `w.out` (both cleared here).
 template <class In, bool ALL>
 static void over_keys(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int32_t first, int32_t last,
                       Workspace<In> &w) {
-  typedef typename In::Product Product;
-  constexpr int STEP = Product::step, BK = In::BK;
+  constexpr int BK = In::BK, GROUP = In::GROUP;
   typename In::element *const weights = In::over_keys(w.scores, w.weights);
   const int64_t g = h / (c.heads / c.kv_heads), wide = c.v ? padded(c.value_dim) : 0;
   const Digits digits = digits_of(c);
   const int depth = (int)In::depth(c.dim);
   headwise::Steps steps(c.control);
+  Drops drops(c, b, h, i0, w.drops);
   w.run.clear();
-  __builtin_memset(w.out, 0, n * wide * sizeof(float));
+  if (In::TILES)
+    __builtin_memset(w.turned, 0, wide * BQ * sizeof(float));
+  else
+    __builtin_memset(w.out, 0, n * wide * sizeof(float));
   int8_t start[BK], stop[BK];
   for (int32_t j0 = first; j0 < last && !steps.stopped(); j0 += BK) {
     const int keys = (int)least(BK, last - j0);
     const bool open = w.lanes.open(j0, j0 + keys);
     const Matrix<typename In::element> k =
         In::across(c, c.k, place(c.k_stride, b, g, j0), c.k_stride[2], keys, c.dim, w.rows);
-    for (int r = 0; r < keys; r += MR) {
-      const int size = (int)least(MR, keys - r);
+    for (int r = 0; r < keys; r += GROUP) {
+      const int size = (int)least(GROUP, keys - r);
       int from = 0, to = w.lanes.vectors;
       if (!open) w.lanes.active(j0 + r, j0 + r + size, from, to);
       for (int i = r; i < r + size; i++) start[i] = (int8_t)from, stop[i] = (int8_t)to;
-      product<Product, false>(size, to - from, k.data + r * k.stride, k.stride, 1, w.queries + from * W, BQ,
-                              w.scores + (int64_t)r * BQ + from * W, BQ, depth);
+      In::dots(size, to - from, k.data + r * k.stride, k.stride, w.queries + from * W,
+               w.scores + (int64_t)r * BQ + from * W, depth);
     }
     if (!c.plain) finish_scores(c, w.lanes, b, h, i0, n, j0, keys, w.scores, nullptr);
     if (c.first || c.previous || c.self) note_scores(c, w.lanes, w.run, j0, keys, w.scores);
+    drops.draw(w.lanes, j0, keys, open);
     bool changed = false;
     int at = 0;
     for (; at + NV <= w.lanes.vectors; at += NV)
-      changed |= soften<In, NV, ALL>(w.lanes, w.run, at, j0, keys, digits, open, start, stop, w.scores, weights);
+      changed |= soften<In, NV, ALL>(w.lanes, w.run, drops, at, j0, keys, digits, open, start, stop, w.scores, weights);
     for (; at < w.lanes.vectors; at++)
-      changed |= soften<In, 1, ALL>(w.lanes, w.run, at, j0, keys, digits, open, start, stop, w.scores, weights);
+      changed |= soften<In, 1, ALL>(w.lanes, w.run, drops, at, j0, keys, digits, open, start, stop, w.scores, weights);
     if (!c.v) continue;
-    if (changed && j0 > first) rescale(w.out, wide, w.run.factor, n);
-    const Matrix<typename In::element> v =
-        In::down(c, c.v, place(c.v_stride, b, g, j0), c.v_stride[2], keys, c.value_dim, w.values);
-    for (int i = 0; i < n; i += MR) {
-      const int size = (int)least(MR, n - i);
-      int32_t from = 0, to = keys;
-      if (!open) {
-        w.lanes.keys_of(i, i + size, j0, j0 + keys, from, to);
-        from = (from - j0) / STEP, to = (to - j0 + STEP - 1) / STEP;
-      } else {
-        to = (keys + STEP - 1) / STEP;
-      }
-      if (to > from)
-        product<Product, true>(size, (int)(wide / W), weights + (int64_t)from * BQ + i, 1, BQ,
-                               v.data + from * v.stride, v.stride, w.out + i * wide, wide, to - from);
+    if (changed && j0 > first) {
+      if (In::TILES)
+        rescale_turned(w.turned, wide, w.run.factor, w.lanes.vectors);
+      else
+        rescale(w.out, wide, w.run.factor, n);
     }
+    add_values(c, w, b, g, n, j0, keys, open, weights);
   }
+  if (In::TILES && c.v) turn_back(w.turned, wide, n, w.out);
 }
 
 // The same over a part of the keys that a block of queries may see: number `split` of `splits`.
 template <class In, bool ALL>
 static void pass_over(const Call &c, int64_t b, int64_t h, int64_t i0, int n, int64_t split, int64_t splits,
                       Workspace<In> &w) {
+  [[maybe_unused]] const typename In::Session session;
   w.lanes.set(c, b, h, i0, n);
   In::lay(c, c.q, place(c.q_stride, b, h, i0), c.q_stride[2], n, c.dim, w.rows, w.queries);
   if (c.sign != 1.f) In::change_sign(c, w.queries, c.dim);
@@ -401,13 +464,6 @@ template <class In, bool ALL> struct Forward {
 template <class In> static int forward_in(const Call &c) {
   if (c.entropy || c.ahead) return in_parts(c, Forward<In, true>(c));
   return in_parts(c, Forward<In, false>(c));
-}
-
-static int forward(const Call &c) {
-#if defined(__AVX512BF16__)
-  if (c.dtype == HW_BFLOAT16) return forward_in<InPairs>(c);
-#endif
-  return forward_in<InFloat>(c);
 }
 
 } // namespace HW_ISA

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of hw_call, and compared by the caller. */
-#define HW_INTERFACE 2
+#define HW_INTERFACE 3
 
 enum { HW_FLOAT32 = 0, HW_BFLOAT16 = 1, HW_FLOAT16 = 2 };
 
@@ -72,6 +72,11 @@ typedef struct {
   const float *slopes;                      /* [H]: adds -slope * |position - j|, or NULL */
   const float *sinks;                       /* [H]: one more logit in each row's sum, or NULL */
 
+  /* Of 65536 weights so many are dropped on their way to the output, and the others scaled up to make up for
+     them; 0 to 65535. Figures and sums are those of the weights before. dropout.hpp says which are dropped. */
+  int64_t dropped;
+  uint64_t seed;
+
   /* Results of hw_forward. With v NULL there is no output, and only the scores are passed over. */
   void *out;               /* [B, H, T, Dv] */
   int64_t out_stride[3];
@@ -110,11 +115,13 @@ int hw_backward(const hw_call *call, int isa);
 /* Column sums and block maps of P, given the log-sum-exp. */
 int hw_sums(const hw_call *call, int isa);
 
-/* The instruction sets that this library was built for, best first. A negative isa above means the
-   best one that the machine has. */
+/* The instruction sets that this library was built for, richest first. A negative isa above means the
+   one that is fastest on this machine, hw_isa_best(). */
 int hw_isa_count(void);
 const char *hw_isa_name(int isa);
 int hw_isa_here(int isa);        /* 1 if this machine can run it */
+
+int hw_isa_best(void);           /* -1 where it can run none */
 
 int hw_interface(void);          /* HW_INTERFACE of the built library */
 int64_t hw_call_size(void);      /* sizeof(hw_call), for callers that mirror the struct */

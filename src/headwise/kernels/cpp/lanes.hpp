@@ -18,12 +18,14 @@ static HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 struct Call : hw_call {
   headwise::Control &control;
   float sign, unit;
+  float inverse; // of the share of weights that dropout keeps
   bool plain; // nothing is done to products but to scale them, by a number of no extreme size
   Call(const hw_call &c, headwise::Control &shared)
       : hw_call(c), control(shared), sign(c.scale > 0 ? 1.f : c.scale < 0 ? -1.f : 0.f) {
     scale = sign == 0 ? 1.f : sign * c.scale;
     plain = softcap == 0 && !allowed && !bias && !slopes && scale >= 0x1p-64f && scale <= 0x1p64f;
     unit = plain ? scale : 1.f;
+    inverse = 65536.f / (float)(65536 - dropped);
   }
 };
 

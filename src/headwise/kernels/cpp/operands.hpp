@@ -13,8 +13,20 @@ template <class E> struct Matrix {
   int64_t stride;
 };
 
+// Scores of at most GROUP rows by `vectors` of lanes: to[row][lanes] = Σ left[row] · right[][lanes].
+template <class Product> struct InRegisters {
+  static constexpr bool TILES = false;
+  static constexpr int GROUP = MR; // rows of a product
+  struct Session {};               // what a task has while it multiplies
+
+  static void dots(int rows, int vectors, const typename Product::left *left, int64_t stride,
+                   const typename Product::right *right, float *to, int depth) {
+    product<Product, false>(rows, vectors, left, stride, 1, right, BQ, to, BQ, depth);
+  }
+};
+
 // Everything in float32; halves are widened as they are read.
-struct InFloat {
+struct InFloat : InRegisters<Float> {
   static constexpr int BK = 48; // keys to a block
   typedef Float Product;
   typedef float element;
@@ -55,7 +67,7 @@ struct InFloat {
 
 #if defined(__AVX512BF16__)
 // Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
-struct InPairs {
+struct InPairs : InRegisters<Pair> {
   static constexpr int BK = 96; // keys to a block
   typedef Pair Product;
   typedef uint32_t element;
@@ -124,7 +136,7 @@ struct InPairs {
     store(to + BQ / 2, _mm512_extracti64x4_epi64(rows, 1));
   }
 
-private:
+protected:
   static HW_INLINE __m512i both(vf even, vf odd) {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   }

@@ -121,12 +121,4 @@ template <class In> struct Sums {
   }
 };
 
-static int sums(const hw_call &call, headwise::Control &control) {
-  const Call c(call, control);
-#if defined(__AVX512BF16__)
-  if (c.dtype == HW_BFLOAT16) return Sums<InPairs>(c).run();
-#endif
-  return Sums<InFloat>(c).run();
-}
-
 } // namespace HW_ISA

@@ -1,21 +1,10 @@
 // The ladder's page: time and memory rung by rung, and the table, for the size that is chosen.
-"use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const $ = (id) => document.getElementById(id);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-let size = data.sizes[0];
+const ladder = JSON.parse($("data").textContent);
+let size = ladder.sizes[0];
+const savedName = () => size.name;  // of saved pictures
+const embedded = true;          // the page has no links to what it shows
 
-/** An element with attributes and children; strings become text, never markup. */
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-const whole = (value) => value.toLocaleString("en-GB");
 const milliseconds = (spread) => 1e3 * spread.median;
 const brief = (value) => (value >= 100 ? whole(Math.round(value)) : value.toPrecision(3));
 const scientific = (value) => (value === 0 ? "0" : value.toExponential(1));
@@ -53,57 +42,56 @@ function drawTable() {
   $("notes").replaceChildren(...size.notes.map((note) => el("li", {}, note)));
 }
 
-/** Points of one figure, rung by rung from the top: a bar would have no foot on a logarithmic scale. */
-function points(name, colour, symbol, figure, unit) {
-  const rows = size.rows.filter((row) => figure(row) !== null);
-  const all = rows.map(figure);
-  return {
-    type: "scatter", mode: "markers", name, marker: { color: colour, symbol, size: 10 }, cliponaxis: false,
-    y: rows.map((row) => row.rung), x: all.map(({ median }) => median),
-    error_x: {
-      type: "data", symmetric: false, color: colour, thickness: 2, width: 0,
-      array: all.map(({ median, high }) => high - median),
-      arrayminus: all.map(({ median, low }) => median - low),
-    },
-    hovertemplate: `%{y}: %{x:.3g} ${unit}<extra>${name}</extra>`,
-  };
+const MARKS = {  // of a series: its colour, and its glyph in a box of 12 by 12
+  forward: ["--accent", "M6 .8a5.2 5.2 0 1 1 0 10.4a5.2 5.2 0 1 1 0-10.4z"],
+  "forward and backward": ["--mark", "M6 .3l5.7 5.7-5.7 5.7-5.7-5.7z"],
+  memory: ["--accent", "M6 .8a5.2 5.2 0 1 1 0 10.4a5.2 5.2 0 1 1 0-10.4z"],
+};
+
+/** One figure, rung by rung from the top: a point each, for a bar would have no foot on a logarithmic scale. */
+function series(name, figure, unit) {
+  return size.rows.map((row, place) => ({ row, place, name, unit, spread: figure(row) })).filter(({ spread }) => spread);
 }
 
-function layout(title, traces) {
-  const font = { size: 12, color: css("--muted") };
-  const values = traces.flatMap(({ x }) => x);
-  const range = Math.max(...values) / Math.min(...values);
+/** Ticks of a logarithmic scale, at round numbers. */
+function logTicks(low, high, room) {
+  const range = high / low;
   const steps = range > 30 ? [1] : range > 6 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 8];
   const ticks = Array.from({ length: 24 }, (_, power) => steps.map((step) => step * 10 ** (power - 9))).flat();
-  return {
-    height: 90 + 26 * size.rows.length, margin: { l: 8, r: 12, t: 28, b: 52 }, showlegend: traces.length > 1,
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", dragmode: false, hovermode: "closest",
-    font: { family: getComputedStyle(document.body).fontFamily, color: css("--ink"), size: 12 },
-    legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
-    xaxis: {
-      type: "log", fixedrange: true, zeroline: false, gridcolor: css("--line"), tickfont: font,
-      title: { text: title, font }, tickvals: ticks, ticktext: ticks.map((value) => value.toLocaleString("en-GB", { maximumFractionDigits: 9 })),
-    },
-    yaxis: {
-      categoryorder: "array", categoryarray: size.rows.map((row) => row.rung), range: [size.rows.length - 0.5, -0.5],
-      fixedrange: true, automargin: true, ticks: "", tickfont: { size: 12 }, gridcolor: css("--line"),
-    },
-  };
+  return ticks.filter((tick) => tick >= low / 10 ** room && tick <= high * 10 ** room)
+    .map((tick) => [Math.log10(tick), tick.toLocaleString("en-GB", { maximumFractionDigits: 9 })]);
+}
+
+/** Points on a row for each rung; `names` writes the rungs at the left. */
+function drawRungs(id, title, found, names) {
+  const all = found.flatMap(({ spread: { low, high } }) => [low, high]);
+  const [low, high] = [Math.min(...all), Math.max(...all)];
+  const longest = Math.max(...size.rows.map(({ rung }) => rung.length));
+  const room = 0.04 * Math.log10(high / low) + 0.03;
+  chart(id, {
+    width: $(id).clientWidth, height: 60 + 26 * size.rows.length, margin: { l: names ? 14 + 6.6 * longest : 12, r: 20, t: 8, b: 44 },
+    x: { title, range: [Math.log10(low) - room, Math.log10(high) + room], ticks: logTicks(low, high, room), lines: true },
+    y: { range: [size.rows.length - 0.5, -0.5], ticks: size.rows.map(({ rung }, place) => [place, names ? rung : ""]), lines: true },
+    lines: found.map(({ place, name, spread }) => (
+      { points: [[Math.log10(spread.low), place], [Math.log10(spread.high), place]], colour: MARKS[name][0], width: 2 })),
+    points: found.map(({ row, place, name, unit, spread }) => ({
+      x: Math.log10(spread.median), y: place, size: 10, edge: 0, colour: css(MARKS[name][0]), path: MARKS[name][1], row, name, unit, spread,
+    })),
+    hover: (event, { point: { row, name, unit, spread } }) => showTip(event, [[row.rung, null, ""], [name, null, `${brief(spread.median)} ${unit}`]]),
+  }).setAttribute("aria-label", `${title} of ${size.rows.length} rungs; the table has the figures`);
 }
 
 function drawPlots() {
-  const options = { displayModeBar: false, responsive: true, doubleClick: false, showTips: false };
   const scaled = (spread) => spread && { median: 1e3 * spread.median, low: 1e3 * spread.low, high: 1e3 * spread.high };
   const kib = (value) => value && { median: value / 1024, low: value / 1024, high: value / 1024 };
-  const times = [
-    points("forward", css("--accent"), "circle", (row) => scaled(row.forward), "ms"),
-    points("forward and backward", css("--mark"), "diamond", (row) => scaled(row.step), "ms"),
-  ];
-  const memory = [points("memory", css("--accent"), "circle", (row) => kib(row.peak_bytes), "KiB")];
-  Plotly.react($("times"), times, layout("milliseconds", times), options);
-  Plotly.react($("memory"), memory, layout("KiB that forward and backward add", memory), options);
-  $("times").setAttribute("aria-label", `Times of ${size.rows.length} rungs in milliseconds; the table has the figures`);
-  $("memory").setAttribute("aria-label", `Memory of ${size.rows.length} rungs in KiB; the table has the figures`);
+  const times = [...series("forward", (row) => scaled(row.forward), "ms"), ...series("forward and backward", (row) => scaled(row.step), "ms")];
+  drawRungs("times", "milliseconds", times, true);
+  const beside = $("times").getBoundingClientRect().top === $("memory").getBoundingClientRect().top;
+  drawRungs("memory", "KiB that forward and backward add", series("memory", (row) => kib(row.peak_bytes), "KiB"), !beside);
+  $("series").replaceChildren(...["forward", "forward and backward"].filter((name) => times.some((point) => point.name === name)).map((name) => {
+    const glyph = drawn("svg", { viewBox: "0 0 12 12", class: "glyph", "aria-hidden": "true" }, drawn("path", { d: MARKS[name][1], fill: css(MARKS[name][0]) }));
+    return el("li", {}, glyph, name);
+  }));
 }
 
 function draw() {
@@ -114,31 +102,28 @@ function draw() {
 }
 
 function drawOnce() {
-  $("where").textContent = data.where;
-  $("sizes").append(...data.sizes.map((one, index) => {
+  $("where").textContent = ladder.where;
+  $("sizes").append(...ladder.sizes.map((one, index) => {
     const input = el("input", { type: "radio", name: "size", value: one.name });
     input.checked = index === 0;
     input.addEventListener("change", () => { size = one; draw(); });
     return el("label", {}, input, el("span", {}, one.name.replaceAll("x", " × ")));
   }));
-  $("made").append(...data.made.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  $("made").append(...ladder.made.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-async function start() {
-  if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
+function start() {
   drawOnce();
-  const packed = Uint8Array.from(atob($("plotly").textContent), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const script = el("script");
-  script.textContent = await new Response(stream).text();
-  document.head.append(script);
   draw();
   dark.addEventListener("change", draw);
+  addEventListener("resize", draw);
   document.documentElement.dataset.ready = "yes";
 }
 
-start().catch((error) => {
+try {
+  start();
+} catch (error) {
   $("fault").hidden = false;
   $("fault").textContent = `The page could not be drawn: ${error.message}`;
   console.error(error);
-});
+}

@@ -15,22 +15,28 @@ from headwise.report.page.parts import (
     check_out,
     fill,
     json_text,
-    packed,
     part,
-    plotly,
-    version,
     write_html,
 )
 from headwise.tutorial.compare import Ladder, notes
 
 __all__ = ["render_ladder", "write_ladder"]
 
+SCRIPTS = (
+    "views/core.js",
+    "views/draw.js",
+    "views/tip.js",
+    "views/save.js",
+    "views/chart.js",
+    "ladder.js",
+)
+
 
 def write_ladder(ladder: Ladder, path: str | os.PathLike[str]) -> Path:
     """Write `ladder` as one HTML file at `path`; an existing file is replaced in one step.
 
-    Raises `PageError` when the folder does not exist or cannot be written, or when the `plotly`
-    package is missing. Nothing half-written is left behind.
+    Raises `PageError` when the folder does not exist or cannot be written. Nothing half-written is
+    left behind.
     """
     path = check_out(path)
     return write_html(path, render_ladder(ladder))
@@ -40,10 +46,9 @@ def render_ladder(ladder: Ladder) -> str:
     """The whole page as a string. The same `ladder` gives the same string."""
     parts = {
         "title": html.escape(f"the ladder on {_where(ladder)}"),
-        "style": part("style.css"),
+        "style": part("style.css") + part("chart.css"),
         "data": json_text(page_data(ladder)),
-        "plotly": packed("plotly", plotly().encode("utf-8")),
-        "script": part("ladder.js"),
+        "script": "\n".join(part(script) for script in SCRIPTS),
     }
     return fill(part("ladder.html"), parts)
 
@@ -71,7 +76,7 @@ def made(ladder: Ladder) -> list[tuple[str, str]]:
     """How the figures came about, as names and values to read."""
     facts = ladder.provenance
     machine, limits, settings = facts["machine"], facts["limits"], facts["settings"]
-    versions = {"Python": machine["python"], **machine["versions"], "plotly": version("plotly")}
+    versions = {"Python": machine["python"], **machine["versions"]}
     compiled = "every rung but the scalar one compiled" if settings["compile"] else "not compiled"
     return [
         ("Machine", f"{_where(ladder)}; threads {machine['threads']}, cores {machine['cores']}"),

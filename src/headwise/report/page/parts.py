@@ -1,8 +1,7 @@
-"""What all pages share: one file put together from parts, with Plotly and the data packed in it."""
+"""What all pages share: one file put together from parts, with the data packed in it."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import os
@@ -19,12 +18,10 @@ from headwise.report.schema import finite
 __all__ = [
     "PageError",
     "check_out",
-    "check_place",
     "fill",
     "json_text",
     "packed",
     "part",
-    "plotly",
     "version",
 ]
 
@@ -38,13 +35,6 @@ def check_out(path: str | os.PathLike[str]) -> Path:
 
     Call it before the slow part, so that a wrong `--out` costs nothing.
     """
-    path = check_place(path)
-    plotly()
-    return path
-
-
-def check_place(path: str | os.PathLike[str]) -> Path:
-    """The path for a page that needs no Plotly, if a file can be there; else `PageError`."""
     path = Path(path)
     try:
         place_for(path)
@@ -87,20 +77,6 @@ def json_text(value: Any) -> str:
 def part(name: str) -> str:
     """A file of this folder."""
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
-
-
-def plotly() -> str:
-    """Plotly's own bundle for pages without a network.
-
-    Raises `PageError` when the `plotly` package is missing.
-    """
-    try:
-        offline = importlib.import_module("plotly.offline")
-    except ModuleNotFoundError as error:
-        raise PageError(
-            "the page needs the plotly package: pip install 'headwise[page]' (or use --json)"
-        ) from error
-    return offline.get_plotlyjs()
 
 
 def version(package: str) -> str:

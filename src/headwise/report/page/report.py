@@ -10,17 +10,20 @@ from __future__ import annotations
 import html
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from headwise.report.label_styles import LABEL_STYLES
 from headwise.report.schema import Look, document, titles
 
-from .parts import check_out, fill, packed, part, plotly, version, write_html
+from .parts import check_out, fill, json_text, packed, part, write_html
 
 __all__ = ["made", "render_page", "write_page"]
 
 SCRIPTS = (
-    "core tip plots choice heads table map head text mosaic likeness scatter compare about main"
+    "core draw tip labels save chart choice bar heads sentence arcs story cards map proof offsets"
+    " head text mosaic table changes compare likeness scatter about main"
 ).split()
 
 # What the page's header has, or the looks' own arrays.
@@ -34,8 +37,8 @@ def write_page(look: Look, path: str | os.PathLike[str], *, other: Look | None =
 
     With `other`, both are on the page, and their difference.
 
-    Raises `PageError` when the folder does not exist or cannot be written, or when the `plotly`
-    package is missing. Nothing half-written is left behind.
+    Raises `PageError` when the folder does not exist or cannot be written. Nothing half-written is
+    left behind.
     """
     path = check_out(path)
     return write_html(path, render_page(look, other=other))
@@ -52,9 +55,9 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
     text = json.dumps(results, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": html.escape(" and ".join(names)),
-        "style": part("style.css") + part("report.css"),
+        "style": part("style.css") + part("chart.css") + part("report.css"),
         "results": packed("results", text.encode("utf-8", "backslashreplace")),
-        "plotly": packed("plotly", plotly().encode("utf-8")),
+        "styles": json_text([asdict(style) for style in LABEL_STYLES]),
         "script": "\n".join(part(f"views/{script}.js") for script in SCRIPTS),
     }
     return fill(part("report.html"), parts)
@@ -66,17 +69,18 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
 def made(look: Look) -> list[tuple[str, str]]:
     """How the look was made, as names and values to read."""
     facts = dict(look.provenance)
+    versions = facts.pop("versions", None)
     told = [
         ("Model", _model(look, facts)),
         ("Text", _text(look, facts)),
         ("Random repeats", _repeats(facts)),
         ("Attention", _attention(facts)),
+        ("Loss", _loss(facts)),
         ("Numbers", _numbers(facts)),
         ("Maps", facts.pop("map", None) or _maps(look)),
         ("Likeness", facts.pop("similarity", None)),
         ("Seed", facts.pop("seed", None)),
     ]
-    versions = {**facts.pop("versions", {}), "plotly": version("plotly")}
     for shown in SHOWN:
         facts.pop(shown, None)
     others = [(key.replace("_", " ").capitalize(), value) for key, value in facts.items()]
@@ -129,6 +133,16 @@ def _attention(facts: dict[str, Any]) -> str:
 def _numbers(facts: dict[str, Any]) -> str | None:
     dtype, device = facts.pop("dtype", None), facts.pop("device", None)
     return f"{dtype} on {device}, statistics in float32 or finer" if dtype else None
+
+
+def _loss(facts: dict[str, Any]) -> str | None:
+    parts = []
+    if (text := facts.get("loss_text")) is not None:
+        parts.append(f"{text:.2f} nats on {facts.pop('loss', 'each token')}")
+    if (first := facts.get("loss_first_copy")) is not None:
+        second = facts["loss_second_copy"]
+        parts.append(f"on random tokens {first:.2f} the first time, {second:.2f} the second")
+    return "; ".join(parts) or None
 
 
 def _maps(look: Look) -> str:

@@ -24,12 +24,13 @@ from headwise.report.schema import finite
 from headwise.report.timeline import Array, Timeline, Track, matched, read_timeline
 from headwise.telemetry import History
 
-from .parts import check_place, fill, packed, part, version, write_html
+from .parts import check_out, fill, packed, part, version, write_html
 
 __all__ = ["render_timeline", "timeline", "write_timeline"]
 
 SCRIPTS = (
     "views/core.js",
+    "views/draw.js",
     "views/tip.js",
     "steps/columns.js",
     "steps/marks.js",
@@ -100,7 +101,7 @@ def timeline(
     ...     hw.timeline(folder, f"{folder}/timeline.html").stat().st_size < 100_000
     True
     """
-    path = check_place(path)
+    path = check_out(path)
     other = None if compare is None else read_timeline(compare)
     return write_timeline(read_timeline(run), path, other=other)
 
@@ -121,7 +122,7 @@ def write_timeline(
         PageError: the folder does not exist or cannot be written.
         TimelineError: two runs that have nothing in common.
     """
-    path = check_place(path)
+    path = check_out(path)
     return write_html(path, render_timeline(run, other=other, reread=reread))
 
 
@@ -135,7 +136,7 @@ def render_timeline(
         coding = Coding(2, False, coding.steps + 1)
     parts = {
         "title": html.escape(" and ".join(one.name for one in runs)),
-        "style": part("style.css") + part("report.css"),
+        "style": part("style.css") + part("chart.css") + part("report.css"),
         "results": results,
         "script": "\n".join(part(script) for script in SCRIPTS),
     }

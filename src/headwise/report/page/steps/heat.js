@@ -1,22 +1,6 @@
 // Heads by steps: a picture on a canvas, with axes, alarms and the choice drawn over it.
 
-const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
 const heat = { left: 46, top: 6, bottom: 40, right: 10, picture: null };
-
-const hex = (colour) => [1, 3, 5].map((place) => parseInt(colour.slice(place, place + 2), 16));
-
-/** 256 colours between some, as pixels. */
-function palette(colours) {
-  const stops = colours.map(hex);
-  return Uint32Array.from({ length: 256 }, (_, index) => {
-    const place = (index / 255) * (stops.length - 1);
-    const [before, share] = [Math.min(stops.length - 2, Math.floor(place)), place % 1 || (place === stops.length - 1 ? 1 : 0)];
-    const [r, g, b] = stops[before].map((value, part) => Math.round(value + share * (stops[before + 1][part] - value)));
-    return pixel(r, g, b);
-  });
-}
-
-const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 /** How figures become colours: `{ share, colours, low, high, log }`. */
 function colouring(statistic) {

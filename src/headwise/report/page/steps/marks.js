@@ -1,12 +1,4 @@
-// What both charts draw with: SVG, axes, marks.
-
-/** An element of SVG. */
-function drawn(tag, attributes = {}, ...children) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
+// What both charts draw with: axes, marks.
 
 const line = (x1, y1, x2, y2, kind) => drawn("line", { x1, y1, x2, y2, class: kind });
 const words = (x, y, anchor, text) => drawn("text", { x, y, "text-anchor": anchor }, text);

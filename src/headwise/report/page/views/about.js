@@ -1,11 +1,14 @@
 // The header, and what the page says of itself: how it was made, the rules, the formulas.
 
-views.about = { title: "About", draw: drawAbout };
+views.about = { title: "About", more: true, draw: drawAbout };
 
 function drawHeader() {
   const made = data.provenance;
   $("model").textContent = made.model;
   $("text").textContent = made.text;
+  $("one-name").hidden = runs.length > 1;
+  $("both-names").hidden = runs.length === 1;
+  $("both-names").replaceChildren(...runs.map(({ title }, run) => el("span", { class: run === state.run ? "shown" : "" }, el("b", {}, "AB"[run]), ` ${title}`)));
   const fact = (value, words) => el("li", {}, el("b", {}, value), ` ${words}`);
   const facts = [fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`)];
   const many = made.texts > 1;
@@ -16,10 +19,11 @@ function drawHeader() {
     facts.push(fact(whole(tokens.length), many ? first : what));
   }
   if (many) facts.push(fact(whole(made.texts), data.streams[0].grid ? "images" : "texts"));
-  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats on ${made.loss ?? "each token"}`));
+  if (typeof made.loss_text === "number") facts.push(fact(made.loss_text.toFixed(2), `nats of loss on ${made.loss ?? "each token"}`));
   if (typeof made.loss_first_copy === "number") {
-    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats a token, random tokens → their repeat"));
+    facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats of loss on random tokens, the first time → when they come again"));
   }
+  if (runs.length > 1) facts.unshift(fact("AB"[state.run], "is shown:"));
   $("facts").replaceChildren(...facts);
   $("notice").hidden = !made.notice;
   $("notice").textContent = made.notice ?? "";

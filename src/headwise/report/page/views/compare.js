@@ -1,41 +1,108 @@
-// Two looks side by side: the difference of each figure of the same head, and of its maps.
+// Two looks side by side: what changed, layer by layer and head by head, and the same head's text and maps in both.
 
 views.compare = {
   title: "Compare",
   there: () => runs.length === 2,
   async load() {
     const rows = runs.map((_, run) => sameHead(chosen(), run));
-    return Promise.all(rows.map((row) => row && headMap(row)));
+    return Promise.all(rows.map((row) => row && headRows(row)));
   },
-  draw(maps) {
-    const both = runs[0].columns.filter(({ key }) => runs[1].column.has(key));
-    if (!both.some(({ key }) => key === comparing.key)) comparing.key = both[0]?.key;
-    const names = both.map(({ key, short, title }) => [key, key.endsWith("_random") ? `${short} (random)` : short, title]);
-    switches($("differences-of"), "difference", names, comparing.key, (key) => { comparing.key = key; drawDifferences(); });
+  draw(both) {
+    drawChanges();
+    drawStrip();
     drawDifferences();
-    drawBothMaps(maps);
+    drawBoth(both);
   },
 };
 
-const comparing = { key: undefined };
-const nameOf = (row) => `${row.module}.${row.head}`;
+const comparing = { key: undefined, layer: "" };  // the figure, and the layer whose heads are listed; "" for all
 
-/** A row of either look as that of look `run`; undefined where there is none. */
-const sameHead = (row, run) => runs[run].rows[runs[run].byName.get(nameOf(row))];
+// --- what changed ------------------------------------------------------------------------------
 
-/** Heads of the same module and number in A and in B, with B's figure less A's; null where one lacks it. */
-function pairs(key) {
-  return runs[0].rows.map((a) => ({ a, b: sameHead(a, 1) })).filter(({ b }) => b).map(({ a, b }) =>
-    ({ a, b, change: typeof a[key] === "number" && typeof b[key] === "number" ? b[key] - a[key] : null }));
+const SENTENCES = 7;
+
+function drawChanges() {
+  const found = headChanges();
+  if (!bothColumns().some(({ key }) => key === comparing.key)) comparing.key = (found[0]?.column ?? rankedColumns()[0] ?? bothColumns()[0])?.key;
+  const labels = found.filter(({ label }) => label).length;
+  const [first, second] = runs.map(({ title }) => title);
+  $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
+    `${whole(bothHeads().length)} of ${counted(runs[0].rows.length, "head")} of A are in B: the same module and number. Differences are B − A.`);
+  const left = bothColumns().filter((column) => !rankedColumns().includes(column));
+  if (left.length) {
+    const lengths = runs.map(({ read }) => read.map(({ tokens }) => whole(tokens.length)).join(" and "));
+    const names = left.map(({ title }) => title[0].toLowerCase() + title.slice(1));
+    $("compare-what").append(el("b", {}, ` A is on ${lengths[0]} tokens, B on ${lengths[1]}. Figures that grow with the length are left out of the ranking, and labels that follow them: ${names.join("; ")}.`));
+  }
+  $("changed").textContent = !found.length ? "No head’s figures differ."
+    : labels ? `${counted(labels, "label")} changed. The largest changes:` : "No head’s label changed. The largest changes:";
+  $("changes").replaceChildren(...found.slice(0, SENTENCES).map((change) => {
+    const button = headButton(change.a, () => chooseChange(change.a, change.column.key, ""));
+    return el("li", {}, button, " ", ...changeWords(change));
+  }));
 }
+
+/** Makes a head of A and a figure the chosen ones, and lists the heads of a layer, or of all. */
+function chooseChange(a, key, layer) {
+  Object.assign(comparing, { key, layer });
+  return choose(data.byName.get(nameOf(a)) ?? state.row);
+}
+
+/** Layers by figures: how much the mean of a layer's heads changed. */
+function drawStrip() {
+  const columns = rankedColumns();
+  const layers = columns.length ? layerChanges(columns) : [];
+  $("strip-panel").hidden = !layers.length;
+  if (!layers.length) return;
+  const z = layers.map(({ means }) => means.map((mean, place) => mean / spanOf(columns[place])));
+  const end = Math.max(1e-9, ...z.flat().filter((value) => !Number.isNaN(value)).map(Math.abs));
+  const width = $("strip").clientWidth;
+  const across = (width - namesRoom(runs[0]) - 10) / columns.length;
+  const turned = across < 34 ? 90 : 40;
+  const margin = { l: namesRoom(runs[0]), r: 10, t: 6, b: turnedRoom(columns.map(briefTitle), turned, false) };
+  const tall = Math.max(12, Math.min(36, 480 / layers.length));
+  const grid = { z, low: -end, high: end, stops: diverging(), gap: 2 };
+  const [line, column] = [layers.findIndex(({ layer }) => String(layer) === comparing.layer), columns.findIndex(({ key }) => key === comparing.key)];
+  const every = Math.ceil(18 / tall);
+  const at = ({ column: place, row }) => [layers[row], columns[place]];
+  chart("strip", {
+    says: { title: "Mean change of each figure, layer by layer, B − A", scale: "Orange is more in B, blue more in A; colours follow the change as a share of the figure’s range over all heads." },
+    width, height: tall * layers.length + margin.t + margin.b, margin, grid, frames: line < 0 ? [] : frame(column, line),
+    x: { range: [-0.5, columns.length - 0.5], ticks: columns.map((one, place) => [place, briefTitle(one)]), turned },
+    y: {
+      range: [layers.length - 0.5, -0.5], title: layersTitle(runs[0]),
+      ticks: layers.map(({ layer }, place) => [place, layerName(layer, runs[0])]).filter(([place]) => place % every === 0),
+    },
+    words: across < 44 || tall < 15 ? [] : layers.flatMap(({ means }, y) => means.map((mean, x) => [mean, x, y]).filter(([mean]) => !Number.isNaN(mean))
+      .map(([mean, x]) => ({ x, y, text: Math.abs(mean) < 0.5 * 10 ** -columns[x].digits ? "·" : signed(mean, columns[x]), colour: inkOn(hex(cellColour(grid, z[y][x]))) }))),
+    click: (place) => {
+      const [layer, one] = at(place);
+      if (layer && one) chooseChange(mostChanged(layer.heads, one.key).a, one.key, String(layer.layer));
+    },
+    hover: (event, place) => {
+      const [layer, one] = at(place);
+      if (!layer || !one) return hideTip();
+      const mean = layer.means[place.column];
+      return showTip(event, [[`Layer ${layer.layer}`, null, counted(layer.heads.length, "head")],
+        [`${one.title}, mean change`, null, Number.isNaN(mean) ? "–" : signed(mean, one) + unitName(one)]]);
+    },
+  }).setAttribute("aria-label", `Mean change of each figure in each of ${counted(layers.length, "layer")}; the table below has a layer’s heads in pairs`);
+}
+
+const mostChanged = (heads, key) => heads.reduce((best, pair) => (Math.abs(changeOf(pair, key) ?? 0) > Math.abs(changeOf(best, key) ?? 0) ? pair : best));
+
+// --- one figure --------------------------------------------------------------------------------
 
 function drawDifferences() {
   const column = runs[0].column.get(comparing.key);
-  const found = pairs(comparing.key);
-  const [first, second] = runs.map(({ title }) => title);
-  $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
-    `${whole(found.length)} of ${counted(runs[0].rows.length, "head")} of A are in B: the same module and number. Differences are B − A.`);
-  const there = found.filter(({ change }) => change !== null);
+  $("difference-menu").replaceChildren(...bothColumns().map(({ key, title }) => el("option", { value: key }, title)));
+  $("difference-menu").value = comparing.key ?? "";
+  const layers = [...new Set(bothHeads().map(({ a }) => a.layer))];
+  $("layer-menu").replaceChildren(el("option", { value: "" }, "all layers"), ...layers.map((layer) => {
+    return el("option", { value: String(layer) }, `layer ${layerName(layer, runs[0])}`);
+  }));
+  $("layer-menu").value = comparing.layer;
+  const there = column ? bothHeads().map((pair) => ({ ...pair, change: changeOf(pair, column.key) })).filter(({ change }) => change !== null) : [];
   $("difference-panel").hidden = !there.length;
   if (!there.length) return;
   drawDifferenceMap(column, there);
@@ -48,14 +115,16 @@ function drawDifferenceMap(column, there) {
   const changes = new Map(there.map(({ a, change }) => [a, change]));
   const end = Math.max(1e-9, ...[...changes.values()].map(Math.abs));
   const margin = headsMargin(true, look);
-  plot("differences", [{
-    type: "heatmap", z: headsGrid((row) => changes.get(row), look), zmin: -end, zmax: end, colorscale: diverging(), xgap: 2, ygap: 2,
-    hoverinfo: "none", hoverongaps: false, colorbar: colourBar({ nticks: 5 }),
-  }], headsLayout($("differences").clientWidth, margin, sameHead(chosen(), 0), look), {
-    click: ({ points: [{ x, y }] }) => choose(data.byName.get(nameOf(look.rows[look.places.get(`${y}.${x}`)]))),
-    hover: ({ event, points: [{ x, y, z }] }) => {
-      const row = look.rows[look.places.get(`${y}.${x}`)];
-      showTip(event, [[headName(row), null, row.of.reads], ["B − A", null, signed(z, look.column.get(comparing.key))]]);
+  const rowUnder = ({ column: head, row: layer }) => look.rows[look.places.get(`${layer}.${head}`)];
+  chart("differences", {
+    says: { title: `${column.title}: B − A, head by head`, scale: `In ${column.unit === "share" ? "shares of the weight" : column.unit}; orange is more in B, blue more in A.` },
+    ...headsLayout($("differences").clientWidth, margin, sameHead(chosen(), 0), look),
+    grid: { z: headsGrid((row) => changes.get(row), look), low: -end, high: end, stops: diverging(), gap: 2 }, ramp: roundTicks(-end, end),
+    click: (place) => { if (rowUnder(place)) choose(data.byName.get(nameOf(rowUnder(place)))); },
+    hover: (event, place) => {
+      const row = rowUnder(place);
+      if (!changes.has(row)) return hideTip();
+      return showTip(event, [[headName(row), null, row.of.reads], ["B − A", null, signed(changes.get(row), look.column.get(comparing.key))]]);
     },
   }).setAttribute("aria-label", `Differences of ${column.title.toLowerCase()}, head by head; the table beside it has the largest`);
 }
@@ -68,12 +137,14 @@ function signed(value, column) {
   return (value > 0 ? "+" : "") + (size < 10 ** -column.digits ? small.replaceAll("-", "−") : figure(value, column));
 }
 
+/** The heads of a layer in pairs, or of all layers those that changed most. */
 function drawDifferenceTable(column, there) {
-  $("difference-title").textContent = `${column.title}: the largest differences`;
-  const order = [...there].sort((x, y) => Math.abs(y.change) - Math.abs(x.change)).slice(0, 40);
+  const one = comparing.layer !== "";
+  $("difference-title").textContent = one ? `${column.title}: the heads of layer ${comparing.layer}` : `${column.title}: the largest differences`;
+  const listed = one ? there.filter(({ a }) => String(a.layer) === comparing.layer) : there;
+  const order = [...listed].sort((x, y) => Math.abs(y.change) - Math.abs(x.change)).slice(0, one ? Infinity : 40);
   $("difference-table").tBodies[0].replaceChildren(...order.map(({ a, b, change }) => {
-    const button = el("button", { type: "button", "aria-label": headName(a) }, headShort(a));
-    const line = el("tr", { class: nameOf(a) === nameOf(chosen()) ? "chosen" : "", title: a.module }, el("th", { scope: "row" }, button),
+    const line = el("tr", { class: nameOf(a) === nameOf(chosen()) ? "chosen" : "", title: a.module }, el("th", { scope: "row" }, headButton(a, null, "")),
       ...[a, b].map((row) => el("td", {}, figure(row[column.key], column))), el("td", {}, el("b", {}, signed(change, column))),
       el("td", { class: "words" }, firstLabel(a) === firstLabel(b) ? firstLabel(a) : `${firstLabel(a)} → ${firstLabel(b)}`));
     line.addEventListener("click", () => choose(data.byName.get(nameOf(a))));
@@ -81,31 +152,63 @@ function drawDifferenceTable(column, there) {
   }));
 }
 
-/** The chosen head's map in A, in B, and their difference where both have the same cells. */
-function drawBothMaps(maps) {
+// --- one head in both --------------------------------------------------------------------------
+
+let bothShown = [];  // the rows of the head in A and in B, for the listeners
+
+/** The chosen head's text and map in A, in B, and their difference where both have the same cells. */
+function drawBoth(both) {
+  bothShown = both;
   const rows = runs.map((_, run) => sameHead(chosen(), run));
   $("both-title").textContent = headName(chosen());
   $("both-module").textContent = chosen().module;
+  drawPieceSwitch("both-pieces", chosen());
   rows.forEach((row, run) => {
-    $(`both-${run}`).hidden = !row;
-    if (row) drawMap(`both-map-${run}`, row, maps[run], { small: true }).setAttribute("aria-label", `Map of the head in ${"AB"[run]}`);
+    for (const part of ["told", "map"]) $(`both-${part}-${run}`).parentElement.hidden = !row;
+    if (!row) return;
+    drawMap(`both-map-${run}`, row, both[run].layer, both[run].map, { small: true, guides: guidesOf(row, both[run].layer) }, "AB"[run])
+      .setAttribute("aria-label", `Map of the head in ${"AB"[run]}`);
   });
-  const same = rows.every(Boolean) && ["rows", "cols"].every((axis) => {
-    const [a, b] = rows.map((row) => row.of[axis]);
-    return a.cells === b.cells && a.count === b.count;
-  });
-  $("both-2").hidden = !same;
-  $("both-what").textContent = same ? aboutDifference(rows) : rows.every(Boolean)
+  drawBothTold(state.token);
+  const axes = ["rows", "cols"].map((axis) => both.map((one) => one?.layer[axis]));
+  const same = rows.every(Boolean) && axes.every(([a, b]) => a.cells === b.cells && a.count === b.count);
+  $("both-map-2").parentElement.hidden = !same;
+  $("both-what").textContent = same ? aboutDifference(both) : rows.every(Boolean)
     ? "The two maps differ in size, so there is no difference of them: look at as many tokens in both." : "Only one of the two has this head.";
   if (!same) return;
-  const change = mapRows(rows[0].of, maps[1].map((value, place) => value - maps[0][place]), (value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
-  drawMap("both-map-2", rows[0], maps[0], { small: true, z: change, scale: { zmin: -1, zmax: 1, colorscale: diverging() } })
+  const { layer, map } = both[0];
+  const change = mapRows(layer, both[1].map.map((value, place) => value - map[place]), (value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
+  const says = {
+    title: `${headName(rows[0])}, B − A`, scale: "Change of the weight of each query (down) on each key (across): orange is more in B, blue more in A; square roots.",
+    marks: [[-1, "−1"], [-0.5, "−0.25"], [0, "0"], [0.5, "0.25"], [1, "1"]], random: layer.isTwin,
+  };
+  drawMap("both-map-2", rows[0], layer, map, { small: true, says, grid: { z: change, low: -1, high: 1, stops: diverging() } })
     .setAttribute("aria-label", "Difference of the two maps: orange where B has more weight, blue where A has");
+}
+
+/** What the head does at a token in A and in B: one cursor for both texts. */
+function drawBothTold(at) {
+  bothShown.forEach((rows, run) => {
+    if (!rows) return;
+    const row = sameHead(chosen(), run);
+    const token = Math.min(at, rows.layer.from.tokens.length - 1);
+    const found = strongest(rows, token);
+    $(`both-sentence-${run}`).replaceChildren(...sentence(row, rows.layer, token, found));
+    layText($(`both-told-${run}`), rows.layer, {
+      over: drawBothTold, out: () => drawBothTold(state.token), pick: (index) => chooseToken(index, "to"),
+    });
+    drawArcs($(`both-told-${run}`), row, rows, token, found);
+  });
 }
 
 /** What the difference shows, and whether the two were looked at on different tokens. */
 function aboutDifference([a, b]) {
-  const differ = ["from", "to"].some((side) => a.of[side].tokens.some((token, index) => token !== b.of[side].tokens[index]));
+  const differ = ["from", "to"].some((side) => a.layer[side].tokens.some((token, index) => token !== b.layer[side].tokens[index]));
   return (differ ? "The tokens differ between A and B: places are compared, not words. " : "") +
     "In the difference, orange is more weight in B, blue more in A; square roots, as in the maps.";
+}
+
+function connectCompare() {
+  $("difference-menu").addEventListener("change", () => { comparing.key = $("difference-menu").value; remember(); redraw(); });
+  $("layer-menu").addEventListener("change", () => { comparing.layer = $("layer-menu").value; remember(); redraw(); });
 }

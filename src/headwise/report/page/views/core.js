@@ -2,9 +2,17 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const coarse = matchMedia("(pointer: coarse)");
+
+const properties = new Map();  // of the style sheet, as they have been read
+dark.addEventListener("change", () => properties.clear());
+
+/** A custom property of the style sheet, such as `--ink`. */
+function css(name) {
+  if (!properties.has(name)) properties.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return properties.get(name);
+}
 
 /** An element with attributes and children; strings become text, never markup. */
 function el(tag, attributes = {}, ...children) {
@@ -101,6 +109,7 @@ function prepare(look) {
   look.places = new Map(look.rows.map((row, index) => [`${row.layer}.${row.head}`, index]));
   look.byName = new Map(look.rows.map((row, index) => [`${row.module}.${row.head}`, index]));
   look.width = Math.max(...look.rows.map(({ head }) => head + 1));
+  for (const stream of look.repeats) stream.apart = true;  // random tokens are no text: each stands by itself
   for (const stream of look.streams) stream.positions = !TEXTS.includes(stream.name);
   look.read = look.streams.filter((_, index) => look.layers.some(({ queries, keys }) => queries === index || keys === index));
   for (const layer of look.layers) {
@@ -108,6 +117,7 @@ function prepare(look) {
     const [, n, m] = layer.maps.shape;
     layer.rows = blocks(layer.from.tokens.length, n);
     layer.cols = blocks(layer.to.tokens.length, m);
+    if (layer.repeat) layer.twin = twin(layer, look);
     // What it reads, said only where a model has more than one kind of layer.
     layer.reads = look.read.length === 1 ? "" : layer.kind === "cross" ? "cross" : layer.from.name;
   }
@@ -118,6 +128,13 @@ function prepare(look) {
   }
   look.labels = [...labels, NONE];
   return look;
+}
+
+/** The layer as it is on random repeats: another text, and whole maps alone. */
+function twin(layer, look) {
+  const [from, to] = [look.repeats[layer.queries], look.repeats[layer.keys]];
+  const axis = blocks(from.tokens.length, from.tokens.length);
+  return { ...layer, from, to, rows: axis, cols: axis, maps: layer.repeat, top_keys: null, received: null, isTwin: true };
 }
 
 const firstLabel = (row) => row.labels[0]?.label ?? NONE;
@@ -139,7 +156,7 @@ function figure(value, column) {
 const unitName = (column) => (["nats", "tokens"].includes(column?.unit) ? ` ${column.unit}` : "");
 const weight = (value) => (value > 0 && value < 0.0005 ? "<0.001" : value.toFixed(3));
 const percent = (value) => `${Math.round(value * 100)}\u202f%`;
-const whole = (value) => value.toLocaleString("en-GB");
+const whole = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (value, word) => `${whole(value)} ${word}${value === 1 ? "" : "s"}`;
 
 /** Text whose `_{…}` are subscripts. */
@@ -152,20 +169,20 @@ function visible(token) {
   return token.replace(/[\n\t\r ]|[\p{C}\p{Z}]/gu, (mark) => plain[mark] ?? `\\u{${mark.codePointAt(0).toString(16)}}`) || "∅";
 }
 
-/** The same for Plotly's labels, which read a little HTML. */
-function label(token, most) {
-  const text = visible(token);
-  const short = [...text].length > most ? [...text].slice(0, most - 1).join("") + "…" : text;
-  return harmless(short);
-}
+/** Text of `most` letters at most. */
+const shortened = (text, most) => ([...text].length > most ? `${[...text].slice(0, most - 1).join("")}…` : text);
 
-const harmless = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+/** What a token is called: its letters in the text, or where it has none, what the tokenizer calls it. */
+function tokenName(stream, index) {
+  const piece = stream.apart ? stream.tokens[index].trim() : stream.pieces?.[index];
+  return visible(piece ? piece.trim() || piece : stream.tokens[index]);
+}
 
 /** A cell of an axis in words: the token, or the first and the last of its block. */
 function cellLabel(stream, axis, cell) {
   const [first, end] = [axis.start(cell), axis.start(cell + 1)];
-  const name = visible(stream.tokens[first]);
-  return end - first === 1 ? name : `${name} … ${visible(stream.tokens[end - 1])}`;
+  const name = tokenName(stream, first);
+  return end - first === 1 ? name : `${name} … ${tokenName(stream, end - 1)}`;
 }
 
 function cellPlace(axis, cell) {
@@ -173,17 +190,32 @@ function cellPlace(axis, cell) {
   return end - first === 1 ? `${first}` : `${first}–${end - 1}`;
 }
 
-/** How far a key is from its query, in words. */
+/** How far a key is from its query, in words: of patches, in rows and columns. */
 function distance(layer, query, key) {
-  if (layer.kind === "cross" || layer.from.grid) return "";
+  if (layer.kind === "cross") return "";
+  if (layer.from.grid) return patchDistance(layer.from, query, key);
   return query === key ? "itself" : query > key ? `${query - key} back` : `${key - query} ahead`;
 }
 
-const tokenCode = (stream, index) => el("code", { class: "token" }, visible(stream.tokens[index]));
+/** How many tokens of an image come before its patches. */
+const beforePatches = ({ tokens, grid: [rows, columns] }) => tokens.length - rows * columns;
+
+function patchDistance(stream, query, key) {
+  if (query === key) return "itself";
+  const [from, to] = [query, key].map((index) => index - beforePatches(stream));
+  if (Math.min(from, to) < 0) return "";
+  const columns = stream.grid[1];
+  const [down, right] = [Math.floor(to / columns) - Math.floor(from / columns), (to % columns) - (from % columns)];
+  const part = (by, word, one, other) => (by ? [`${counted(Math.abs(by), word)} ${by > 0 ? one : other}`] : []);
+  return [...part(down, "row", "down", "up"), ...part(right, "column", "right", "left")].join(", ");
+}
+
+const tokenCode = (stream, index) => el("code", { class: "token" }, tokenName(stream, index));
 
 /** A group of switches, one of which is on. `options` are [value, text, long name]. */
 function switches(box, name, options, value, change) {
   const legend = box.querySelector("legend");
+  const held = box.contains(document.activeElement);
   box.replaceChildren(...(legend ? [legend] : []), ...options.map((option) => {
     if (typeof option === "string") return el("i", {}, option);
     const [key, text, title] = option;
@@ -192,4 +224,5 @@ function switches(box, name, options, value, change) {
     input.addEventListener("change", () => change(key));
     return el("label", title ? { title } : {}, input, el("span", {}, text));
   }));
+  if (held) box.querySelector("input:checked")?.focus();
 }

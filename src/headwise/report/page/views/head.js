@@ -1,4 +1,4 @@
-// One head: its map, what the chosen query looks at, its figures, offsets, entropy and token pairs.
+// One head: its map and the text together, its figures, offsets, entropy and token pairs.
 
 let headShown;  // the rows of the head that is drawn, for its listeners
 
@@ -7,16 +7,18 @@ views.head = {
   async load() {
     const row = chosen();
     const layer = row.of;
-    const entropy = await ofHead(layer.entropy, row.head);
-    const offsets = layer.offsets && (await ofHead(layer.offsets, row.head));
-    return { ...(await headRows(row)), entropy, offsets };
+    const [rows, entropy, offsets, heads] = await Promise.all([
+      headRows(row), ofHead(layer.entropy, row.head), layer.offsets && ofHead(layer.offsets, row.head), loadText(),
+    ]);
+    return { rows: { ...rows, entropy, offsets }, heads };
   },
-  draw(rows) {
+  draw({ rows, heads }) {
     headShown = rows;
     drawTitle();
     drawWholeMap();
-    drawQuery();
+    drawText(heads);
     drawReadout();
+    drawProfile(chosen());
     drawOffsets();
     drawEntropy();
     drawPairs();
@@ -35,38 +37,35 @@ function drawTitle() {
   const cells = rows.exact && cols.exact ? "Each cell is one query and one key."
     : `Each cell is the weight that a block of ${size(rows)} queries puts on a block of ${size(cols)} keys, on average.`;
   $("head-what").textContent = `${cells} A row sums to 1${layer.causal ? "; keys after the query are out of sight and left blank" : ""}.`;
+  $("proof").textContent = guideWords(row, layer, headShown.map);
   $("map-help").textContent = coarse.matches ? "Tap a cell to choose its query; the buttons zoom to it."
     : "Drag to zoom in, click to choose a query; arrow keys move it.";
+  drawPieceSwitch("head-pieces", row);
+  $("of-text").hidden = sceneOf(row) === row.of;
+  switches($("scales"), "scale", SCALES, state.scale, (scale) => { state.scale = scale; remember(); redraw(); });
 }
 
 /** The row of the chosen query, framed. */
-function queryShape() {
+function queryFrame() {
   const { layer } = headShown;
   const query = chosenQuery();
   if (query < 0) return [];
   const cell = layer.rows.cell(query);
   let end = layer.cols.cells;
   while (layer.causal && end > 1 && ahead(layer, cell, end - 1)) end--;
-  return [{ type: "rect", x0: -0.5, x1: end - 0.5, y0: cell - 0.5, y1: cell + 0.5, line: marked() }];
+  return [{ x0: -0.5, x1: end - 0.5, y0: cell - 0.5, y1: cell + 0.5, plain: true, width: 1.5 }];
 }
 
 function drawWholeMap() {
   const { layer, map } = headShown;
-  const box = drawMap("map", chosen(), map, {
-    top: state.scale === "own" ? Math.max(...map) : 1, shapes: queryShape(),
-    events: {
-      hover: (point) => mapTip(point, chosen(), headShown.map),
-      click: ({ points: [{ y }] }) => chooseToken(headShown.layer.rows.start(y), "to"),
-      doubleclick: () => zoom(0),
-      relayout: (change) => {
-        if (!("xaxis.range[0]" in change || "yaxis.range[0]" in change)) return;
-        state.ranges = { xaxis: [...$("map").layout.xaxis.range], yaxis: [...$("map").layout.yaxis.range] };
-        drawWholeMap();
-      },
-    },
+  const box = drawMap("map", chosen(), layer, map, {
+    frames: queryFrame(), guides: guidesOf(chosen(), layer),
+    hover: (event, place) => mapTip(event, place, headShown.layer, headShown.map),
+    click: ({ row }) => chooseToken(headShown.layer.rows.start(row), "to"),
+    zoom: (ranges) => { state.ranges = ranges; remember(); drawWholeMap(); },
   });
   box.setAttribute("aria-label",
-    `Attention map of ${headName(chosen())}, ${layer.rows.cells} by ${layer.cols.cells} cells; the list beside it has the chosen query's keys`);
+    `Attention map of ${headName(chosen())}, ${layer.rows.cells} by ${layer.cols.cells} cells; the text beside it has the chosen query's keys`);
   $("zoom-out").disabled = $("zoom-whole").disabled = state.ranges === undefined;
 }
 
@@ -75,7 +74,7 @@ function zoom(factor) {
   const { layer } = headShown;
   const before = state.ranges ?? wholeRanges(layer);
   const query = Math.max(0, chosenQuery());
-  const [key] = topKeys(headShown, query)[0] ?? [0];
+  const [key] = strongest(headShown, query)[0] ?? [0];
   const around = (range, at, cells, flip) => {
     const size = Math.min(cells, Math.max(6, Math.abs(range[1] - range[0]) * factor));
     const low = Math.min(Math.max(-0.5, at - size / 2), cells - 0.5 - size);
@@ -88,28 +87,8 @@ function zoom(factor) {
   const all = wholeRanges(layer);
   const whole = factor === 0 || (String(ranges.xaxis) === String(all.xaxis) && String(ranges.yaxis) === String(all.yaxis));
   state.ranges = whole ? undefined : ranges;
+  remember();
   drawWholeMap();
-}
-
-/** A list of tokens with the weight of each; `about` marks means of a block. */
-function weightList(stream, found, aside, direction, about = () => false) {
-  return found.map(([other, value]) => {
-    const button = el("button", { type: "button", class: "plain" }, tokenCode(stream, other));
-    button.addEventListener("click", () => chooseToken(other, direction));
-    return el("li", {}, el("b", {}, `${about(other) ? "≈" : ""}${weight(value)}`), button, el("small", {}, aside(other)));
-  });
-}
-
-function drawQuery() {
-  const { layer, kept } = headShown;
-  const query = Math.max(0, chosenQuery());
-  $("query-title").replaceChildren("Query ", tokenCode(layer.from, query), ` at ${query} looks at`);
-  const found = topKeys(headShown, query);
-  const other = layer.kind === "cross" ? "from" : "to";
-  $("query-keys").replaceChildren(...weightList(layer.to, found, (key) => `${distance(layer, query, key)} · at ${key}`.replace(/^ · /, ""), other));
-  const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
-  $("query-rest").textContent = kept === 0 ? "Single keys are not kept for a model and a text of this size; the map has blocks of them."
-    : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "Nothing on other keys.";
 }
 
 function drawReadout() {
@@ -122,76 +101,40 @@ function drawReadout() {
     if (typeof coverage === "number" && coverage < 0.995) term.append(" ", el("small", {}, `on ${percent(coverage)}`));
     const shown = el("dd", {}, figure(value, column) + unitName(column));
     if (typeof error === "number") shown.append(" ", el("small", {}, `± ${figure(error, column)}`));
-    const bar = el("div", { class: unit === "share" ? "bar" : "bar plain", role: "presentation" });
-    if (unit === "share") {
-      bar.append(el("i"));
-      bar.firstChild.style.width = `${100 * Math.min(1, value)}%`;
-    }
-    return el("div", {}, term, shown, bar);
+    const line = el("div", { class: unit === "share" ? "share" : "" }, term, shown);
+    if (unit === "share") line.style.setProperty("--w", Math.min(1, value));
+    return line;
   }));
 }
 
-const smallMargin = { l: 44, r: 10, t: 6, b: 44 };
-
-/** The bins of distances as `4–7`, or `−7…−4` ahead of the query. */
-function binNames(starts) {
-  const name = (distance) => `${distance}`.replace("-", "−");
-  return starts.map((first, index) => {
-    const next = starts[index + 1];
-    if (next === undefined) return `${first}+`;
-    return next - first === 1 ? name(first) : `${name(first)}${first < 0 ? "…" : "–"}${name(next - 1)}`;
-  });
-}
-
-function drawOffsets() {
-  const { offsets, layer } = headShown;
-  $("offsets-panel").hidden = !offsets;
-  if (!offsets) return;
-  // From the farthest ahead that this layer can see to the farthest back.
-  const first = data.offsets.findIndex((_, bin) => (data.offsets[bin + 1] ?? Infinity) > (layer.causal ? 0 : 1 - layer.cols.count));
-  const end = data.offsets.filter((start) => start < layer.rows.count).length;
-  const title = data.offsets[first] < 0 ? "tokens back; below 0, ahead" : "tokens back";
-  const names = binNames(data.offsets).slice(first, end);
-  const shares = [...offsets.slice(first, end)];
-  plot("offsets", [{ type: "bar", x: names, y: shares, marker: { color: css("--accent") }, hoverinfo: "none" }], plotLayout({
-    width: $("offsets").clientWidth, height: 240, margin: { ...smallMargin, b: 64 }, bargap: 0.25,
-    xaxis: { type: "category", tickangle: -40, tickfont: muted(11), title: { text: title, standoff: 14 } },
-    yaxis: { title: { text: "share" }, rangemode: "tozero", nticks: 5, showgrid: true, gridcolor: css("--line") },
-  }), { hover: ({ event, points: [{ x, y }] }) => showTip(event, [["tokens back", null, x], ["share", null, y.toFixed(3)]]) });
-  const rest = 1 - shares.reduce((sum, share) => sum + share, 0);
-  const forward = data.offsets[0] < 0 || layer.causal ? "" : "ahead of the query, or ";
-  $("offsets-what").textContent = rest > 0.02 ? `${percent(rest)} lies elsewhere: ${forward}in a sink.` : "The shares add up to 1.";
-  $("offsets").setAttribute("aria-label",
-    `Mass by distance: ${names.map((name, index) => `${name} back ${shares[index].toFixed(2)}`).join(", ")}`);
-}
-
 function drawEntropy() {
-  const { entropy, layer } = headShown;
+  const { entropy } = headShown;
+  const layer = chosen().of;
   const cut = blocks(layer.from.tokens.length, entropy.length);
   const places = [...entropy].map((_, cell) => cut.start(cell));
-  const bound = places.map((place) => Math.log(layer.causal ? place + 1 : layer.cols.count));
-  const values = [...entropy].map((value) => (Number.isNaN(value) ? null : value));
-  const query = chosenQuery();
-  const curve = { type: "scatter", x: places };
-  plot("entropies", [
-    { ...curve, y: bound, mode: "lines", line: { color: css("--muted"), width: 1, dash: "dot" }, hoverinfo: "skip" },
-    {
-      ...curve, y: values, mode: places.length > 60 ? "lines" : "lines+markers", hoverinfo: "none", connectgaps: false,
-      line: { color: css("--accent"), width: 1.6 }, marker: { size: 4 },
+  const bound = places.map((place) => [place, Math.log(layer.causal ? place + 1 : layer.cols.count)]);
+  const points = [...entropy].map((value, cell) => [places[cell], value]);
+  const values = [...entropy].filter((value) => !Number.isNaN(value));
+  const query = state.on === "text" ? chosenQuery() : -1;
+  const top = 1.05 * Math.max(...bound.map(([, value]) => value), ...values, 0.1);
+  const [least, most] = [-0.5, layer.from.tokens.length - 0.5];
+  chart("entropies", {
+    width: $("entropies").clientWidth, height: 240, margin: { l: 44, r: 10, t: 8, b: 44 },
+    lines: [{ points: bound, colour: "--muted", width: 1, dash: "1 3" }, { points, colour: "--accent", dots: places.length <= 60 }],
+    frames: query < 0 ? [] : [{ x0: query, x1: query, y0: 0, y1: top, plain: true, width: 1.5 }],
+    x: { title: "position of the query", range: [least, most], ticks: roundTicks(0, most, 6).filter(([place]) => Number.isInteger(place)) },
+    y: { title: "nats", range: [0, top], ticks: roundTicks(0, top), lines: true },
+    hover: (event, { x }) => {
+      const at = Math.max(0, Math.min(layer.from.tokens.length - 1, Math.round(x)));
+      const value = entropy[cut.cell(at)];
+      showTip(event, [["query", tokenName(layer.from, at), `at ${at}`], ["entropy", null, Number.isNaN(value) ? "–" : `${value.toFixed(2)} nats`]]);
     },
-  ], plotLayout({
-    width: $("entropies").clientWidth, height: 230, margin: smallMargin,
-    shapes: query < 0 ? [] : [{ type: "line", x0: query, x1: query, yref: "paper", y0: 0, y1: 1, line: marked() }],
-    xaxis: { title: { text: "position of the query" }, nticks: 7 },
-    yaxis: { title: { text: "nats" }, rangemode: "tozero", nticks: 5, showgrid: true, gridcolor: css("--line") },
-  }), {
-    hover: ({ event, points: [{ x, y }] }) => showTip(event, [
-      ["query", visible(headShown.layer.from.tokens[x]), `at ${x}`], ["entropy", null, `${y.toFixed(2)} nats`],
-    ]),
-    click: ({ points: [{ x }] }) => chooseToken(x, "to"),
+    click: ({ x }) => {
+      state.on = "text";
+      chooseToken(Math.round(x), "to");
+    },
   });
-  const there = values.filter((value) => value !== null);
-  const range = there.length ? `from ${Math.min(...there).toFixed(2)} to ${Math.max(...there).toFixed(2)} nats` : "unknown";
+  const range = values.length ? `from ${Math.min(...values).toFixed(2)} to ${Math.max(...values).toFixed(2)} nats` : "unknown";
   $("entropies").setAttribute("aria-label", `Entropy by position: ${range}`);
 }
 
@@ -199,7 +142,7 @@ function drawEntropy() {
 function tokenPairs({ layer, kept, ...rest }) {
   const pairs = new Map();
   for (let query = 0; query < layer.from.tokens.length; query++) {
-    for (const [key, value] of topKeys({ kept, ...rest }, query)) {
+    for (const [key, value] of strongest({ layer, kept, ...rest }, query)) {
       const name = JSON.stringify([layer.from.tokens[query], layer.to.tokens[key]]);
       const pair = pairs.get(name) ?? { query, key, best: 0, mass: 0, times: 0 };
       if (value > pair.best) [pair.query, pair.key, pair.best] = [query, key, value];
@@ -211,10 +154,11 @@ function tokenPairs({ layer, kept, ...rest }) {
 
 function drawPairs() {
   const { layer } = headShown;
+  const all = layer.from.tokens.length;
   $("pairs").replaceChildren(...tokenPairs(headShown).map(({ query, key, mass, times }) => {
     const button = el("button", { type: "button", class: "plain" }, tokenCode(layer.from, query), " → ", tokenCode(layer.to, key));
     button.addEventListener("click", () => chooseToken(query, "to"));
-    return el("li", {}, el("b", {}, weight(mass / times)), button, el("small", {}, times > 1 ? `× ${times}` : ""));
+    return el("li", {}, el("b", {}, rounded(mass / all)), button, el("small", {}, times > 1 ? `${times} times, ${weight(mass / times)} each` : weight(mass)));
   }));
 }
 
@@ -222,9 +166,6 @@ function connectHead() {
   $("zoom-in").addEventListener("click", () => zoom(0.5));
   $("zoom-out").addEventListener("click", () => zoom(2));
   $("zoom-whole").addEventListener("click", () => zoom(0));
-  for (const input of document.getElementsByName("scale")) {
-    input.addEventListener("change", () => { state.scale = input.value; redraw(); });
-  }
   $("map").addEventListener("keydown", (event) => {
     const step = { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1 }[event.key];
     if (!step) return;

@@ -1,23 +1,51 @@
-// The map of heads, layer by head, with one figure or the labels; and the chosen head at a glance.
+// The overview: every head at the left, the story of the chosen one beside it, and the heads most worth a look.
 
 views.heads = {
-  title: "Heads",
-  load: () => headMap(chosen()),
-  draw(map) {
+  title: "Overview",
+  load: () => headRows(chosen()),
+  draw(rows) {
     drawStatistics();
     drawHeads();
-    drawGlance(map);
+    drawStory(chosen(), rows);
+    drawCards();
   },
 };
 
+/** Statistics that stand beside the menu of all: of these, the first five that are there. */
+const FAVOURITES = ["entropy", "previous", "induction_random", "first", "max_logit", "same_token", "distance"];
+
 function drawStatistics() {
-  const random = (column) => column.key.endsWith("_random");
-  const chips = (columns) => columns.map(({ key, short, title }) => [key, short, title]);
-  const repeats = data.columns.filter(random);
-  switches($("statistics"), "statistic", [
-    ["label", "label", "Label"], ...chips(data.columns.filter((column) => !random(column))),
-    ...(repeats.length ? ["on random repeats:", ...chips(repeats)] : []),
-  ], state.statistic, (key) => { state.statistic = key; drawHeads(); });
+  const random = ({ key }) => key.endsWith("_random");
+  const option = ({ key, title }) => el("option", { value: key }, title);
+  const group = (name, columns) => (columns.length ? [el("optgroup", { label: name }, ...columns.map(option))] : []);
+  $("statistic-menu").replaceChildren(el("option", { value: "label" }, "Label"),
+    ...group("on the text", data.columns.filter((column) => !random(column))), ...group("on random repeats", data.columns.filter(random)));
+  $("statistic-menu").value = state.statistic;
+  const shown = FAVOURITES.flatMap((key) => data.column.get(key) ?? []).slice(0, 5);
+  switches($("statistics"), "statistic", shown.map((column) => [column.key, briefTitle(column), column.title]), state.statistic, chooseStatistic);
+}
+
+function chooseStatistic(key) {
+  state.statistic = key;
+  remember();
+  $("statistic-menu").value = key;
+  for (const input of document.getElementsByName("statistic")) input.checked = input.value === key;
+  drawHeads();
+}
+
+/** Blue below zero, orange above, the panel's own colour at zero. */
+const diverging = () => ["--low", "--panel", "--high"].map(css);
+
+/** The colours of a figure and what the ends stand for: shares are 0 to 1, so that maps can be compared. */
+function colours(column, values) {
+  if (column.unit === "share") return { low: 0, high: 1, stops: VIRIDIS };
+  const [low, high] = [Math.min(...values, Infinity), Math.max(...values, -Infinity)];
+  if (low < 0 && high > 0) {
+    const end = Math.max(-low, high);
+    return { low: -end, high: end, stops: diverging() };
+  }
+  const least = column.unit === "logit" ? low : Math.min(0, low);
+  return { low: least, high: Math.max(high, least + 1e-9), stops: VIRIDIS };
 }
 
 /** Layers by heads, with `cell(row)` in each; null where a layer has no such head. */
@@ -27,133 +55,93 @@ function headsGrid(cell, look = data) {
   return grid;
 }
 
-/** The colours of the labels as a scale from the first to the last. */
-const labelScale = () => data.labels.flatMap((name, index) =>
-  [index, index + 1].map((edge) => [edge / data.labels.length, labelColour(name)]));
-
-function headsTrace() {
+function headsCells() {
   const column = data.column.get(state.statistic);
   const out = (row) => state.only && !hasLabel(row, state.only);
-  const shared = { type: "heatmap", xgap: 2, ygap: 2, hoverinfo: "none", hoverongaps: false };
-  if (column) {
-    const bar = colourBar({ nticks: 5 });
-    return { ...shared, ...colours(column, known(data.rows, column.key)), colorbar: bar, z: headsGrid((row) => (out(row) ? null : row[column.key])) };
-  }
+  if (column) return { gap: 2, ...colours(column, known(data.rows, column.key)), z: headsGrid((row) => (out(row) ? null : row[column.key])) };
   const z = headsGrid((row) => (out(row) ? null : data.labels.indexOf(firstLabel(row))));
-  return { ...shared, z, zmin: -0.5, zmax: data.labels.length - 0.5, colorscale: labelScale(), showscale: false };
+  return { gap: 2, z, fill: (index) => labelColour(data.labels[index]) };
 }
 
-/** What is written in the cells, so many pixels wide, of the heads drawn. */
-function headsWords({ z, zmin, zmax, colorscale }, across) {
+/** What is written in cells so many pixels wide and high: a figure, or the label's glyph and its name. */
+function headsWords(grid, across, tall) {
   const column = data.column.get(state.statistic);
-  const rows = data.rows.filter(({ layer, head }) => z[layer][head] !== null);
-  const ink = ({ layer, head }) => {
-    const share = (z[layer][head] - zmin) / (zmax - zmin);
-    return colorscale === "Viridis" ? inkOn(share > 0.55 ? "#ffffff" : "#000000") : css(Math.abs(share - 0.5) > 0.4 ? "--panel" : "--ink");
-  };
-  return {
-    type: "scatter", mode: "text", hoverinfo: "skip", x: rows.map(({ head }) => head), y: rows.map(({ layer }) => layer),
-    text: rows.map((row) => harmless(column ? figure(row[column.key], column) : brief(row, across))),
-    textfont: { size: column ? 12 : 11, color: rows.map((row) => (column ? ink(row) : inkOn(labelColour(firstLabel(row))))) },
-  };
+  if (across < (column ? 34 : 13) || tall < 13) return [];
+  return data.rows.filter(({ layer, head }) => grid.z[layer][head] !== null).map((row) => {
+    const place = { x: row.head, y: row.layer, colour: inkOn(hex(cellColour(grid, grid.z[row.layer][row.head]))) };
+    if (column) return { ...place, text: figure(row[column.key], column) };
+    const text = across < 44 ? "" : brief(row, across);
+    return { ...place, text, path: row.labels.length || across < 44 ? styleOf(firstLabel(row)).glyph : undefined };
+  });
 }
 
-/** A head's label for a cell so many pixels wide. */
-function brief(row, across) {
-  const name = firstLabel(row);
-  if (name === NONE) return "–";
-  return across < 96 ? data.rules.find((rule) => rule.label === name)?.brief ?? name : name;
-}
-
-const hasLabel = (row, name) => (name === NONE ? row.labels.length === 0 : row.labels.some(({ label }) => label === name));
+/** A layer on an axis: its number, and what it reads where models have more than one kind. */
+const layerName = (index, look = data) => `${look.layers[index].reads} ${index}`.trim();
+const layersTitle = (look = data) => (look.read.length > 1 ? "" : "layer");
+/** The room in pixels that the names of layers take. */
+const namesRoom = (look = data) => Math.min(150, 46 + 6.5 * Math.max(...look.layers.map(({ reads }) => reads.length)));
 
 /** The room beside a map of heads for the names of layers and, with `bar`, the colour bar. */
-const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 58 : 14, t: 8, b: 44 });
+const headsMargin = (bar, look = data) => ({ l: namesRoom(look), r: bar ? 52 : 6, t: 6, b: 40 });
 
 /** Axes of layers by heads, in a box so many pixels wide; the frame is round `row`. */
 function headsLayout(width, margin, row, look = data) {
   const count = look.layers.length;
-  const step = Math.max(1, Math.ceil(count / 26));
-  const ticks = look.layers.map((_, index) => index).filter((index) => index % step === 0);
-  const every = Math.max(1, Math.ceil((26 * look.width) / (width - margin.l - margin.r)));
-  return plotLayout({
-    width, height: Math.max(12, Math.min(72, 430 / count)) * count + margin.t + margin.b, margin,
-    shapes: row ? frame(row.head, row.layer) : [],
-    xaxis: { title: { text: "head" }, range: [-0.5, look.width - 0.5], dtick: every, tick0: 0 },
-    yaxis: {
-      title: { text: layersTitle(look) }, range: [count - 0.5, -0.5], tickvals: ticks,
-      ticktext: ticks.map((index) => layerName(index, look)),
-    },
-  });
+  const every = (room, most) => Math.max(1, Math.ceil(most / room));
+  const [down, across] = [every(26, count), every((width - margin.l - margin.r) / 24, look.width)];
+  const numbers = (most, step) => Array.from({ length: Math.ceil(most / step) }, (_, index) => index * step);
+  return {
+    width, height: Math.max(12, Math.min(56, 400 / count)) * count + margin.t + margin.b, margin,
+    frames: row ? frame(row.head, row.layer) : [],
+    x: { title: "head", range: [-0.5, look.width - 0.5], ticks: numbers(look.width, across).map((head) => [head, String(head)]) },
+    y: { title: layersTitle(look), range: [count - 0.5, -0.5], ticks: numbers(count, down).map((layer) => [layer, layerName(layer, look)]) },
+  };
 }
 
 function drawHeads() {
   const column = data.column.get(state.statistic);
   const width = $("heads").clientWidth;
   const margin = headsMargin(column);
-  const across = (width - margin.l - margin.r) / data.width;
-  const trace = headsTrace();
-  const traces = across < 34 ? [trace] : [trace, headsWords(trace, across)];
-  const box = plot("heads", traces, headsLayout(width, margin, chosen()), {
-    click: ({ points: [{ x, y }] }) => choose(rowAt(y, x)),
-    hover: ({ event, points: [{ x, y }] }) => {
-      const row = data.rows[rowAt(y, x)];
-      if (row) showTip(event, headTip(row, data.column.get(state.statistic)));
-    },
+  const grid = headsCells();
+  const layout = headsLayout(width, margin, chosen());
+  const [across, tall] = [(width - margin.l - margin.r) / data.width, (layout.height - margin.t - margin.b) / data.layers.length];
+  const box = chart("heads", {
+    ...layout, grid, words: headsWords(grid, across, tall), ramp: column ? roundTicks(grid.low, grid.high) : undefined,
+    says: column ? { title: `${column.title}, every head`, scale: `${column.meaning} In ${column.unit === "share" ? "shares of the weight" : column.unit}.` }
+      : { title: "What every head mostly looks at", scale: "A cell is a head; its colour and sign are its first label.", labels: data.labels.filter((name) => data.rows.some((one) => firstLabel(one) === name)) },
+    click: ({ column: head, row: layer }) => choose(rowAt(layer, head)),
+    hover: (event, { column: head, row: layer }) => peek({ row: rowAt(layer, head) }),
+    leave: () => peek({}),
   });
   const title = column?.title ?? "Label";
   box.setAttribute("aria-label",
     `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; chosen: ${headName(chosen())}. The table has all figures`);
-  $("what").replaceChildren(el("b", {}, `${title}. `),
-    column?.meaning ?? "What a head does, by rules (see About). The first label that fits colours a head; it can have more.");
+  $("what").textContent = column ? `${title}. ${column.meaning}` : "";
   drawLegend();
 }
 
-/** The labels with their colours and how many heads have them; one can be singled out. */
+/** The labels, and how many heads have them; one can be singled out. Those of no head are named, too. */
 function drawLegend() {
-  $("legend").replaceChildren(...data.labels.flatMap((name) => {
-    const count = data.rows.filter((row) => hasLabel(row, name)).length;
-    const coloured = data.rows.filter((row) => firstLabel(row) === name).length;
-    if (!count) return [];
-    const swatch = el("i", { class: "swatch" });
-    swatch.style.background = labelColour(name);
-    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) }, swatch, `${name} `, el("b", {}, whole(count)),
-      coloured < count ? el("small", {}, ` (${whole(count - coloured)} as a further label)`) : "");
+  const counts = data.labels.map((name) => [name, data.rows.filter((row) => hasLabel(row, name)).length]);
+  const lines = counts.filter(([, count]) => count).map(([name, count]) => {
+    const first = data.rows.filter((row) => firstLabel(row) === name).length;
+    const further = first < count ? el("small", {}, ` (${whole(count - first)} as a further label)`) : "";
+    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) }, glyph(name), `${name} `, el("b", {}, whole(count)), further);
     button.addEventListener("click", () => {
-      const place = [...$("legend").querySelectorAll("button")].indexOf(button);
       state.only = state.only === name ? "" : name;
-      drawHeads();
-      $("legend").querySelectorAll("button")[place].focus();
+      remember();
+      redraw();
     });
-    return [el("li", {}, button)];
-  }));
-}
-
-function drawGlance(map) {
-  const row = chosen();
-  $("glance-title").textContent = headName(row);
-  $("glance-module").textContent = row.module;
-  $("glance-labels").replaceChildren(...labelLines(row));
-  $("glance-open").setAttribute("href", address("head"));
-  $("glance-text").setAttribute("href", address("text"));
-  $("glance-text").textContent = `On the ${views.text.title.toLowerCase()}`;
-  drawMap("glance", row, map, { small: true });
-}
-
-/** Each label of a head, with what gave it. */
-function labelLines(row) {
-  if (!row.labels.length) return [el("li", {}, el("b", {}, NONE), ": no rule holds")];
-  return row.labels.map(({ label, key, score, threshold, coverage, sign = "≥" }) => {
-    const mark = el("i", { class: "swatch" });
-    mark.style.background = labelColour(label);
-    const column = data.column.get(key);
-    const why = `: ${(column?.title ?? key).toLowerCase()} ${figure(score, column)} ${sign} ${figure(threshold, column)}`;
-    const share = typeof coverage === "number" && coverage < 0.995 ? ` on ${percent(coverage)} of the queries` : "";
-    return el("li", {}, mark, el("b", {}, label), why + share);
+    return el("li", {}, button);
   });
+  $("legend").replaceChildren(...lines);
+  const missing = counts.filter(([name, count]) => !count && name !== NONE).map(([name]) => name);
+  $("missing").textContent = missing.length ? `Found in no head: ${missing.join(", ")}.` : "";
 }
 
 function connectHeads() {
+  $("glance-fold").addEventListener("toggle", () => { if (told.row && $("glance-fold").open) drawStoryMap(told.row, told.rows, told.token); });
+  $("statistic-menu").addEventListener("change", () => chooseStatistic($("statistic-menu").value));
   $("heads").addEventListener("keydown", (event) => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
     if (!move) return;

@@ -1,15 +1,17 @@
 // How alike heads are, in pairs.
 
-const likeness = { order: "layer", rows: [], drawn: "", full: null };
+const likeness = { order: "layer", rows: [], drawn: "" };
 
 views.likeness = {
   title: "Likeness",
+  more: true,
   there: () => data.similarity !== null,
   load: () => numbers(data.similarity),
   draw({ values }) {
     switches($("likeness-orders"), "likeness-order",
       [["layer", "by layer and head"], ["label", "by label"], ["likeness", "like beside like"]], likeness.order, (order) => {
         likeness.order = order;
+        remember();
         redraw();
       });
     drawLikeness(values);
@@ -22,6 +24,21 @@ function alike(values, a, b) {
   if (a === b) return 1;
   const [low, high] = a < b ? [a, b] : [b, a];
   return values[low * data.rows.length - (low * (low + 1)) / 2 + high - low - 1];
+}
+
+/** Every pair in the order of `likeness.rows`. */
+function likenessGrid(values) {
+  const { rows } = likeness;
+  const count = rows.length;
+  const start = rows.map((_, a) => a * count - (a * (a + 1)) / 2 - a - 1);  // of the pairs of a, less a + 1
+  return rows.map((a, i) => {
+    const line = new Float32Array(count);
+    for (let j = 0; j < count; j++) {
+      const b = rows[j];
+      line[j] = i === j ? 1 : values[a < b ? start[a] + b : start[b] + a];
+    }
+    return line;
+  });
 }
 
 /** Rows one after another, each the most alike to the one before of those left. */
@@ -49,36 +66,34 @@ function drawLikeness(values) {
     likeness.rows = { layer: () => [...data.rows.keys()], label: byLabel, likeness: () => chain(values) }[likeness.order]();
     likeness.drawn = order;
     const count = likeness.rows.length;
-    const z = likeness.rows.map((a) => Float32Array.from(likeness.rows, (b) => alike(values, a, b)));
-    const every = Math.ceil((count * 17) / width);
-    const ticks = likeness.rows.map((_, place) => place).filter((place) => place % every === 0);
-    const axis = { tickvals: ticks, ticktext: ticks.map((place) => headShort(data.rows[likeness.rows[place]])), tickfont: muted(10) };
+    const z = likenessGrid(values);
+    const every = Math.ceil((count * 17) / (Math.min(width, 760) - 96));
+    const ticks = likeness.rows.map((row, place) => [place, headShort(data.rows[row])]).filter(([place]) => place % every === 0);
     const side = Math.min(width, 760);
     const margin = { l: 44, r: 52, t: 6, b: 44 };
-    plot("likeness", [{
-      type: "heatmap", z, zmin: 0, zmax: 1, colorscale: "Viridis", hoverinfo: "none", zsmooth: count > 400 ? "fast" : false,
-      colorbar: colourBar({ nticks: 6 }),
-    }], plotLayout({
-      width: side, height: side - margin.l - margin.r + margin.t + margin.b, margin, shapes: likenessShapes(),
-      xaxis: { ...axis, tickangle: -90 }, yaxis: { ...axis, range: [count - 0.5, -0.5] },
-    }), {
-      click: ({ points: [{ y }] }) => choose(likeness.rows[y]),
-      hover: ({ event, points: [{ x, y, z: value }] }) => {
-        const [a, b] = [data.rows[likeness.rows[y]], data.rows[likeness.rows[x]]];
+    chart("likeness", {
+      says: { title: "How alike heads are, in pairs", scale: "1 is the same map." },
+      width: side, height: side - margin.l - margin.r + margin.t + margin.b, margin, frames: likenessFrame(),
+      grid: { z, low: 0, high: 1, stops: VIRIDIS }, ramp: roundTicks(0, 1),
+      x: { range: [-0.5, count - 0.5], ticks, turned: 90 }, y: { range: [count - 0.5, -0.5], ticks },
+      click: ({ row }) => choose(likeness.rows[row]),
+      hover: (event, { column, row: line }) => {
+        const [a, b] = [data.rows[likeness.rows[line]], data.rows[likeness.rows[column]]];
+        if (!a || !b) return;
+        const value = z[line][column];
         const shown = Number.isNaN(value) ? "–" : value.toFixed(2);
         showTip(event, [[headName(a), null, allLabels(a)], [headName(b), null, allLabels(b)], ["likeness", null, shown]]);
       },
     });
-  } else Plotly.relayout($("likeness"), { shapes: likenessShapes() });
+  } else reframe("likeness", likenessFrame());
   $("likeness-what").replaceChildren("1 is the same map. ", ...subscripts(data.provenance.similarity ?? ""));
   $("likeness").setAttribute("aria-label",
     `Likeness of ${counted(data.rows.length, "head")} in pairs; the list beside it has the most alike to ${headName(chosen())}`);
 }
 
-function likenessShapes() {
+function likenessFrame() {
   const place = likeness.rows.indexOf(state.row);
-  const end = likeness.rows.length - 0.5;
-  return [{ type: "rect", x0: -0.5, x1: end, y0: place - 0.5, y1: place + 0.5, line: marked() }];
+  return [{ x0: -0.5, x1: likeness.rows.length - 0.5, y0: place - 0.5, y1: place + 0.5, plain: true, width: 1.5 }];
 }
 
 function drawAlike(values) {
@@ -91,7 +106,5 @@ function drawAlike(values) {
 
 /** A line of a list of heads: figure, head, label. */
 function headLine(row, value, index) {
-  const button = el("button", { type: "button", class: "plain", "aria-label": headName(row) }, headShort(row));
-  button.addEventListener("click", () => choose(index));
-  return el("li", {}, el("b", {}, value), button, el("small", {}, allLabels(row)));
+  return el("li", {}, el("b", {}, value), headButton(row, () => choose(index)), el("small", {}, allLabels(row)));
 }

@@ -1,49 +1,49 @@
 // The start: unpack, choose, draw the view that the address names.
 
-/** The head to begin with: the surest of the first rule that names any. */
+/** The head to begin with: of the first rule that names one well past its threshold; else the surest of all. */
 function tellingHead() {
-  for (const { label, sign } of data.rules) {
-    let [best, most] = [-1, -Infinity];
-    data.rows.forEach((row, index) => {
-      const found = row.labels.find((one) => one.label === label);
-      const score = found && (sign === "≤" ? -found.score : found.score);
-      if (found && score > most) [best, most] = [index, score];
-    });
-    if (best >= 0) return best;
-  }
-  return 0;
+  const best = bestExamples().map(({ rows, label }) => ({ row: rows[0], sure: surety(label) }));
+  const clear = best.find(({ sure }) => sure >= 0.5);
+  return (clear ?? best.sort((a, b) => b.sure - a.sure)[0])?.row ?? 0;
 }
 
-/** A query worth showing first: far into the text, with much weight on one key in between. */
-function tellingToken({ layer, map, ...rest }) {
+/** A query worth showing first: one with much weight on a key that its head's first label names, of letters if it can be. */
+function tellingToken(row, rows) {
+  const { layer } = rows;
   const count = layer.from.tokens.length;
   let [best, most] = [count - 1, 0];
-  for (let query = count >> 1; query < count; query++) {
-    const [key, value] = topKeys(rest, query)[0] ?? [0, 0];
-    if (key > 0 && key !== query && value > most) [best, most] = [query, value];
+  for (let query = Math.min(count - 1, 1); query < count; query++) {
+    const [key, value] = strongest(rows, query)[0] ?? [0, 0];
+    if (layer.from.special.includes(query)) continue;
+    const named = row.labels.findIndex(({ label }) => RELATIONS[label]?.(layer, query, key));
+    const both = [layer.from.tokens[query], layer.to.tokens[key]];
+    const letters = both.every((token) => /\p{L}/u.test(token)) ? (both.every((token) => /\p{L}{3}/u.test(token)) ? 2.6 : 2) : 1;
+    const worth = value * (named >= 0 ? 8 / 4 ** named : key === 0 || key === query ? 0.3 : 1) * letters * (query >= count / 4 ? 1.2 : 1);
+    if (worth > most) [best, most] = [query, worth];
   }
   return best;
 }
 
+const NARROW = 860;  // pixels, as in the style sheet: heads come before the story's map
+
 async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser is too old for the page; any of 2023 or later will do");
   document.documentElement.dataset.title = document.title;
-  const code = unpackText("plotly");
   runs = JSON.parse(await unpackText("results")).map(prepare);
   data = runs[0];
   if (runs.length > 1) state.view = "compare";
-  state.row = tellingHead();
-  state.token = tellingToken(await headRows(chosen()));
-  follow(location.hash);
+  state.row = runs.length > 1 && headChanges().length ? data.rows.indexOf(headChanges()[0].a) : tellingHead();
+  startAxes();
+  for (const [name, [read]] of Object.entries(KEPT)) START[name] = read();
+  state.on = runs.length > 1 ? "text" : proofPiece(chosen());
+  state.token = tellingToken(chosen(), await headRows(chosen()));
+  if (!embedded) follow(location.hash);
+  if (innerWidth <= NARROW) $("glance-fold").open = false;
   drawHeader();
   drawNav();
   showView();
   remember();
-  await new Promise((done) => setTimeout(done));  // so that this is seen while Plotly starts
-  const script = el("script");
-  script.textContent = await code;
-  document.head.append(script);
-  for (const connect of [connectBar, connectHeads, connectTable, connectHead, connectScatter]) connect();
+  for (const connect of [connectBar, connectHeads, connectTable, connectHead, connectScatter, connectCompare]) connect();
   await redraw();
   dark.addEventListener("change", redraw);
   let width = innerWidth;
@@ -53,7 +53,15 @@ async function start() {
     requestAnimationFrame(redraw);
   });
   addEventListener("scroll", hideTip, { passive: true });
+  addEventListener("keydown", hideTip);
   document.documentElement.dataset.ready = "yes";
+  (window.requestIdleCallback ?? setTimeout)(unpackAhead);
+}
+
+/** Unpacks what other views draw, while nobody waits for it. */
+async function unpackAhead() {
+  for (const layer of data.layers) await numbers(layer.maps);
+  if (data.similarity) await numbers(data.similarity);
 }
 
 start().catch(fault);

@@ -1,17 +1,34 @@
 // A head's attention map: its weights, how they are drawn, and the rows of single tokens.
 
-/** A head's map, queries by keys in one flat array. */
-const headMap = (row) => ofHead(row.of.maps, row.head);
-
 const shade = (value) => (state.scale === "linear" ? value : Math.sqrt(value));
+
+/** The weight that has the full colour: 1, or the largest of a row. */
+const fullColour = (weights) => (state.scale === "row" ? Math.max(...weights, 1e-9) : 1);
+
+/** What colours stand for, in words; `top` has the full colour. */
+function scaleWords(top) {
+  const full = state.scale === "row" ? `the largest weight here, ${weight(top)}` : "a weight of 1";
+  return `Full colour is ${full}${state.scale === "linear" ? "" : "; colours follow the square root"}.`;
+}
+
+const SCALES = [
+  ["root", "√ weight", "Colours by the square root of the weight, the same for every head"],
+  ["linear", "weight", "Colours by the weight, the same for every head"],
+  ["row", "row maximum", "Colours up to the largest weight of each row, so that wide heads can be seen"],
+];
 
 /** Whether all keys of a cell come after all its queries. */
 const ahead = (layer, i, j) => layer.causal && layer.cols.start(j) >= layer.rows.start(i + 1);
 
-/** The map as rows for Plotly; null where the mask hides the key. */
-function mapRows(layer, map, write = shade) {
+/** The map as rows of numbers; null where the mask hides the key. */
+function mapRows(layer, map, write) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
-  return Array.from({ length: n }, (_, i) => Array.from({ length: m }, (_, j) => (ahead(layer, i, j) ? null : write(map[i * m + j]))));
+  return Array.from({ length: n }, (_, i) => {
+    const line = map.subarray(i * m, (i + 1) * m);
+    const top = fullColour(line);
+    const one = write ?? ((value) => shade(value / top));
+    return Array.from({ length: m }, (_, j) => (ahead(layer, i, j) ? null : one(line[j])));
+  });
 }
 
 /** As many ticks as can be read in `room` pixels over the visible range, of `most` letters. */
@@ -20,67 +37,73 @@ function tokenTicks(stream, axis, range, room, most) {
   const step = Math.max(1, Math.ceil((high - low + 1) / Math.max(3, room / 15)));
   const cells = [];
   for (let cell = Math.ceil(low / step) * step; cell <= high; cell += step) cells.push(cell);
-  return { tickvals: cells, ticktext: cells.map((cell) => label(stream.tokens[axis.start(cell)], most)) };
+  return cells.map((cell) => [cell, shortened(tokenName(stream, axis.start(cell)), most)]);
 }
 
 const wholeRanges = (layer) => ({ xaxis: [-0.5, layer.cols.cells - 0.5], yaxis: [layer.rows.cells - 0.5, -0.5] });
 
-/** Weights to mark on a colour bar that ends at `top`. */
-function weightMarks(top) {
-  const marks = state.scale === "linear" ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
-  const shown = top === 1 ? marks : [0, 0.01, 0.1, 0.25, 0.5, 1].map((share) => Number((share * top).toPrecision(1)));
-  return { tickvals: shown.map(shade), ticktext: shown.map(String) };
+/** Weights to mark on the bar of a map's colours. */
+function weightMarks() {
+  if (state.scale === "row") return [0, 0.1, 0.5, 1].map((share) => [shade(share), percent(share)]);
+  return (state.scale === "linear" ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]).map((mark) => [shade(mark), String(mark)]);
 }
 
-/** Draws a head's map in the box `id`, coloured up to `top`. `small` has no ticks; `z` and `scale` replace weights and colours. */
-function drawMap(id, row, map, { small = false, top = 1, z, scale, events = {}, shapes = [] } = {}) {
-  const layer = row.of;
-  const width = $(id).clientWidth;
+/**
+ * Draws a head's map in the box `id`. A `small` one has no bar of colours, and no ticks but with `ticks`;
+ * `grid` replaces weights and colours; the rest is the chart's.
+ */
+function drawMap(id, row, layer, map, { small = false, ticks = !small, grid, ...rest }, run = "") {
+  const width = Math.min($(id).clientWidth, small ? 340 : Infinity);
   const narrow = width < 420;
-  const margin = small ? { l: 26, r: 8, t: 4, b: 26 } : { l: narrow ? 62 : 84, r: narrow ? 40 : 48, t: 8, b: narrow ? 74 : 92 };
+  const room = small ? (ticks ? { l: 64, r: 4, b: 62 } : { l: 18, r: 4, b: 20 }) : narrow ? { l: 72, r: 40, b: 74 } : { l: 84, r: 48, b: 92 };
+  const margin = { ...room, t: small ? 4 : 8 };
+  const drawnWide = width - margin.l - margin.r;
   const ranges = (!small && state.ranges) || wholeRanges(layer);
-  const trace = {
-    type: "heatmap", z: z ?? mapRows(layer, map), hoverinfo: small ? "skip" : "none", hoverongaps: false,
-    ...(scale ?? { zmin: 0, zmax: shade(top), colorscale: "Viridis" }), showscale: !small, colorbar: colourBar(weightMarks(top)),
-  };
-  const axis = (name, stream, cells, title) => ({
-    range: ranges[name], fixedrange: small || coarse.matches, title: { text: title, ...(small ? { standoff: 2 } : {}) },
-    ...(small ? { tickvals: [] } : tokenTicks(stream, cells, ranges[name], width - 130, narrow ? 6 : 10)),
-    tickangle: name === "xaxis" ? -60 : 0, tickfont: { family: css("--mono"), size: 11, color: css("--muted") },
+  const axis = (range, stream, cells, title) => ({
+    range, title: small ? title.split(":")[0] : title, mono: true,
+    ...(ticks ? { ticks: tokenTicks(stream, cells, range, drawnWide, small ? 5 : narrow ? 6 : 10) } : {}),
   });
-  const drawn = width - margin.l - margin.r;
-  const tall = Math.max(0.5, Math.min(1.4, layer.rows.count / layer.cols.count));
-  return plot(id, [trace], plotLayout({
-    width, height: Math.round(drawn * (small ? Math.min(1, tall) : tall)) + margin.t + margin.b, margin, shapes,
-    dragmode: small || coarse.matches ? false : "zoom",
-    xaxis: axis("xaxis", layer.to, layer.cols, small ? "key" : "key: looked at"),
-    yaxis: axis("yaxis", layer.from, layer.rows, small ? "query" : "query: looks"),
-  }), events);
+  const tall = Math.max(0.5, Math.min(small ? 1 : 1.4, layer.rows.count / layer.cols.count));
+  return chart(id, {
+    width, height: Math.round(drawnWide * tall) + margin.t + margin.b, margin,
+    x: { ...axis(ranges.xaxis, layer.to, layer.cols, "key: looked at"), turned: 60 },
+    y: axis(ranges.yaxis, layer.from, layer.rows, "query: looks"),
+    grid: grid ?? { z: mapRows(layer, map), low: 0, high: 1, stops: VIRIDIS }, ramp: small ? undefined : weightMarks(),
+    says: {
+      title: `${run && `${run}: `}${headName(row)}, ${allLabels(row)}`, marks: weightMarks(), random: layer.isTwin,
+      scale: `Weight of each query (down) on each key (across); ${state.scale === "row" ? "full colour is the largest of a row" : "full colour is a weight of 1"}.`,
+    }, ...rest,
+  });
 }
 
 /** Says what a cell is, beside the pointer. */
-function mapTip({ event, points: [{ x, y }] }, row, map) {
-  const layer = row.of;
-  if (x >= layer.cols.cells || y >= layer.rows.cells) return;
-  showTip(event, [
-    ["query", cellLabel(layer.from, layer.rows, y), `at ${cellPlace(layer.rows, y)}`],
-    ["key", cellLabel(layer.to, layer.cols, x), `at ${cellPlace(layer.cols, x)}`],
-    ["weight", null, weight(map[y * layer.cols.cells + x])],
+function mapTip(event, { column, row: line }, layer, map) {
+  if (column < 0 || line < 0 || column >= layer.cols.cells || line >= layer.rows.cells) return hideTip();
+  return showTip(event, [
+    ["query", cellLabel(layer.from, layer.rows, line), `at ${cellPlace(layer.rows, line)}`],
+    ["key", cellLabel(layer.to, layer.cols, column), `at ${cellPlace(layer.cols, column)}`],
+    ["weight", null, weight(map[line * layer.cols.cells + column])],
   ]);
 }
 
 /** What drawing one head's tokens needs: its map, and the keys that each query attends to most. */
-async function headRows(row) {
-  const layer = row.of;
+async function headRows(row, layer = sceneOf(row)) {
   const [map, keys, weights, received] = await Promise.all(
-    [layer.maps, layer.top_keys, layer.top_weights, layer.received].map((grid) => ofHead(grid, row.head)));
-  return { layer, map, keys, weights, received, kept: layer.top_keys.shape[2] };
+    [layer.maps, layer.top_keys, layer.top_weights, layer.received].map((grid) => (grid ? ofHead(grid, row.head) : null)));
+  return { layer, map, keys, weights, received, kept: layer.top_keys?.shape[2] ?? 0 };
 }
 
 /** The top keys of a query: `[key, weight]`, exact, the strongest first. */
 function topKeys({ keys, weights, kept }, query) {
   const places = Array.from({ length: kept }, (_, rank) => query * kept + rank);
   return places.filter((place) => keys[place] >= 0 && weights[place] > 0).map((place) => [keys[place], weights[place]]);
+}
+
+/** The strongest keys of a query: those that are kept, or of a map of single tokens, its own. */
+function strongest(rows, query) {
+  if (rows.kept || !rows.layer.cols.exact || !rows.layer.rows.exact) return topKeys(rows, query);
+  const line = tokenWeights(rows, query, "to");
+  return [...line.keys()].filter((key) => line[key] > 0).sort((a, b) => line[b] - line[a]).slice(0, 8).map((key) => [key, line[key]]);
 }
 
 /** The weight of a token on each other: exact on top keys and where cells are tokens, else the mean of its block. */
@@ -107,7 +130,11 @@ function tokenWeights(rows, token, direction) {
 }
 
 /** The attention that each key received, summed over queries. */
-function receivedBy({ layer, received }) {
+function receivedBy({ layer, received, map }) {
+  if (received === null) {
+    const n = layer.cols.cells;
+    return Float32Array.from({ length: n }, (_, key) => map.reduce((sum, value, place) => (place % n === key ? sum + value : sum), 0));
+  }
   const cut = blocks(layer.to.tokens.length, received.length);
   return Float32Array.from(layer.to.tokens, (_, key) => received[cut.cell(key)]);
 }

@@ -3,11 +3,12 @@
 const CELLS = 1_100_000;  // the most cells of the mosaic
 
 views.mosaic = {
-  title: "Mosaic",
+  title: "All maps",
   load: () => Promise.all(data.layers.map((layer) => numbers(layer.maps))),
   draw(maps) {
     switches($("mosaic-orders"), "mosaic-order", [["layer", "by layer and head"], ["label", "by label"]], mosaic.order, (order) => {
       mosaic.order = order;
+      remember();
       redraw();
     });
     drawMosaic(maps);
@@ -29,20 +30,23 @@ function mosaicPlaces() {
   return places;
 }
 
-/** A head's map as `side` by `side` cells: the largest weight of those that fall into one. */
-function tile(layer, map, side) {
+/** Writes a head's map into the grid `z` as `side` by `side` cells: the largest weight of those that fall into one. */
+function writeTile(z, top, left, layer, map, side) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
-  const found = Array.from({ length: side }, () => new Float32Array(side).fill(NaN));
   const [down, across] = [Math.max(n, side), Math.max(m, side)];
   for (let i = 0; i < down; i++) {
-    const [line, query] = [found[Math.floor((i * side) / down)], Math.floor((i * n) / down)];
+    const line = z[top + Math.floor((i * side) / down)];
+    const query = Math.floor((i * n) / down);
+    let end = m;
+    while (layer.causal && end > 0 && ahead(layer, query, end - 1)) end--;
     for (let j = 0; j < across; j++) {
-      const [place, key] = [Math.floor((j * side) / across), Math.floor((j * m) / across)];
+      const key = Math.floor((j * m) / across);
+      if (key >= end) break;
+      const place = left + Math.floor((j * side) / across);
       const value = Math.sqrt(map[query * m + key]);
-      if (!ahead(layer, query, key) && !(line[place] >= value)) line[place] = value;
+      if (!(line[place] >= value)) line[place] = value;
     }
   }
-  return found;
 }
 
 /** Lays the tiles out in a box so many pixels wide: places, how many cells a tile has, and its size in pixels. */
@@ -66,41 +70,40 @@ function mosaicCells(maps) {
     const { shape, values } = maps[row.layer];
     const size = shape[1] * shape[2];
     const [line, column] = mosaic.places[index];
-    tile(row.of, values.subarray(row.head * size, (row.head + 1) * size), side)
-      .forEach((cells, i) => z[line * step + i].set(cells, column * step));
+    writeTile(z, line * step, column * step, row.of, values.subarray(row.head * size, (row.head + 1) * size), side);
   });
   return z;
 }
 
 /** Ticks in the middle of tiles, as many as can be read; none where tiles are not in order of layers and heads. */
 function tileAxis(count, title, name = String) {
-  if (mosaic.order !== "layer") return { tickvals: [] };
+  if (mosaic.order !== "layer") return {};
   const every = Math.max(1, Math.ceil(20 / mosaic.square));
   const numbers = Array.from({ length: Math.ceil(count / every) }, (_, index) => index * every);
-  const middle = (number) => number * mosaic.step + mosaic.side / 2 - 0.5;
-  return { title: { text: title }, tickvals: numbers.map(middle), ticktext: numbers.map((number) => name(number)) };
+  return { title, ticks: numbers.map((number) => [number * mosaic.step + mosaic.side / 2 - 0.5, name(number)]) };
 }
 
 function drawMosaic(maps) {
   drawMosaicTitle();
   const width = $("mosaic").clientWidth;
   const order = [state.run, mosaic.order, width, dark.matches].join();
-  if (order === mosaic.drawn) { Plotly.relayout($("mosaic"), { shapes: tileShape() }); return; }
+  if (order === mosaic.drawn) { reframe("mosaic", tileFrame()); return; }
   mosaic.drawn = order;
   const margin = { l: namesRoom(), r: 8, t: 8, b: 40 };
   layTiles(width - margin.l - margin.r);
   const { square, columns, lines, step } = mosaic;
-  plot("mosaic", [{
-    type: "heatmap", z: mosaicCells(maps), zmin: 0, zmax: 1, colorscale: "Viridis", showscale: false, hoverinfo: "none", hoverongaps: true,
-    zsmooth: lines * columns * step * step > 300_000 ? "fast" : false,
-  }], plotLayout({
-    width: square * columns + margin.l + margin.r, height: square * lines + margin.t + margin.b, margin, shapes: tileShape(),
-    xaxis: { range: [-0.5, columns * step - 0.5], ...tileAxis(columns, "head") },
-    yaxis: { range: [lines * step - 0.5, -0.5], ...tileAxis(lines, layersTitle(), layerName) },
-  }), {
-    click: ({ points: [point] }) => choose(tileAt(point)),
-    hover: ({ event, points: [point] }) => {
-      const row = data.rows[tileAt(point)];
+  chart("mosaic", {
+    width: square * columns + margin.l + margin.r, height: square * lines + margin.t + margin.b, margin, frames: tileFrame(),
+    grid: { z: mosaicCells(maps), low: 0, high: 1, stops: VIRIDIS },
+    says: {
+      title: "Every head’s map", scale: `Weight of each query (down) on each key (across), layers down and heads across${mosaic.order === "layer" ? "" : ", by label"}.`,
+      marks: [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1].map((mark) => [Math.sqrt(mark), String(mark)]),
+    },
+    x: { range: [-0.5, columns * step - 0.5], ...tileAxis(columns, "head") },
+    y: { range: [lines * step - 0.5, -0.5], ...tileAxis(lines, layersTitle(), layerName) },
+    click: (place) => choose(tileAt(place)),
+    hover: (event, place) => {
+      const row = data.rows[tileAt(place)];
       if (row) showTip(event, headTip(row));
       else hideTip();
     },
@@ -113,10 +116,10 @@ function tileAt({ x, y }) {
   return mosaic.places.findIndex(([a, b]) => a === line && b === column);
 }
 
-function tileShape() {
+function tileFrame() {
   const [line, column] = mosaic.places[state.row];
   const [x, y] = [column * mosaic.step - 1, line * mosaic.step - 1];
-  return [{ type: "rect", x0: x, x1: x + mosaic.side + 1, y0: y, y1: y + mosaic.side + 1, line: marked(2.5) }];
+  return [{ x0: x, x1: x + mosaic.side + 1, y0: y, y1: y + mosaic.side + 1, plain: true }];
 }
 
 function drawMosaicTitle() {

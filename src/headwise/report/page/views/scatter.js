@@ -1,15 +1,14 @@
-// Any figure of the heads against any other: importance against ablation, to begin with.
+// Any figure of the heads against any other: induction against previous token, to begin with.
 
 const axes = { x: "", y: "" };
 
 views.scatter = {
   title: "Scatter",
   there: () => data.columns.length > 1,
+  more: true,
   draw() {
-    const there = data.columns.map(({ key }) => key).filter((key) => known(data.rows, key).length);
-    if (!there.includes(axes.x) || !there.includes(axes.y)) {
-      [axes.x, axes.y] = ["importance", "ablation"].every((key) => there.includes(key)) ? ["importance", "ablation"] : there.slice(0, 2);
-    }
+    const there = shownFigures();
+    if (!there.includes(axes.x) || !there.includes(axes.y)) startAxes();
     for (const name of ["x", "y"]) {
       $(`axis-${name}`).replaceChildren(...there.map((key) => el("option", { value: key }, data.column.get(key).title)));
       $(`axis-${name}`).value = axes[name];
@@ -17,6 +16,17 @@ views.scatter = {
     drawScatter();
   },
 };
+
+const shownFigures = () => data.columns.map(({ key }) => key).filter((key) => known(data.rows, key).length);
+
+/** Induction by previous token; of what has neither, the first two figures. */
+function startAxes() {
+  const there = shownFigures();
+  const first = (keys, other) => keys.find((key) => there.includes(key)) ?? other;
+  axes.y = first(["induction_random", "induction"], there[1]);
+  axes.x = first(["previous_random", "previous"], there[0]);
+  if (axes.x === axes.y) [axes.x, axes.y] = there;
+}
 
 /** Ranks from 0; equal values share the mean of theirs. */
 function ranks(values) {
@@ -44,10 +54,16 @@ function rankCorrelation(x, y) {
   return both / Math.sqrt(left * right);
 }
 
-const errors = (rows, key) => {
-  const array = rows.map((row) => row[`${key}_se`] ?? 0);
-  return array.some((value) => value > 0) ? { type: "data", array, thickness: 1, width: 0, color: css("--line-strong") } : undefined;
-};
+/** The standard error of a figure of a head; 0 without one. */
+const errorOf = (row, key) => row[`${key}_se`] || 0;
+
+/** A range with room at its ends, from 0 where that is near. */
+function roomy(values) {
+  let [low, high] = [Math.min(...values), Math.max(...values)];
+  if (low > 0 && low < 0.6 * high) low = 0;
+  const room = (high - low || Math.abs(high) || 1) * 0.05;
+  return [low - room, high + room];
+}
 
 function drawScatter() {
   const [x, y] = [data.column.get(axes.x), data.column.get(axes.y)];
@@ -55,24 +71,21 @@ function drawScatter() {
   const rows = places.map((place) => data.rows[place]);
   const [across, up] = [x, y].map(({ key }) => rows.map((row) => row[key]));
   const width = $("scatter").clientWidth;
-  const axis = (column) => ({
-    title: { text: harmless(column.title + (unitName(column) && `,${unitName(column)}`)) }, showgrid: true, gridcolor: css("--line"),
-    zeroline: true, zerolinecolor: css("--line-strong"), nticks: 7,
-  });
-  plot("scatter", [{
-    type: "scatter", mode: "markers", x: across, y: up, customdata: places, hoverinfo: "none",
-    error_x: errors(rows, x.key), error_y: errors(rows, y.key),
-    marker: {
-      size: places.map((place) => (place === state.row ? 15 : 9)), color: rows.map((row) => labelColour(firstLabel(row))),
-      line: { width: places.map((place) => (place === state.row ? 2.5 : 0.8)), color: css("--ink") },
-      opacity: rows.map((row) => (state.only && !hasLabel(row, state.only) ? 0.12 : 1)),
-    },
-  }], plotLayout({
-    width, height: Math.min(560, Math.max(320, width * 0.62)), margin: { l: 62, r: 16, t: 10, b: 52 }, xaxis: axis(x), yaxis: axis(y),
-  }), {
-    click: ({ points: [{ customdata }] }) => choose(customdata),
-    hover: ({ event, points: [{ customdata }] }) => {
-      const row = data.rows[customdata];
+  const axis = (column, values) => {
+    const range = roomy(values);
+    return { title: column.title + (unitName(column) && `,${unitName(column)}`), range, ticks: roundTicks(...range, 6), lines: true };
+  };
+  chart("scatter", {
+    says: { title: `${y.title} against ${x.title.toLowerCase()}, every head`, labels: data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)) },
+    width, height: Math.min(560, Math.max(320, width * 0.62)), margin: { l: 62, r: 16, t: 10, b: 42 }, x: axis(x, across), y: axis(y, up),
+    points: places.map((place, index) => ({
+      x: across[index], y: up[index], row: place, size: place === state.row ? 18 : 11, edge: place === state.row ? 2.2 : 0.7,
+      colour: labelColour(firstLabel(rows[index])), path: styleOf(firstLabel(rows[index])).glyph,
+      faint: Boolean(state.only && !hasLabel(rows[index], state.only)), error: [errorOf(rows[index], x.key), errorOf(rows[index], y.key)],
+    })),
+    click: ({ point }) => choose(point.row),
+    hover: (event, { point }) => {
+      const row = data.rows[point.row];
       const line = (key) => [data.column.get(key).title, null, figure(row[key], data.column.get(key))];
       showTip(event, [...headTip(row), line(axes.x), line(axes.y)]);
     },
@@ -89,14 +102,12 @@ function drawScatter() {
 
 function drawScatterLegend(rows) {
   $("scatter-legend").replaceChildren(...data.labels.filter((name) => rows.some((row) => firstLabel(row) === name)).map((name) => {
-    const mark = el("i", { class: "swatch" });
-    mark.style.background = labelColour(name);
-    return el("li", {}, mark, name);
+    return el("li", {}, glyph(name), name);
   }));
 }
 
 function connectScatter() {
   for (const name of ["x", "y"]) {
-    $(`axis-${name}`).addEventListener("change", () => { axes[name] = $(`axis-${name}`).value; drawScatter(); });
+    $(`axis-${name}`).addEventListener("change", () => { axes[name] = $(`axis-${name}`).value; remember(); drawScatter(); });
   }
 }

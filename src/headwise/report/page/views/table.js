@@ -1,16 +1,18 @@
 // The table of heads: sorted by any column, filtered by words, labels and conditions.
 
 const sorting = { key: "place", down: false };
-const filter = { text: "", label: "" };
+const LINES = 40;  // that are made at a time
+const listed = { now: "", order: [], shared: new Map() };
 
 views.table = {
   title: "Table",
   draw() {
-    if ($("table").look !== data) buildTable();
-    filter.label = state.only;
+    if ($("table").look !== data) drawTableHead();
     $("only").value = state.only;
-    filterTable();
+    $("filter").value = state.filter;
+    listHeads();
     markRow();
+    sayMoreColumns();
   },
 };
 
@@ -20,35 +22,32 @@ function sharedCoverage(key) {
   return typeof all[0] === "number" && all.every((value) => value === all[0]) ? all[0] : null;
 }
 
-function buildTable() {
+function drawTableHead() {
   $("table").look = data;
   $("only").replaceChildren(el("option", { value: "" }, "all labels"), ...data.labels.map((name) => el("option", { value: name }, name)));
-  const shared = new Map(data.columns.map(({ key }) => [key, sharedCoverage(key)]));
+  listed.shared = new Map(data.columns.map(({ key }) => [key, sharedCoverage(key)]));
   $("table").tHead.rows[0].replaceChildren(tableHead("place", "head", "words"), tableHead("label", "labels", "words"),
-    ...data.columns.map((column) => tableHead(column.key, column.short, "", column.title, shared.get(column.key))));
-  $("table").tBodies[0].replaceChildren(...data.rows.map((row, index) => tableRow(row, index, shared)));
-  sortTable();
+    ...data.columns.map((column) => tableHead(column.key, column.short, "", column.title, listed.shared.get(column.key))));
 }
 
 function tableHead(key, text, kind, title = "", covered = null) {
-  const button = el("button", { type: "button", ...(title ? { title, "aria-label": title } : {}) }, text);
+  const button = el("button", { type: "button", ...(title ? { title } : {}) }, text);
   const notes = [key.endsWith("_random") ? "random" : "", covered !== null && covered < 0.995 ? percent(covered) : ""];
   for (const note of notes) if (note) button.append(el("small", {}, note));
   button.addEventListener("click", () => {
     sorting.down = sorting.key === key ? !sorting.down : kind !== "words";
     sorting.key = key;
-    sortTable();
+    remember();
+    listHeads();
   });
   return el("th", { scope: "col", "data-key": key, class: kind }, button);
 }
 
-function tableRow(row, index, shared) {
-  const place = el("button", { type: "button", "aria-label": headName(row) }, headShort(row));
+function tableRow(index) {
+  const row = data.rows[index];
   const kind = row.of.reads;
   const labels = row.labels.length ? row.labels.map(({ label }) => {
-    const mark = el("i", { class: "swatch" });
-    mark.style.background = labelColour(label);
-    return el("span", { class: "tag" }, mark, label);
+    return el("span", { class: "tag" }, glyph(label), label);
   }) : [el("small", {}, NONE)];
   const cells = data.columns.map((column) => {
     const { key, unit } = column;
@@ -56,11 +55,11 @@ function tableRow(row, index, shared) {
     if (unit === "share") { cell.className = "bar"; cell.style.setProperty("--w", row[key] ?? 0); }
     const [error, coverage] = [row[`${key}_se`], row[`${key}_coverage`]];
     if (typeof error === "number") cell.append(" ", el("small", {}, `± ${figure(error, column)}`));
-    if (typeof coverage === "number" && shared.get(key) === null) cell.append(" ", el("small", {}, percent(coverage)));
+    if (typeof coverage === "number" && listed.shared.get(key) === null) cell.append(" ", el("small", {}, percent(coverage)));
     return cell;
   });
   const line = el("tr", { "data-row": index },
-    el("th", { scope: "row" }, place, kind ? el("small", {}, ` ${kind}`) : ""), el("td", { class: "words" }, ...labels), ...cells);
+    el("th", { scope: "row" }, headButton(row, null, ""), kind ? el("small", {}, ` ${kind}`) : ""), el("td", { class: "words" }, ...labels), ...cells);
   line.title = row.module;
   line.addEventListener("click", () => choose(index));
   return line;
@@ -73,39 +72,74 @@ function sortValue(row, index, key) {
   return row[key] ?? null;
 }
 
-function sortTable() {
-  const { key, down } = sorting;
-  const value = (line) => sortValue(data.rows[line.dataset.row], Number(line.dataset.row), key);
-  const lines = [...$("table").tBodies[0].rows].map((line) => [value(line), line]).sort(([x, a], [y, b]) => {
-    if (x === null || y === null) return (x === null) - (y === null) || a.dataset.row - b.dataset.row;
-    return (down ? y - x : x - y) || a.dataset.row - b.dataset.row;
-  });
-  $("table").tBodies[0].append(...lines.map(([, line]) => line));
-  for (const cell of $("table").tHead.rows[0].cells) {
-    if (cell.dataset.key === key) cell.setAttribute("aria-sort", down ? "descending" : "ascending");
-    else cell.removeAttribute("aria-sort");
-  }
+/** The comparison of two rows, by their places, for the order that is chosen. */
+function inOrder({ key, down }) {
+  return (a, b) => {
+    const [x, y] = [a, b].map((index) => sortValue(data.rows[index], index, key));
+    if (x === null || y === null) return (x === null) - (y === null) || a - b;
+    return (down ? y - x : x - y) || a - b;
+  };
 }
 
-/** A word of the filter as a test of a row: `entropy>2` on a figure, anything else on names and labels. */
+/** A figure by what people call it: its key, or the heading of its column. */
+const figureNamed = (name) => data.columns.find(({ key, short, title }) => [key, short, title].some((one) => one.toLowerCase().replace(/\W+/g, "_") === name))?.key;
+
+/** The words of a filter; a condition is one word, however it is spaced. */
+const filterWords = () => state.filter.toLowerCase().replace(/\s*(<=|>=|<|>|=)\s*/g, "$1").split(/\s+/).filter(Boolean);
+
+/** A word of the filter as a test of a row: `entropy>2` on a figure, anything else on names and labels; undefined where it is neither. */
 function condition(word) {
-  const [, key, sign, number] = word.match(/^(\w+)(<=|>=|<|>)(-?[\d.]+)$/) ?? [];
-  if (!data.column.has(key)) {
+  const [, name, sign, number] = word.match(/^([^<>=]+)(<=|>=|<|>)(-?\d*\.?\d+)$/) ?? [];
+  const key = name && figureNamed(name);
+  if (!key) {
+    if (/[<>=]/.test(word)) return undefined;
     return (row) => `${headShort(row)} ${row.module} ${allLabels(row)} ${row.of.reads}`.toLowerCase().includes(word);
   }
   const compare = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b }[sign];
   return (row) => typeof row[key] === "number" && compare(row[key], Number(number));
 }
 
-function filterTable() {
-  const tests = filter.text.toLowerCase().split(/\s+/).filter(Boolean).map(condition);
-  if (filter.label) tests.push((row) => hasLabel(row, filter.label));
-  let shown = 0;
-  for (const line of $("table").tBodies[0].rows) {
-    line.hidden = !tests.every((test) => test(data.rows[line.dataset.row]));
-    shown += !line.hidden;
+/** Lists the heads that the filter leaves, in the chosen order. */
+function listHeads() {
+  const now = [state.run, state.filter, state.only, sorting.key, sorting.down, dark.matches].join("\n");
+  if (now === listed.now) return;
+  listed.now = now;
+  const words = filterWords();
+  const wrong = words.filter((word) => !condition(word));
+  const tests = words.map(condition).filter(Boolean);
+  if (state.only) tests.push((row) => hasLabel(row, state.only));
+  const { length } = data.rows;
+  listed.order = [...data.rows.keys()].filter((index) => tests.every((test) => test(data.rows[index]))).sort(inOrder(sorting));
+  $("found").textContent = listed.order.length === length ? counted(length, "head") : `${whole(listed.order.length)} of ${counted(length, "head")}`;
+  const example = data.columns[0] ? `${data.columns[0].key}>1` : "";
+  $("filter-said").textContent = wrong.length
+    ? `Not understood: ${wrong.join(" ")}. A condition is a figure, a sign (<, >, <=, >=) and a number, such as ${example}.`
+    : listed.order.length ? "" : "Nothing matches.";
+  $("filter").setAttribute("aria-invalid", String(wrong.length > 0));
+  for (const cell of $("table").tHead.rows[0].cells) {
+    if (cell.dataset.key === sorting.key) cell.setAttribute("aria-sort", sorting.down ? "descending" : "ascending");
+    else cell.removeAttribute("aria-sort");
   }
-  $("found").textContent = shown === data.rows.length ? counted(shown, "head") : `${whole(shown)} of ${counted(data.rows.length, "head")}`;
+  $("table").setAttribute("aria-rowcount", listed.order.length + 1);
+  $("table").tBodies[0].replaceChildren();
+  addLines();
+}
+
+/** Makes the next lines of the table: at the start, and when its end comes near. */
+function addLines() {
+  const body = $("table").tBodies[0];
+  const from = body.rows.length;
+  body.append(...listed.order.slice(from, from + LINES).map(tableRow));
+  if (from) markRow();
+}
+
+/** Says that there are columns out of sight, where there are. */
+function sayMoreColumns() {
+  const box = $("table").parentElement;
+  const left = box.scrollWidth - box.clientWidth - box.scrollLeft;
+  $("more-columns").textContent = box.scrollWidth <= box.clientWidth + 4 ? ""
+    : left > 4 ? "More columns at the right: scroll sideways, or focus the table and use the arrow keys." : "This is the last column; the first ones are at the left.";
+  box.classList.toggle("goes-on", left > 4);
 }
 
 function markRow() {
@@ -113,6 +147,12 @@ function markRow() {
 }
 
 function connectTable() {
-  $("filter").addEventListener("input", () => { filter.text = $("filter").value; filterTable(); });
-  $("only").addEventListener("change", () => { state.only = filter.label = $("only").value; filterTable(); });
+  const relist = () => { remember(); listHeads(); markRow(); };
+  $("filter").addEventListener("input", () => { state.filter = $("filter").value; relist(); });
+  $("only").addEventListener("change", () => { state.only = $("only").value; relist(); });
+  const box = $("table").parentElement;
+  box.addEventListener("scroll", () => {
+    if (box.scrollTop + box.clientHeight > box.scrollHeight - 300) addLines();
+    sayMoreColumns();
+  }, { passive: true });
 }

@@ -2,29 +2,26 @@
 
 let textShown;  // the heads whose mean is shown: one, or all of the layer
 
-views.text = {
-  get title() { return data.streams.some(({ grid }) => grid) ? "Image" : "Text"; },
-  async load() {
-    const row = chosen();
-    const heads = state.scope === "head" ? [row] : data.rows.filter(({ layer }) => layer === row.layer);
-    return Promise.all(heads.map(headRows));
-  },
-  draw(heads) {
-    textShown = heads;
-    drawTextTitle();
-    drawStreams();
-    colourTokens();
-  },
-};
+/** The heads whose mean the text shows. */
+function loadText() {
+  const row = chosen();
+  return Promise.all((state.scope === "head" ? [row] : data.rows.filter(({ layer }) => layer === row.layer)).map((one) => headRows(one)));
+}
+
+function drawText(heads) {
+  textShown = heads;
+  drawTextTitle();
+  drawStreams();
+  colourTokens();
+}
 
 function drawTextTitle() {
   const row = chosen();
-  const layer = row.of;
+  const { layer } = textShown[0];
   const cross = layer.kind === "cross";
-  const who = state.scope === "head" ? headName(row) : `Layer ${row.layer}, mean of its ${layer.maps.shape[0]} heads`;
-  $("text-title").textContent = who;
+  $("text-title").textContent = state.scope === "head" ? `On ${layer.isTwin ? "random repeats" : layer.from.grid ? "the image" : "the text"}` : `Layer ${row.layer}, mean of its ${layer.maps.shape[0]} heads`;
   switches($("scopes"), "scope", [["head", "this head"], ["layer", "all heads of the layer"]], state.scope,
-    (scope) => { state.scope = scope; redraw(); });
+    (scope) => { state.scope = scope; remember(); redraw(); });
   const directions = [["to", "looks at"], ["from", "is looked at by"], ["all", "received in all"]];
   switches($("directions"), "direction", directions, state.direction, (direction) => {
     if (cross && (direction === "to") !== (state.direction === "to")) state.token = 0;
@@ -37,12 +34,16 @@ function drawTextTitle() {
     to: "Choose a token: the others are coloured by the weight it puts on them.",
     from: "Choose a token: the others are coloured by the weight they put on it.",
     all: "Each token is coloured by the attention it received from all queries together.",
-  }[state.direction] + places + block;
+  }[state.direction] + places + block + (rawWords(layer) && ` ${rawWords(layer)}`);
 }
+
+/** That tokens are not the text as it was written, where they are not. */
+const rawWords = ({ from, to }) => ([from, to].some((stream) => !stream.pieces && !stream.apart && !stream.grid && !stream.positions)
+  ? "Tokens stand as the tokenizer writes them: it does not say where they are in the text. " : "");
 
 /** The token boxes of the layer's streams, made anew only when these change. */
 function drawStreams() {
-  const layer = chosen().of;
+  const { layer } = textShown[0];
   const streams = layer.kind === "cross" ? [layer.from, layer.to] : [layer.from];
   const box = $("streams");
   if (box.streams?.length === streams.length && box.streams.every((stream, index) => stream === streams[index])) return;
@@ -59,35 +60,47 @@ function drawStreams() {
   }));
 }
 
+// --- the tokens --------------------------------------------------------------------------------
+
+/** The text as it was written, a button for each token; tokens of a word stay on one line where they fit. */
 function tokenBox(stream) {
   const box = el("div", { class: "tokens" });
   let word = null;
+  const apart = (...nodes) => { box.append(...nodes); word = null; };
+  const again = stream.apart ? repeatOf(stream) : null;
   stream.tokens.forEach((token, index) => {
-    // Tokens of a word stay on one line where they fit: a word begins at a space.
-    const before = stream.tokens[index - 1] ?? "";
-    if (!word || /^\s|\s$/.test(before.slice(-1) + token.slice(0, 1))) box.append(word = el("span"));
-    word.append(tokenButton(stream, token, index));
-    if (stream.positions) { box.append(" "); word = null; }
-    if (token.includes("\n")) { box.append(el("br")); word = null; }
+    const special = stream.special.includes(index);
+    if (again && index === again.first + again.period) apart("\n");
+    const piece = stream.apart ? tokenName(stream, index) : special || stream.positions ? token : stream.pieces?.[index] ?? token;
+    const [, before, letters, after] = piece.match(/^([ \t\r\n]*)([^]*?)([ \t\r\n]*)$/);
+    if (before && letters) apart(before);
+    const button = tokenButton(stream, index, letters || piece, special);
+    button.classList.toggle("inside", word !== null);
+    if (!word) box.append(word = el("span"));
+    word.append(button);
+    const blanks = letters ? after : piece;
+    if (blanks.includes("\n")) apart(blanks.slice(blanks.indexOf("\n")));
+    else if (blanks || stream.positions || stream.apart || special) apart(letters ? blanks || " " : "");
   });
   return box;
 }
 
-function tokenButton(stream, token, index) {
-  const special = stream.special.includes(index) ? "special" : "";
-  const button = el("button", { type: "button", tabindex: -1, "aria-pressed": "false", "data-token": index, class: special });
-  for (const part of token.split(/(\n)/)) {
-    if (part === "\n") button.append(el("s", {}, "↵"));
-    else if (part) button.append(part.trim() ? part.replace(/[\p{C}\p{Zl}\p{Zp}]/gu, visible) : visible(part));
+function tokenButton(stream, index, letters, special) {
+  const button = el("button", { type: "button", tabindex: -1, "aria-pressed": "false", "data-token": index, class: special ? "special" : "" });
+  const shown = letters.trim() ? letters.replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (mark) => (mark === "\n" ? mark : visible(mark))) : visible(letters);
+  if (letters.trim()) button.append(shown);
+  else {
+    // Blanks, and later bytes of a character: a mark, for there is nothing to be seen.
+    button.append(el("s", {}, letters ? shown : "·"));
+    button.setAttribute("aria-label", letters ? shown : `token ${index}, ${visible(stream.tokens[index])}`);
   }
-  if (!token) button.append(visible(token));
   return button;
 }
 
 /** A picture under the grid of its patches; other tokens stand above it. */
 function pictureBox(stream) {
   const [rows, columns] = stream.grid;
-  const first = stream.tokens.length - rows * columns;
+  const first = beforePatches(stream);
   const grid = el("div", { class: "patches" });
   grid.style.gridTemplateColumns = `repeat(${columns}, 1fr)`;
   grid.style.maxWidth = `${Math.min(620, Math.round((560 * columns) / rows))}px`;
@@ -100,39 +113,45 @@ function pictureBox(stream) {
   });
   grid.append(...Array.from({ length: rows * columns }, (_, n) => patch(first + n)));
   const others = el("div", { class: "tokens" });
-  for (let index = 0; index < first; index++) others.append(el("span", {}, tokenButton(stream, stream.tokens[index], index)), " ");
+  for (let index = 0; index < first; index++) others.append(el("span", {}, tokenButton(stream, index, stream.tokens[index], true)), " ");
   return el("div", { class: "picture" }, ...(first ? [others] : []), grid);
 }
 
-function connectTokens(box, stream) {
+/** The token that a key pressed on another one leads to. */
+function nextToken(event, stream) {
+  const at = Number(event.target.closest("[data-token]")?.dataset.token);
   const count = stream.tokens.length;
+  const down = stream.grid && at >= beforePatches(stream) ? stream.grid[1] : 1;
+  const step = { ArrowLeft: -1, ArrowUp: -down, ArrowRight: 1, ArrowDown: down }[event.key];
+  const goal = { Home: 0, End: count - 1 }[event.key] ?? (step && at + step);
+  return goal === undefined || Number.isNaN(goal) ? undefined : Math.max(0, Math.min(count - 1, goal));
+}
+
+function connectTokens(box, stream) {
   const direction = () => (box.dataset.side === "both" || (state.direction === "all" && box.dataset.side === "keys") ? state.direction
     : box.dataset.side === "queries" ? "to" : "from");
   box.addEventListener("click", ({ target }) => {
-    const button = target.closest("button");
+    const button = target.closest("[data-token]");
     if (button) chooseToken(Number(button.dataset.token), direction());
   });
-  box.addEventListener("pointerover", ({ target, clientX, clientY }) => {
-    const button = target.closest("button");
-    if (!button || coarse.matches) return;
+  box.addEventListener("pointerover", ({ target, pointerType }) => {
+    const button = target.closest("[data-token]");
+    if (!button || pointerType === "touch") return;
     const index = Number(button.dataset.token);
-    const lines = [["token", visible(stream.tokens[index]), `at ${index}`]];
-    if (button.dataset.weight) lines.push([{ to: "gets", from: "gives", all: "received" }[state.direction], null, button.dataset.weight]);
-    showTip({ clientX, clientY }, lines);
+    const verb = { to: "gets", from: "gives", all: "received" }[state.direction];
+    $("text-scale").replaceChildren(tokenCode(stream, index), ` at ${index}`, button.dataset.weight ? ` ${verb} ${button.dataset.weight}` : "");
   });
-  box.addEventListener("pointerleave", hideTip);
+  box.addEventListener("pointerleave", sayScale);
   box.addEventListener("keydown", (event) => {
-    const at = Number(event.target.closest("button")?.dataset.token);
-    const down = stream.grid && at >= count - stream.grid[0] * stream.grid[1] ? stream.grid[1] : 1;
-    const step = { ArrowLeft: -1, ArrowUp: -down, ArrowRight: 1, ArrowDown: down }[event.key];
-    const goal = { Home: 0, End: count - 1 }[event.key] ?? (step && at + step);
-    if (goal === undefined || Number.isNaN(goal)) return;
+    const next = nextToken(event, stream);
+    if (next === undefined) return;
     event.preventDefault();
-    const next = Math.max(0, Math.min(count - 1, goal));
     box.querySelector(`[data-token="${next}"]`).focus();
     chooseToken(next, direction());
   });
 }
+
+// --- their colours -----------------------------------------------------------------------------
 
 /** What the boxes show: the weight of the chosen token on each other, the mean over the heads shown. */
 function shownWeights() {
@@ -140,25 +159,41 @@ function shownWeights() {
   return each[0].map((_, index) => each.reduce((sum, weights) => sum + weights[index], 0) / each.length);
 }
 
+/** Colours a token by a share of the full colour, in an ink that can be read on it. */
+function colourButton(button, share) {
+  const strength = Math.max(0, Math.min(1, share));
+  button.style.setProperty("--w", strength.toFixed(3));
+  if (button.closest(".patches")) return;
+  const [panel, colour] = [hex(css("--panel")), css("--token").split(" ").map(Number)];
+  const under = panel.map((part, index) => part + strength * (colour[index] - part));
+  const plain = css(button.classList.contains("special") ? "--muted" : "--ink");
+  const readable = contrast(luminance(hex(plain)), luminance(under)) >= 4.6;
+  button.style.color = readable ? "" : inkOn(under);
+}
+
+let textScale = "";
+const sayScale = () => { $("text-scale").textContent = textScale; };
+
 function colourTokens() {
   const { layer } = textShown[0];
   const weights = shownWeights();
-  const most = state.direction === "all" ? Math.max(...weights, 1e-9) : 1;
+  const top = state.direction === "all" ? Math.max(...weights, 1e-9) : fullColour(weights);
   const coloured = state.direction === "from" ? "queries" : "keys";
   const picked = state.direction === "to" ? "queries" : "keys";
   for (const box of $("streams").querySelectorAll("[data-side]")) {
     const both = box.dataset.side === "both";
-    for (const button of box.querySelectorAll("button")) {
+    for (const button of box.querySelectorAll("[data-token]")) {
       const index = Number(button.dataset.token);
-      const strength = both || box.dataset.side === coloured ? Math.sqrt(weights[index] / most) : 0;
-      button.style.setProperty("--w", strength.toFixed(3));
-      button.classList.toggle("strong", strength > 0.55);
-      button.dataset.weight = both || box.dataset.side === coloured ? weight(weights[index]) : "";
+      const mine = both || box.dataset.side === coloured;
+      colourButton(button, mine ? shade(weights[index] / top) : 0);
+      button.dataset.weight = mine ? weight(weights[index]) : "";
       const here = index === state.token && (both || box.dataset.side === picked);
       button.setAttribute("aria-pressed", String(here));
       button.tabIndex = here || (!both && box.dataset.side !== picked && index === 0) ? 0 : -1;
     }
   }
+  textScale = state.direction === "all" ? `Full colour is the most that a token received, ${weight(top)}.` : scaleWords(top);
+  sayScale();
   drawStrongest(layer, weights);
   keepInSight(picked);
 }
@@ -183,7 +218,19 @@ function drawStrongest(layer, weights) {
   const tops = new Set(textShown.length > 1 ? [] : state.direction === "to" ? topKeys(textShown[0], state.token).map(([key]) => key)
     : found.map(([query]) => query).filter((query) => topKeys(textShown[0], query).some(([key]) => key === state.token)));
   const about = (index) => !exact && state.direction !== "all" && !tops.has(index);
-  const aside = (index) => (verb ? distance(layer, ...(state.direction === "to" ? [state.token, index] : [index, state.token])) : `at ${index}`);
+  const aside = (index) => [verb ? distance(layer, ...(state.direction === "to" ? [state.token, index] : [index, state.token])) : "", `at ${index}`]
+    .filter(Boolean).join(" · ");
   const next = layer.kind === "cross" ? { to: "from", from: "to", all: "from" }[state.direction] : state.direction;
   $("strongest").replaceChildren(...weightList(other, found, aside, next, about));
+  const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
+  $("strongest-rest").textContent = state.direction !== "to" || !exact ? "" : rest > 0.0005 ? `${weight(rest)} on all other keys.` : "Nothing on other keys.";
+}
+
+/** Lines of `[index, weight]`: weight, token, an aside. A token can be chosen. */
+function weightList(stream, found, aside, direction, about = () => false) {
+  return found.map(([index, value]) => {
+    const button = el("button", { type: "button", class: "plain" }, tokenCode(stream, index));
+    button.addEventListener("click", () => chooseToken(index, direction));
+    return el("li", {}, el("b", {}, `${about(index) ? "≈" : ""}${weight(value)}`), button, el("small", {}, aside(index)));
+  });
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 5
+KILLS = 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")

@@ -22,7 +22,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from headwise.telemetry.step_capture import plain_name
+from headwise.telemetry.wrappers import plain_name
 from monitored import LAYERS, B, E, Fused, H, Model, T, advance, batch, made, seen_in
 
 EXACT: dict[str, Any] = {"every": 1, "queries": None}

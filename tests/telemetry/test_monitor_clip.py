@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fresh
 import headwise as hw
 from monitored import LAYERS, E, H, advance, batch, made
 
@@ -69,15 +67,6 @@ def test_what_cannot_be_clipped_raises() -> None:
     monitor.close()
 
 
-def ranks(folder: str) -> None:
-    """Two ranks see different batches; their weights stay those of one that sees both."""
-    other = torch.multiprocessing.get_context("fork").Process(target=_rank, args=(1, folder))
-    other.start()
-    _rank(0, folder)
-    other.join()
-    assert other.exitcode == 0
-
-
 def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -94,12 +83,11 @@ def _rank(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
 def test_ranks_clip_alike_by_the_largest_of_all(tmp_path: Path) -> None:
-    work = f"import test_telemetry_clip as one; one.ranks({str(tmp_path)!r})"
-    call = [sys.executable, "-c", work]
-    here = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    done = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Two ranks see different batches; their weights stay those of one that sees both."""
+    ranks = [fresh.started(_rank, rank, str(tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
     model, optimizer = made()
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}

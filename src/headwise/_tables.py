@@ -1,0 +1,134 @@
+"""Tables of heads in notebooks: as HTML, as a pandas data frame, as a Plotly figure."""
+
+from __future__ import annotations
+
+import html
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
+
+__all__ = ["HeadTable", "frame_of", "heads_figure", "html_table"]
+
+COUNTS = {"layer", "head", "calls", "queries", "of_queries"}  # columns that are no figures
+SHOWN = 200  # the most rows that a notebook shows
+
+
+class HeadTable(ABC):
+    """A result with `table()`, a row for each head, that shows itself in notebooks."""
+
+    @abstractmethod
+    def table(self) -> list[dict[str, Any]]: ...
+
+    def to_pandas(self) -> DataFrame:
+        """`table()` as a pandas `DataFrame`, a row per head.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return frame_of("seen", self.table)
+
+    def plot(self, figure: str | None = None) -> Figure:
+        """Draw one column of `table()` as a Plotly figure: layers down, heads across.
+
+        Args:
+            figure: a column's name; none: the first figure there is.
+
+        Raises:
+            ImportError: plotly is not installed.
+            ValueError: no such column.
+        """
+        return heads_figure(self.table(), figure)
+
+    def _repr_html_(self) -> str:
+        try:
+            return html_table(self.table())
+        except ValueError:  # nothing was seen
+            return html.escape(repr(self))
+
+
+def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
+    """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise ImportError(
+            f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
+            f"{said}.table()"
+        ) from None
+    return DataFrame(table())
+
+
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table of HTML; of many, the first.
+
+    >>> html_table([{"head": 0, "entropy": 1.25}, {"head": 1, "entropy": None}]).count("<td>")
+    4
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    lines = (
+        "".join(f"<td>{_written(row.get(name))}</td>" for name in names) for row in rows[:SHOWN]
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    left = f"<p>{SHOWN} of {len(rows):,} rows</p>" if len(rows) > SHOWN else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{left}"
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
+
+
+def heads_figure(
+    rows: Sequence[Mapping[str, Any]],
+    figure: str | None = None,
+    titles: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw one column of `rows` as a Plotly heat map: layers down, heads across; blank for none.
+
+    Args:
+        rows: a dict a head, with `head` and, of several modules, `layer`.
+        figure: the column that is drawn; none: the first.
+        titles: what columns are called.
+    """
+    try:
+        from plotly.graph_objects import Figure, Heatmap
+    except ImportError:
+        raise ImportError("plot(): plotly is not installed; `pip install plotly`") from None
+    there = [name for name in dict.fromkeys(n for row in rows for n in row) if _is(rows, name)]
+    if not there or figure not in (None, *there):
+        raise ValueError(f"plot({figure!r}): no such figure; there are: {', '.join(there) or '–'}")
+    name = figure or there[0]
+    layers = list(dict.fromkeys(str(row.get("layer", "")) for row in rows))
+    cells: list[list[float | None]] = [
+        [None] * (1 + max(int(row["head"]) for row in rows)) for _ in layers
+    ]
+    for row in rows:
+        cells[layers.index(str(row.get("layer", "")))][row["head"]] = row.get(name)
+    title = (titles or {}).get(name, name)
+    drawn = Figure(
+        Heatmap(
+            z=cells,
+            y=layers,
+            colorscale="Viridis",
+            xgap=2,
+            ygap=2,
+            hovertemplate="layer %{y}, head %{x}: %{z:.4g}<extra></extra>",
+        )
+    )
+    drawn.update_layout(title={"text": html.escape(title)}, height=max(240, 120 + 26 * len(layers)))
+    drawn.update_xaxes(title={"text": "head"}, dtick=1)
+    drawn.update_yaxes(title={"text": "layer"}, type="category", autorange="reversed")
+    return drawn
+
+
+def _is(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a column is a figure that can be drawn."""
+    if name in COUNTS or name.endswith(("_se", "_coverage")):
+        return False
+    return any(isinstance(row.get(name), float) for row in rows)

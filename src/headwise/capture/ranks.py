@@ -1,0 +1,50 @@
+"""Which of a layer's heads a call has, where its projections lie over ranks (`DTensor`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+
+
+def number_of_heads(module: nn.Module) -> int | None:
+    """How many query heads a module says that it has, on all ranks; `None` if it does not."""
+    config = getattr(module, "config", None)
+    for attribute in ("all_heads", *_HEADS):
+        for one in (module, config):
+            if isinstance(known := getattr(one, attribute, None), int):
+                return known
+    return None
+
+
+def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
+    """The number of a call's first head in its layer, and of all; `None` where it has them all.
+
+    A module with rows of its weights over ranks, that says it has so many times the heads of the
+    call, attends with this rank's: transformers under its `tp_plan`, PyTorch's `ColwiseParallel`.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    every = number_of_heads(module)
+    if every is None or every == heads:
+        return None
+    for weight in module.parameters():
+        if weight.dim() != 2 or getattr(weight, "device_mesh", None) is None:
+            continue
+        rank, ranks = _rank_of_rows(weight)
+        if ranks * heads == every:
+            return rank * heads, every
+    return None
+
+
+def _rank_of_rows(weight: Any) -> tuple[int, int]:
+    """Which part of the rows this rank has, and of how many."""
+    rank, ranks = 0, 1
+    for axis, place in enumerate(weight.placements):
+        if place.is_shard(0):
+            rank = rank * weight.device_mesh.size(axis) + weight.device_mesh.get_local_rank(axis)
+            ranks *= weight.device_mesh.size(axis)
+    return rank, ranks

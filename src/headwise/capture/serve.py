@@ -1,0 +1,337 @@
+"""Calls of other people's functions that headwise's kernel computes in their place.
+
+A call is served where `attend()` would choose the native kernel, and where that computes just what
+the function was asked for. Everything else goes on as it was, with a reason for the account.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..backends import Call, choose, consider
+from ..core.mask_algebra import Mask
+from ..core.masks import Bias
+from ..core.shapes import Extent, as_given
+from ..stats.base import Statistic
+from ..stats.observe import observe
+from ..stats.results import Reading
+from .call import HeadsCall, Looking
+from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
+from .net import Functions, Net, Road
+from .private_torch import modes
+
+NATIVE = "native"
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+# ── who accelerates ─────────────────────────────────────────────────────────────────────────────
+
+
+class Account:
+    """How often each module called which function, and what was made of the calls.
+
+    Keys are `(module, function, backend, reason)`: the backend of headwise that served the calls,
+    or none and the reason why they were left.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str, str | None, str], int] = {}
+
+    def note(self, module: str, function: str, found: Served | str) -> None:
+        """Count a call that is served, or is not and why."""
+        served = isinstance(found, Served)
+        backend, reason = (found.backend, "") if served else (None, found)
+        place = (module, function, backend, reason)
+        self.calls[place] = self.calls.get(place, 0) + 1
+
+
+class _Apart(threading.local):
+    """How many in this thread make calls that nobody is to serve."""
+
+    depth = 0
+
+
+_APART = _Apart()
+_LOCK = threading.Lock()
+_OUT: tuple[Accelerator, ...] = ()
+
+
+class Accelerator(Net):
+    """A net whose model is served; it listens to nothing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        account: Account,
+        roads: Mapping[Any, Road],
+        always: Mapping[Any, Road],
+        elsewhere: Callable[[nn.Module], None],
+    ) -> None:
+        super().__init__(model, lambda call: None, roads, always, elsewhere=elsewhere)
+        self.account = account
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are to be served now; that somebody tells of one is no hindrance."""
+        return not _APART.depth and self.names.inside
+
+    @contextmanager
+    def out(self) -> Iterator[None]:
+        """Serve while this lasts."""
+        global _OUT
+        with _LOCK:
+            _OUT = (*_OUT, self)
+        try:
+            with self.functions.on():
+                yield
+        finally:
+            with _LOCK:
+                _OUT = tuple(other for other in _OUT if other is not self)
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """Those whose model is running in this thread, outermost first."""
+    return tuple(net for net in _OUT if net.open) if _OUT else ()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Calls that are made while this lasts are left as they are, and counted by nobody."""
+    _APART.depth += 1
+    try:
+        yield
+    finally:
+        _APART.depth -= 1
+
+
+def watched() -> bool:
+    """Whether a watch stands further out than the function mode that runs: it serves the call,
+    with its statistics from the same pass."""
+    outer = (mode.net for mode in modes() if isinstance(mode, Functions))
+    return any(net.open for net in outer if not isinstance(net, Accelerator))
+
+
+def note(function: str, found: Served | str, name: str | None = None) -> None:
+    """Count a call with all that accelerate the model that makes it."""
+    for net in accelerators():
+        net.account.note(net.names.current if name is None else name, function, found)
+
+
+# ── a call ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Served:
+    """A call that headwise computes in the place of a function.
+
+    `original` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
+    """
+
+    call: Call
+    backend: str
+    original: Callable[[], Tensor]
+
+    def out(self) -> Float[Tensor, "B H T Dv"]:
+        """The heads' outputs."""
+        call = self.call
+        with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
+            out, lse = choose(call, "auto").run(call.drawn())
+        total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
+        if total == math.inf or math.isnan(total):
+            with apart():
+                return self.original()
+        return out
+
+    def told(self, call: HeadsCall) -> ServedCall:
+        """A call that a watch is told of, whose output this one makes."""
+        parts: dict[str, Any] = vars(call) | {"made": self.out}
+        told = ServedCall(**parts)
+        told.served = self
+        return told
+
+    def one_pass(self, k: Tensor, mask: Mask) -> bool:
+        """Whether statistics with these keys and this mask are of the very call that is served."""
+        own = self.call.mask
+        if k.shape[2] != self.call.extent.keys or type(mask) is not type(own):
+            return False
+        if own.free:
+            return mask == own
+        return all(
+            one is other or (one.shape == other.shape and torch.equal(one, other))
+            for one, other in zip(mask.tensors(), own.tensors(), strict=True)
+        )
+
+
+class ServedCall(HeadsCall):
+    """A call whose output and statistics come from the same pass, if no padded query is left out
+    of the statistics, and nobody else has asked for the output before."""
+
+    served: Served
+
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+        mask = self.counted(looking)
+        if isinstance(self.made, Tensor) or not self.served.one_pass(self.k, mask):
+            return super().observe(statistics, looking)
+        call = self.served.call
+        seen = observe(
+            call.q,
+            call.k,
+            call.v,
+            *statistics,
+            mask=call.mask,
+            scale=call.scale,
+            softcap=call.softcap,
+            dropout=call.dropout,
+            sinks=call.sinks,
+            queries=looking.queries,
+            seed=looking.seed,
+            gradients=looking.gradients,
+            projection=self.projection,
+        )
+        self.made = seen.out
+        return dict(seen.readings)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a function is asked for: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and a mask as
+    PyTorch's attention takes it (`causal` counts from the start of both)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether no function of PyTorch's computes it."""
+        return self.softcap is not None or self.sinks is not None
+
+
+def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -> Served | str:
+    """The call as headwise serves it, or why it is left as it is.
+
+    A call with softcap or sinks is served by whatever backend `attend()` takes, any other by the
+    native kernel or not at all.
+    """
+    if reason := _odd(asked):
+        return reason
+    if torch._C._is_any_autocast_enabled():
+        lowered = {name: _lowered(getattr(asked, name)) for name in ("q", "k", "v", "mask")}
+        asked = replace(asked, **lowered)
+    try:
+        mask = _mask(asked, memo)
+        if isinstance(mask, str):
+            return mask
+        call = Call.of(
+            asked.q,
+            asked.k,
+            asked.v,
+            mask=mask,
+            scale=asked.scale,
+            softcap=asked.softcap,
+            dropout=asked.dropout,
+            sinks=asked.sinks,
+        )
+    except ValueError as error:  # what it does not fit is the function's to say
+        return str(error)
+    backend = choose(call, "auto").name
+    if backend == NATIVE or asked.special:
+        return Served(call, backend, original)
+    refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
+    return "; ".join(refused) or "PyTorch's kernel was measured faster for calls of this size"
+
+
+def _odd(asked: Asked) -> str:
+    """What keeps tensors from being read as numbers in memory; empty if nothing does."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return "the call is traced"
+    for x in (asked.q, asked.k, asked.v, asked.mask, asked.bias):
+        if x is not None and (x.is_nested or type(x) not in _PLAIN):
+            return f"a {'nested tensor' if x.is_nested else type(x).__name__}"
+    if asked.special:
+        return ""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "the caller has switched PyTorch's fused kernel off"
+    device = asked.q.device.type
+    return "" if device == "cpu" else f"a kernel for CPUs, and this call is on {device}"
+
+
+def _lowered(x: Any) -> Any:
+    """A tensor in the dtype to which autocast lowers it for attention."""
+    if x is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+# ── masks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _mask(asked: Asked, memo: MaskMemo | None) -> Mask | str:
+    """The mask, just as PyTorch understands it; or what is odd about it."""
+    q, k = asked.q, asked.k
+    extent = Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    given = asked.mask
+    if given is None:
+        found: Mask | str = as_mask(None, extent, causal=asked.causal)
+    elif memo is None:
+        found = _of_tensor(given, extent)
+    else:
+        found = memo.of(given, ("served", extent), lambda: _of_tensor(given, extent))
+    if asked.bias is None or isinstance(found, str):
+        return found
+    if not _all_see(found, extent, q.device):
+        return "queries that may attend to nothing, beside a bias"
+    return found & Bias(asked.bias)
+
+
+def _of_tensor(given: Tensor, extent: Extent) -> Mask | str:
+    """A mask of booleans, or of numbers that are added.
+
+    Where a query may attend to nothing, −∞ and False give an output of 0, and any other number
+    the mean of all values: that is left to the kernel, as numbers.
+    """
+    if given.dtype == torch.bool:
+        return as_mask(given, extent)
+    if not given.is_floating_point():
+        return f"a mask of {given.dtype}"
+    table = given[(None,) * (4 - given.dim())]
+    wide = table.shape[1] > 1 and table.stride(1) != 0 and table.shape[2] > 1
+    if given.requires_grad or wide:
+        return Bias(given)
+    allowed, least = table == 0, max(FORBIDDEN_BIAS, torch.finfo(given.dtype).min / 2)
+    if not bool((allowed | (table <= least)).all()):
+        return Bias(given)
+    dead = ~allowed.any(-1, keepdim=True)
+    if bool((dead & ~table.isneginf()).any()):
+        return Bias(given)
+    return as_mask(allowed, extent)
+
+
+def _all_see(mask: Mask, extent: Extent, device: torch.device) -> bool:
+    """Whether every query may attend to some key."""
+    if mask.free:
+        return True
+    found = mask.key_ranges(extent, device)
+    if found is not None:
+        return bool((found[0] < found[1]).all())
+    sizes = extent.batch, extent.heads, extent.queries, extent.keys
+    return bool(mask.dense(*sizes, device=device).any(-1).all())

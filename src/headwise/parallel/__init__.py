@@ -1,0 +1,25 @@
+"""Attention over ranks, on PyTorch's own engine: meshes, DTensors, FSDP2, its checkpoints."""
+
+from .context import ContextParallel, attend, context_plan, positions, shard, unshard
+from .looking import merged, share_of
+from .maxima import largest_logits
+from .split_keys import SeenOfAll, observe_split_keys
+from .tensor import ColumnParallel, HeadParallel, RowParallel, plan
+
+__all__ = [
+    "ColumnParallel",
+    "ContextParallel",
+    "HeadParallel",
+    "RowParallel",
+    "SeenOfAll",
+    "attend",
+    "context_plan",
+    "largest_logits",
+    "merged",
+    "observe_split_keys",
+    "plan",
+    "positions",
+    "shard",
+    "share_of",
+    "unshard",
+]

@@ -1,0 +1,73 @@
+// Cards: of each label that a head has, the head that has it most, with its map.
+
+/** How far a label's figure is past its threshold, as a share of the way to the end of its scale. */
+function surety({ score, threshold, sign = "≥" }) {
+  return sign === "≤" ? (threshold - score) / (threshold || 1) : (score - threshold) / Math.max(1e-9, 1 - threshold);
+}
+
+/** Of each label found, in the rules' order: `{ label, row, found }`, the surest head and how many have it. */
+function bestExamples() {
+  return data.labels.filter((name) => name !== NONE).flatMap((name) => {
+    const of = (index) => data.rows[index].labels.find(({ label }) => label === name);
+    const rows = [...data.rows.keys()].filter(of).sort((a, b) => surety(of(b)) - surety(of(a)) || a - b);
+    return rows.length ? [{ name, rows, label: of(rows[0]) }] : [];
+  });
+}
+
+/** The layer and the map that a label comes from: the random piece, where its figure is of one. */
+async function proofOf({ rows: [index], label }) {
+  const row = data.rows[index];
+  const layer = label.key.endsWith("_random") && row.of.twin ? row.of.twin : row.of;
+  return { row, layer, map: await ofHead(layer.maps, row.head) };
+}
+
+const cards = { drawn: "" };
+
+/** Draws the cards, unless they are there. */
+async function drawCards() {
+  const now = [state.run, state.scale, dark.matches, $("cards").clientWidth].join();
+  if (cards.drawn === now) return markCard();
+  const examples = bestExamples();
+  const proofs = await Promise.all(examples.map(proofOf));
+  if (state.view !== "heads") return undefined;
+  cards.drawn = now;
+  $("cards").replaceChildren(...examples.map((example, place) => card(example, proofs[place].row, place)));
+  $("cards-what").textContent = examples.length ? "Of each label, the head that has it most."
+    : "No rule holds for any head here, so none has a label. The map of heads and the table have their figures.";
+  examples.forEach(({ label }, place) => {
+    const { row, layer, map } = proofs[place];
+    drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer) });
+  });
+  return markCard();
+}
+
+function card({ name, rows, label }, row, place) {
+  const column = data.column.get(label.key);
+  const rule = data.rules.find((one) => one.label === name && one.key === label.key) ?? data.rules.find((one) => one.label === name);
+  const title = el("button", { type: "button", class: "plain title", "data-row": rows[0] }, glyph(name), el("b", {}, name), ` ${headShort(row)}`);
+  title.setAttribute("aria-label", `${name} ${headShort(row)}: ${headName(row)}`);
+  title.addEventListener("click", () => chooseCard(rows[0], label));
+  const map = el("div", { class: "plot", id: `card-${place}`, "aria-hidden": "true" });
+  map.addEventListener("click", () => chooseCard(rows[0], label));
+  const others = rows.slice(1, 7).map((other) => headButton(data.rows[other], () => choose(other)));
+  const left = rows.length - 1 - others.length;
+  const on = label.key.endsWith("_random") && row.of.twin ? "on random repeats" : `on the ${row.of.from.grid ? "image" : "text"}`;
+  return el("li", { class: "card", "data-label": name }, title, map, el("p", { class: "on-what" }, el("small", {}, `Its map ${on}`)),
+    el("p", {}, rule?.why ? `${rule.why[0].toUpperCase()}${rule.why.slice(1)}. ` : "",
+      el("small", {}, `${column?.title ?? label.key} ${figure(label.score, column)}`)),
+    el("p", { class: "others" }, ...(others.length ? ["also ", ...others.flatMap((button) => [button, " "]), left ? `and ${whole(left)} more` : ""] : [])));
+}
+
+/** Makes a card's head the chosen one, on what its label comes from. */
+async function chooseCard(index, label) {
+  const twin = label.key.endsWith("_random") && data.rows[index].of.twin;
+  Object.assign(state, { row: index, on: twin ? "repeats" : "text", ranges: undefined });
+  await tellBest();
+  $("story").scrollIntoView({ block: "nearest" });
+}
+
+function markCard() {
+  for (const one of $("cards").querySelectorAll(".card")) {
+    one.classList.toggle("chosen", Number(one.querySelector("[data-row]").dataset.row) === state.row);
+  }
+}

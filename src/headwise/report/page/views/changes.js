@@ -1,0 +1,70 @@
+// What changed between two looks: sentences, the largest change first, and means of each layer.
+
+const nameOf = (row) => `${row.module}.${row.head}`;
+
+/** A row of either look as that of look `run`; undefined where there is none. */
+const sameHead = (row, run) => runs[run].rows[runs[run].byName.get(nameOf(row))];
+
+/** Heads of the same module and number in A and in B. */
+const bothHeads = () => runs[0].rows.map((a) => ({ a, b: sameHead(a, 1) })).filter(({ b }) => b);
+
+/** The figures that both looks have. */
+const bothColumns = () => runs[0].columns.filter(({ key }) => runs[1].column.has(key));
+
+/** Whether a figure grows with the number of tokens, whatever a head does. */
+const growsWithLength = ({ key, unit }) => key === "entropy" || ((unit === "tokens" || unit === "logit") && !key.endsWith("_random"));
+
+/** The figures of both that can be compared: where A and B are of different lengths, none that grows with the length. */
+function rankedColumns() {
+  const [a, b] = runs.map(({ read }) => read.map(({ tokens }) => tokens.length).join());
+  return a === b ? bothColumns() : bothColumns().filter((column) => !growsWithLength(column));
+}
+
+/** B's figure less A's; null where one lacks it. */
+const changeOf = ({ a, b }, key) => (typeof a[key] === "number" && typeof b[key] === "number" ? b[key] - a[key] : null);
+
+/** What a change of a figure is measured by: a share by 1, another figure by its range over all heads of both looks. */
+function spanOf({ key, unit }) {
+  if (unit === "share") return 1;
+  const values = runs.flatMap(({ rows }) => known(rows, key));
+  return Math.max(...values) - Math.min(...values) || 1;
+}
+
+/** Each head's labels lost and gained, or else its largest change: `{ a, b, column, label, verb, size }`. */
+function headChanges() {
+  const columns = rankedColumns().map((column) => ({ column, span: spanOf(column) }));
+  const sized = (pair, { column, span }) => Math.abs(changeOf(pair, column.key) ?? 0) / span;
+  const found = bothHeads().flatMap((pair) => {
+    const { a, b } = pair;
+    const moved = (from, to, verb) => from.labels.filter(({ label }) => !hasLabel(to, label)).flatMap(({ label, key }) => {
+      const measure = columns.find(({ column }) => column.key === key);
+      return measure ? [{ ...pair, column: measure.column, label, verb, size: sized(pair, measure) }] : [];
+    });
+    const labels = [...moved(a, b, "lost"), ...moved(b, a, "gained")];
+    if (labels.length) return labels;
+    const most = columns.reduce((best, one) => (sized(pair, one) > sized(pair, best) ? one : best), columns[0]);
+    return most && sized(pair, most) ? [{ ...pair, column: most.column, size: sized(pair, most) }] : [];
+  });
+  return found.sort((x, y) => Boolean(y.label) - Boolean(x.label) || y.size - x.size);
+}
+
+/** A change in words: `lost induction: … 0.83 → 0.62`. */
+function changeWords({ a, b, column, label, verb }) {
+  const numbers = [el("b", {}, `${figure(a[column.key], column)} → ${figure(b[column.key], column)}`), unitName(column)];
+  const name = column.title[0].toLowerCase() + column.title.slice(1);
+  if (label) return [`${verb} `, glyph(label), el("b", {}, label), `: ${name} `, ...numbers];
+  return [`${name} ${b[column.key] > a[column.key] ? "rose" : "fell"}, `, ...numbers];
+}
+
+/** Of each layer that both have, its index in A and the mean change of each figure over its heads, in spans; NaN for none. */
+function layerChanges(columns) {
+  const groups = new Map();
+  for (const pair of bothHeads()) groups.set(pair.a.layer, [...(groups.get(pair.a.layer) ?? []), pair]);
+  return [...groups].map(([layer, heads]) => ({
+    layer, heads,
+    means: columns.map(({ key }) => {
+      const there = heads.map((pair) => changeOf(pair, key)).filter((change) => change !== null);
+      return there.length ? there.reduce((sum, change) => sum + change, 0) / there.length : NaN;
+    }),
+  }));
+}

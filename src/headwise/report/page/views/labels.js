@@ -1,0 +1,67 @@
+// Labels: each has a colour and a glyph of its own, the same on every page and in every picture.
+
+const styles = JSON.parse($("styles").textContent);
+const noStyle = styles.find(({ label }) => label === NONE);
+const named = styles.filter((style) => style !== noStyle);
+
+/** The style of a label; one that is not known here takes the style of its place in the look's list. */
+function styleOf(name) {
+  return styles.find(({ label }) => label === name) ?? named[Math.max(0, data.labels.indexOf(name)) % named.length];
+}
+
+const labelColour = (name) => styleOf(name)[dark.matches ? "dark" : "light"];
+
+/** A label's glyph in its colour. */
+function glyph(name) {
+  const mark = drawn("svg", { viewBox: "0 0 12 12", class: "glyph", "aria-hidden": "true" });
+  mark.append(drawn("path", { d: styleOf(name).glyph, fill: labelColour(name), "fill-rule": "evenodd" }));
+  return mark;
+}
+
+/** Each label of a head: what such a head does, and the figure that gave it. */
+function labelLines(row) {
+  if (!row.labels.length) return [el("li", {}, el("b", {}, NONE), ": no rule holds")];
+  return row.labels.map(({ label, key, score, threshold, coverage, sign = "≥" }) => {
+    const column = data.column.get(key);
+    const rule = data.rules.find((one) => one.label === label && one.key === key) ?? data.rules.find((one) => one.label === label);
+    const limit = `the label asks for ${figure(threshold, column)} or ${sign === "≤" ? "less" : "more"}`;
+    const share = typeof coverage === "number" && coverage < 0.995 ? ` on the ${percent(coverage)} of queries that have such a key` : "";
+    return el("li", {}, glyph(label), el("b", {}, label), rule?.why ? `: ${rule.why}. ` : ": ",
+      el("small", {}, `${column?.title ?? key}: ${figure(score, column)}${share}${overRows(key)}; ${limit}.`));
+  });
+}
+
+/** Over how many random rows, or texts, a figure is a mean; nothing of one text. */
+function overRows(key) {
+  const { random_rows: rows, random_period: period, texts } = data.provenance;
+  if (key.endsWith("_random")) return rows ? `, a mean over ${counted(rows, "row")} of ${period} random tokens that come twice` : "";
+  return texts > 1 ? `, a mean over ${counted(texts, "text")}` : "";
+}
+
+const hasLabel = (row, name) => (name === NONE ? row.labels.length === 0 : row.labels.some(({ label }) => label === name));
+
+/** A head's label for a cell so many pixels wide. */
+function brief(row, across) {
+  const name = firstLabel(row);
+  if (name === NONE) return "–";
+  return across < 8 * name.length + 24 ? data.rules.find((rule) => rule.label === name)?.brief ?? name : name;
+}
+
+/** A figure's short name, which says so where it is one of random repeats. */
+const briefTitle = ({ key, short }) => (key.endsWith("_random") ? `${short} (random repeats)` : short);
+
+/** A button that has a head's number, such as `5.3`. */
+function headButton(row, act, kind = "plain") {
+  const button = el("button", { type: "button", class: kind, "aria-label": `${headShort(row)}: ${headName(row)}` }, headShort(row));
+  if (act) button.addEventListener("click", act);
+  return button;
+}
+
+/** What a tip says of a head. */
+function headTip(row, column) {
+  const lines = [[headName(row), null, row.of.reads], ["Label", null, allLabels(row)]];
+  if (column) lines.push([column.title, null, figure(row[column.key], column) + unitName(column)]);
+  const coverage = column && row[`${column.key}_coverage`];
+  if (typeof coverage === "number" && coverage < 0.995) lines.push(["Coverage", null, percent(coverage)]);
+  return lines;
+}

@@ -1,0 +1,100 @@
+// The proof of a label: where its pattern lies in a map, how much of the weight is there, and the share at each offset.
+
+/** How far from the query the key of a figure is. */
+const OFFSET_OF = { back_3: -3, back_2: -2, previous: -1, self: 0, next: 1, ahead_2: 2, ahead_3: 3 };
+
+/** Where random tokens begin to come again: the first, the end, and after how many. */
+function repeatOf({ tokens, special }) {
+  const first = [...tokens.keys()].find((index) => !special.includes(index)) ?? 0;
+  let end = tokens.length;
+  while (end > first && special.includes(end - 1)) end--;
+  const again = (period) => tokens.slice(first, end - period).every((token, index) => token === tokens[first + index + period]);
+  let period = Math.ceil((end - first) / 2);
+  while (period < end - first && !again(period)) period++;
+  return { first, end, period };
+}
+
+/** Where a label's weight is expected, as lines `[key, query, key, query]` from cell to cell; none where it is no line. */
+function expected(label, layer) {
+  const [n, m] = [layer.rows.cells, layer.cols.cells];
+  if (!layer.rows.exact || !layer.cols.exact || layer.kind === "cross") return [];
+  if (label.label === "first token") return [[0, 0, 0, n - 1]];
+  if (label.key in OFFSET_OF) {
+    const by = OFFSET_OF[label.key];
+    return [[Math.max(0, by), Math.max(0, -by), m - 1 + Math.min(0, by), n - 1 - Math.max(0, by)]];
+  }
+  if (!layer.isTwin || !["induction", "duplicate token"].includes(label.label)) return [];
+  const { first, end, period } = repeatOf(layer.from);
+  const next = label.label === "induction" ? 1 : 0;
+  const back = [first + next, first + period, end - 1 - period + next, end - 1];
+  return layer.causal ? [back] : [back, [first + period + next, first, end - 1, end - 1 - period - next]];
+}
+
+/** The guides of a head's first label that is a line on this map. */
+function shownLabel(row, layer) {
+  return row.labels.find((label) => expected(label, layer).length);
+}
+
+function guidesOf(row, layer) {
+  const label = shownLabel(row, layer);
+  return label ? expected(label, layer) : [];
+}
+
+/** The mean weight of a map on lines of cells. */
+function massOn(lines, layer, map) {
+  let [sum, count] = [0, 0];
+  for (const [key, query, end, last] of lines) {
+    const across = key === end && last > query ? 0 : 1;
+    for (let step = 0; query + step <= last; step++, count++) sum += map[(query + step) * layer.cols.cells + key + across * step];
+  }
+  return count ? sum / count : NaN;
+}
+
+const EXPECTED = {
+  induction: "what followed this token the first time",
+  "duplicate token": "the same token, the other time",
+  "first token": "the first token",
+};
+
+/** What the dashed line is, and how much of the weight lies on it here. */
+function guideWords(row, layer, map = told.rows.map) {
+  const label = shownLabel(row, layer);
+  if (!label) {
+    const hidden = row.labels.find(({ key }) => key.endsWith("_random"));
+    return hidden && !layer.isTwin && row.of.twin ? `It is called ${hidden.label} for what it does on random repeats: switch to them to see why.` : "";
+  }
+  const by = OFFSET_OF[label.key];
+  const where = EXPECTED[label.label] ?? (by === 0 ? "the token itself" : `the token ${Math.abs(by)} ${by < 0 ? "back" : "ahead"}`);
+  const mean = overRows(label.key);  // the label's figure is of more than this piece
+  return `Dashed: where a head called ${label.label} looks, ${where}. On ${pieceName(layer)}, ${figure(massOn(expected(label, layer), layer, map))} of a query’s weight `
+    + `lies on it on average${mean ? `; the label’s ${figure(label.score, data.column.get(label.key))} is ${mean.slice(2)}` : ""}.`;
+}
+
+/** The piece that a layer is shown on, in words. */
+function pieceName(layer) {
+  if (!layer.isTwin) return data.provenance.texts > 1 ? "the first text" : layer.from.grid ? "this image" : "this text";
+  const { first, period } = repeatOf(layer.from);
+  const tokens = layer.from.tokens.slice(first, first + period);
+  return `this one piece of ${whole(period)} ${new Set(tokens).size === period ? "different " : ""}random tokens${tokens.every((token) => /^\s*\p{L}+$/u.test(token)) ? ", all of letters" : ""}`;
+}
+
+/** The shares at offsets from 3 back to 3 ahead, which positional labels come from. */
+function drawProfile(row) {
+  const there = Object.entries(OFFSET_OF).filter(([key]) => typeof row[key] === "number");
+  $("profile-panel").hidden = there.length < 2 || Boolean(row.of.from.grid);
+  if ($("profile-panel").hidden) return;
+  const limit = data.rules.find(({ key }) => key in OFFSET_OF)?.threshold;
+  const shares = there.map(([key, by]) => [by, row[key]]);
+  const names = there.map(([, by]) => [by, by === 0 ? "itself" : `${by > 0 ? "+" : "−"}${Math.abs(by)}`]);
+  chart("profile", {
+    width: $("profile").clientWidth, height: 220, margin: { l: 44, r: 10, t: 8, b: 40 }, bars: shares,
+    x: { title: "tokens from the query", range: [shares[0][0] - 0.6, shares.at(-1)[0] + 0.6], ticks: names },
+    y: { title: "share", range: [0, Math.max(1, ...shares.map(([, share]) => share))], ticks: roundTicks(0, 1, 4), lines: true },
+    lines: limit ? [{ points: [[shares[0][0] - 0.6, limit], [shares.at(-1)[0] + 0.6, limit]], colour: "--mark", width: 1.2, dash: "4 4" }] : [],
+    hover: (event, { column }) => {
+      const found = shares.find(([by]) => by === column);
+      if (found) showTip(event, [["tokens from the query", null, `${found[0]}`], ["share", null, found[1].toFixed(3)]]);
+    },
+  }).setAttribute("aria-label", `Share of the weight by offset: ${shares.map(([by, share]) => `${by}: ${share.toFixed(2)}`).join(", ")}`);
+  $("profile-what").textContent = limit ? `Dashed: from ${limit} on, a head is called positional (previous token, itself).` : "";
+}

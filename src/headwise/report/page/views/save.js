@@ -1,0 +1,121 @@
+// A chart as a file, and a link to what is shown.
+
+const LEAST = 340;  // pixels of a saved picture's width, so that its words fit
+const LINE = 17;
+
+/** Words in lines of about so many pixels. */
+function inLines(words, width) {
+  const most = Math.max(20, Math.floor(width / 6.7));
+  return words.split(" ").reduce((lines, word) => {
+    const last = lines.at(-1);
+    if (last && last.length + word.length < most) lines[lines.length - 1] = `${last} ${word}`;
+    else lines.push(word);
+    return lines;
+  }, []);
+}
+
+/** What a picture is of, once it is alone: [title, what its scale is, the model and the text]. */
+function caption(box) {
+  const { title, scale = "", random } = box.chart.says ?? {};
+  const name = box.closest("section")?.querySelector("h2")?.textContent ?? "";
+  const both = runs.length > 1 && state.view === "compare";
+  const source = both ? runs.map((run, index) => `${"AB"[index]}: ${run.title}`).join("; ") : random ? data.provenance.model : data.title;
+  return [title ?? `${headName(chosen())}: ${box.parentElement.querySelector("h3")?.textContent || name}`, scale,
+    `${source}${random ? ", on random tokens that come twice" : ""}. headwise look`].filter(Boolean);
+}
+
+/** A saved picture's title and words: lines `[text, attributes]`. */
+function captionLines(box, width) {
+  const [title, ...rest] = caption(box);
+  const plain = rest.flatMap((words) => inLines(words, width - 20)).map((text) => [text, { fill: css("--muted") }]);
+  return [...inLines(title, (width - 20) * 0.85).map((text) => [text, { fill: css("--ink"), "font-weight": 650, "font-size": 14 }]), ...plain];
+}
+
+/** The labels that colours and signs stand for, under a saved map of labels. */
+function keyMarks(names, width, top) {
+  const across = Math.max(1, Math.floor((width - 20) / 150));
+  return names.map((name, place) => {
+    const [x, y] = [10 + 150 * (place % across), top + LINE * Math.floor(place / across)];
+    return drawn("g", { transform: `translate(${x} ${y})` }, drawn("path", { d: styleOf(name).glyph, fill: labelColour(name), "fill-rule": "evenodd" }),
+      lettering(18, 10, name));
+  });
+}
+
+/** The chart in a box as one SVG: a title, its axes and marks, under them the grid as a picture, and what its colours stand for. */
+function chartAsSvg(box) {
+  const { area, says = {}, grid } = box.chart;
+  const scaled = !box.chart.ramp && says.marks && grid?.stops;
+  const [inside, tall] = [box.chart.width + (scaled ? 46 : 0), box.chart.height];
+  const width = Math.max(inside, LEAST);
+  const lines = captionLines(box, width);
+  const names = says.labels ?? [];
+  const top = 12 + LINE * lines.length;
+  const height = top + tall + (names.length ? 10 + LINE * Math.ceil(names.length / Math.max(1, Math.floor((width - 20) / 150))) : 0);
+  const svg = box.querySelector("svg").cloneNode(true);
+  svg.querySelector(".area").remove();
+  const body = drawn("svg", { y: top, width: inside, height: tall, overflow: "visible" });
+  const under = [];
+  const canvas = box.querySelector("canvas");
+  if (canvas) {
+    const { left, top, width: wide, height: tall, imageRendering } = canvas.style;
+    under.push(drawn("svg", { ...area }, drawn("image", {
+      href: canvas.toDataURL(), x: parseFloat(left), y: parseFloat(top), width: parseFloat(wide), height: parseFloat(tall),
+      preserveAspectRatio: "none", style: `image-rendering:${imageRendering}`,
+    })));
+  }
+  body.append(...under, ...svg.childNodes);
+  if (scaled) body.append(...rampMarks({ ...box.chart, ramp: says.marks, width: inside, margin: { ...box.chart.margin, r: 46 } }, `${box.id}-saved`));
+  for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(name, value);
+  svg.replaceChildren(drawn("title", {}, caption(box).join(". ")), drawn("rect", { width, height, fill: css("--panel") }),
+    ...lines.map(([text, more], place) => lettering(10, 18 + LINE * place, text, more)), body, ...keyMarks(names, width, top + tall + 4));
+  return new XMLSerializer().serializeToString(svg);
+}
+
+/** The same as a PNG with two pixels for each of the page. */
+async function chartAsPng(box) {
+  const picture = new Image();
+  picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(chartAsSvg(box))}`;
+  await picture.decode();
+  const { naturalWidth: width, naturalHeight: height } = picture;
+  const canvas = el("canvas", { width: 2 * width, height: 2 * height });
+  canvas.getContext("2d").drawImage(picture, 0, 0, 2 * width, 2 * height);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+function saveAs(name, content) {
+  const link = el("a", { href: URL.createObjectURL(content), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** Copies the address of what is shown. */
+async function copyLink(button) {
+  try {
+    await navigator.clipboard.writeText(location.href);
+  } catch {  // not allowed here: the old way
+    const field = el("textarea", { class: "hidden" });
+    field.value = location.href;
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  }
+  const note = location.protocol === "file:" ? "copied; it opens on this machine only. To others send the file, and what follows # in the link." : "copied";
+  button.textContent = note;
+  $("said").textContent = `The link is ${note}`;
+  setTimeout(() => { button.textContent = "link"; }, 5000);
+}
+
+/** Buttons under a chart that save it, and copy the address of what is shown. */
+function saveButtons(box) {
+  const file = (kind) => `headwise-${box.id}-${savedName()}.${kind}`;
+  const button = (text, title, act) => {
+    const found = el("button", { type: "button", title, "aria-label": `${title}: ${box.id}` }, text);
+    found.addEventListener("click", () => act(found));
+    return found;
+  };
+  return el("p", { class: "save" },
+    button("SVG", "Save this picture as SVG", () => saveAs(file("svg"), new Blob([chartAsSvg(box)], { type: "image/svg+xml" }))),
+    button("PNG", "Save this picture as PNG", async () => saveAs(file("png"), await chartAsPng(box))),
+    ...(embedded ? [] : [button("link", "Copy a link to what is shown", copyLink)]));
+}

@@ -1,0 +1,70 @@
+// The story of a head: the text with arcs from a token to what it looks at, and one sentence made of the numbers.
+
+let told = {};       // what the story shows: { row, token, rows }
+let peeks = 0;       // counts glances, so that a late one never replaces a newer one
+
+/** Shows the story of another head or token as long as the pointer is on it; of neither, the chosen one's. */
+async function peek({ row = state.row, token }) {
+  if (row < 0 || state.view !== "heads") return;
+  const head = data.rows[row];
+  const free = !state.settled && token === undefined && row !== state.row;  // the head's own best, for nothing else was asked for
+  const layer = free ? sceneOf(head, proofPiece(head)) : sceneOf(head);
+  const at = token ?? chosenQueryOf(head);
+  if (told.row === head && told.rows.layer === layer && (free || told.token === at)) return;
+  const mine = ++peeks;
+  const rows = await headRows(head, layer);
+  if (mine === peeks && state.view === "heads") drawStory(head, rows, free ? tellingToken(head, rows) : at);
+}
+
+/** The chosen token, where a head's layer has it as a query. */
+const chosenQueryOf = (row) => Math.min(state.token, sceneOf(row).from.tokens.length - 1);
+
+function drawStory(row, rows, token = chosenQueryOf(row)) {
+  peeks++;
+  const { layer } = rows;
+  told = { row, token, rows };
+  $("glance-title").textContent = headName(row);
+  $("glance-labels").replaceChildren(...labelLines(row));
+  $("glance-open").setAttribute("href", address("head"));
+  drawPieceSwitch("pieces", row, layer.isTwin ? "repeats" : "text");
+  const found = strongest(rows, token);
+  $("sentence").replaceChildren(...sentence(row, layer, token, found));
+  layText($("story-text"), layer, {
+    over: (index) => peek({ row: data.rows.indexOf(told.row), token: index }), out: () => peek({}), pick: (index) => chooseToken(index, "to"),
+  });
+  drawArcs($("story-text"), row, rows, token, found);
+  $("story-scale").textContent = scaleWords(fullColour(tokenWeights(rows, token, "to")));
+  $("story-raw").textContent = rawWords(layer);
+  drawStoryMap(row, rows, token);
+  drawAside(row, layer);
+}
+
+/** What the head does on the piece that is not shown, in one sentence. */
+async function drawAside(row, { isTwin }) {
+  $("aside").hidden = !row.of.twin;
+  if (!row.of.twin) return;
+  const mine = peeks;
+  const rows = await headRows(row, sceneOf(row, isTwin ? "text" : "repeats"));
+  if (mine !== peeks) return;
+  const token = tellingToken(row, rows);
+  $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On random repeats: "), ...sentence(row, rows.layer, token, strongest(rows, token), true));
+}
+
+/** The switch between the text and random repeats, where a layer has both. */
+function drawPieceSwitch(id, row, on = state.on) {
+  $(id).hidden = !row.of.twin;
+  switches($(id), id, [["text", "text"], ["repeats", "random repeats", "A short piece of random tokens that come twice"]],
+    on, lookOn);
+}
+
+function drawStoryMap(row, { layer, map }, token) {
+  const cell = layer.rows.cell(token);
+  if (!$("glance-fold").open) { $("guide-what").textContent = ""; return; }
+  drawMap("glance", row, layer, map, {
+    small: true, ticks: true, guides: guidesOf(row, layer), frames: [{ x0: -0.5, x1: layer.cols.cells - 0.5, y0: cell - 0.5, y1: cell + 0.5, plain: true, width: 1.5 }],
+    click: ({ row: query }) => chooseToken(layer.rows.start(query), "to"),
+    hover: (_, { row: query }) => peek({ row: data.rows.indexOf(row), token: layer.rows.start(Math.max(0, Math.min(layer.rows.cells - 1, query))) }),
+    leave: () => peek({}),
+  }).setAttribute("aria-label", `Attention map of ${headName(row)}; the view Head has it in full`);
+  $("guide-what").textContent = guideWords(row, layer);
+}

@@ -1,0 +1,77 @@
+"""What the attention calls of a step add up to, by statistic and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..stats.per_head import ABOVE
+from .figures import Figures, Heads, joined, merged
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which heads of a layer there are: `heads` of its `all`, from `first` on."""
+
+    first: int
+    heads: int
+    all: int
+
+
+@dataclass(eq=False)
+class StepSums:
+    """What calls add up to.
+
+    spans: by layer, in the order of their first calls.
+    kept: by statistic and layer, `[4, heads]` of means or `[1, heads]` of maxima (`kept_of`).
+    looked_at: by statistic, of how many queries there were how many were looked at: `(some, all)`.
+    """
+
+    spans: dict[str, Span] = field(default_factory=dict)
+    kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    looked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def know(self, layer: str, span: Span) -> None:
+        """Take up a layer.
+
+        Raises:
+            ValueError: it has had other heads before.
+        """
+        if (before := self.spans.setdefault(layer, span)) != span:
+            raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
+
+    def add(self, statistic: str, layer: str, found: Tensor, looked_at: tuple[int, int]) -> None:
+        """Take in one statistic of a call."""
+        kept = self.kept.setdefault(statistic, {})
+        kept[layer] = merged(kept[layer], found) if layer in kept else found
+        some, every = self.looked_at.get(statistic, (0, 0))
+        self.looked_at[statistic] = (some + looked_at[0], every + looked_at[1])
+
+    def renamed(self, names: Mapping[str, str]) -> StepSums:
+        """The same, with other names for the layers."""
+        kept = {s: {names[n]: x for n, x in found.items()} for s, found in self.kept.items()}
+        spans = {names[name]: span for name, span in self.spans.items()}
+        return StepSums(spans, kept, dict(self.looked_at))
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """How many heads each layer has in all."""
+        return {layer: span.all for layer, span in self.spans.items()}
+
+    def figures(self, heads: Heads) -> dict[str, Figures]:
+        """What was added up of whole layers, by statistic, of the layers of `heads`."""
+        found = {
+            statistic: joined(parts, heads, self.looked_at[statistic])
+            for statistic, parts in self.kept.items()
+        }
+        for limited in [name for name in found if name.startswith(ABOVE)]:
+            found.setdefault("max_logit", found.pop(limited))  # −inf where it is not above
+        return found
+
+
+def nothing(rows: int, heads: int) -> Tensor:
+    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
+    return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

@@ -1,0 +1,54 @@
+"""Wrappers around modules (DDP, `torch.compile`, checkpoints, FSDP), and names without theirs."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+_HOLDING = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""By what names wrappers hold the module that they run, and nothing else does."""
+
+_PREFIX = re.compile(rf"(^|\.)({'|'.join(('module', *_HOLDING))})\.")
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """A module's qualified name, less what wrappers put into it.
+
+    >>> plain_name(nn.Sequential(nn.DataParallel(nn.Linear(2, 3))), "0.module")
+    '0'
+    """
+    module, parts = model, []
+    for part in name.split(".") if name else []:
+        if part != _wrapped(module):
+            parts.append(part)
+        module = module.get_submodule(part)
+    return ".".join(parts)
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module itself, out of all its wrappers: their training mode may be stale."""
+    while part := _wrapped(module):
+        module = module.get_submodule(part)
+    return module
+
+
+def _wrapped(module: nn.Module) -> str:
+    """By what name a wrapper holds the module that it runs; empty of other modules."""
+    for name in _HOLDING:
+        if name in module._modules:
+            return name
+    kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    wraps = isinstance(module, kinds) or type(module).__name__ == "DeepSpeedEngine"
+    return "module" if wraps else ""
+
+
+def bare_name(name: str) -> str:
+    """A name without what wrappers put into it.
+
+    >>> bare_name("module.layers.0._checkpoint_wrapped_module.attn"), bare_name("module")
+    ('layers.0.attn', 'module')
+    """
+    while (shorter := _PREFIX.sub(r"\1", name)) != name:
+        name = shorter
+    return name

@@ -1,0 +1,167 @@
+"""A rank that dies, hangs or raises ends the others: one line that names it and its step."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import Ended, world
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 5
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(60)))
+    return str(path)
+
+
+def trained(text: str, out: str, how: str, fault: str, rank: int, step: int, *more: str) -> None:
+    """`headwise train` of which one rank comes to harm as it draws the rows of a step."""
+    import headwise.cli
+    from headwise.models import checkpoint, checkpoint_folder
+    from headwise.models.train_loop import Run
+
+    drawn = Run.batch
+
+    def batch(run: Run, number: int) -> Any:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and (run.ranks.rank, number + 1) == (rank, step):
+            Path(f"{out}.harmed").write_text(str(time.monotonic()))
+            _come_to_harm(fault)
+        return drawn(run, number)
+
+    def tensors_of(*arguments: Any) -> Any:
+        if fault == "killed saving" and int(os.environ["RANK"]) == rank:
+            Path(f"{out}.harmed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return checkpoint.tensors_of(*arguments)
+
+    checkpoint_folder.tensors_of = tensors_of
+    Run.batch = batch  # type: ignore[method-assign]
+    sizes = "--context 5 --layers 2 --heads 3 --width 15 --vocab 263 --batch 6 --warmup 2".split()
+    call = ["train", text, "--out", out, "--steps", "8", *sizes, "--timeout", str(TIMEOUT)]
+    raise SystemExit(headwise.cli.main([*call, "--parallel", how, *more]))
+
+
+def _come_to_harm(fault: str) -> None:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT}; kill -9 {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "hangs":
+        time.sleep(600)
+    if fault == "bad input":
+        raise ValueError("no such row")
+    if fault == "a bug":
+        raise RuntimeError("what nobody thought of")
+    if fault == "terminated":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lines(ended: list[Ended]) -> list[str]:
+    """What headwise said of ranks, from all of them."""
+    return [x for one in ended for x in one.err.splitlines() if x.startswith("headwise: ")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "how", "said"),
+    [
+        ("killed", 1, "ddp", r"rank 1 of 3 died at step 3; all ranks end"),
+        ("killed", 2, "fsdp", r"rank 2 of 3 died at step 3; all ranks end"),
+        ("killed saving", 1, "fsdp", r"rank 1 of 3 died at the start; all ranks end"),
+        ("stopped", 0, "ddp", r"rank 0 of 3 (gives no sign of life|died) at step 3; all ranks end"),
+        ("hangs", 2, "ddp", r"rank 2 of 3 hangs \(no progress for 3 s\) at step 3; all ranks end"),
+        ("hangs", 0, "fsdp", r"rank 0 of 3 hangs \(no progress for 3 s\) at step 3; all ranks end"),
+    ],
+)
+def test_a_lost_rank_ends_the_others_in_one_line(
+    text: str, tmp_path: Path, fault: str, rank: int, how: str, said: str
+) -> None:
+    out = str(tmp_path / "gpt")
+    ended = world(3, trained, text, out, how, fault, rank, 3)
+    seconds = time.monotonic() - float(Path(f"{out}.harmed").read_text())
+    assert fault == "stopped" or seconds < 2 * TIMEOUT  # TIMEOUT, and what other work costs here
+    print(f"{fault}: over after {seconds:.1f} s")
+    told = lines(ended)
+    assert len(told) == 1, told
+    assert re.fullmatch(f"headwise: {said}", told[0])
+    for number, one in enumerate(ended):
+        lost = number == rank and fault != "hangs"
+        assert one.code == (-signal.SIGKILL if lost else 1), ended
+        assert "Traceback" not in one.err
+
+
+def test_the_rank_that_holds_the_store_dies(text: str, tmp_path: Path) -> None:
+    ended = world(3, trained, text, str(tmp_path / "gpt"), "ddp", "killed", 0, 3, launcher=False)
+    said = "headwise: rank 0 of 3 died, when rank 1 of 3 was at step 3; all ranks end"
+    assert lines(ended) == [said]
+    assert [one.code for one in ended] == [-signal.SIGKILL, 1, 1]
+
+
+def test_a_launcher_may_start_all_again(text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "gpt")
+    ended = world(2, trained, text, out, "ddp", "killed", 1, 3, "--overwrite", restarts=1)
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "step 8 of 8" in ended[0].out
+
+
+@pytest.mark.parametrize("fault", ["bad input", "a bug"])
+def test_what_one_rank_raises_is_said_once(text: str, tmp_path: Path, fault: str) -> None:
+    ended = world(3, trained, text, str(tmp_path / "gpt"), "ddp", fault, 1, 4)
+    if fault == "bad input":
+        assert lines(ended) == ["headwise: no such row"]
+        assert [one.code for one in ended] == [2, 2, 2]
+    else:
+        assert lines(ended) == []
+        assert "RuntimeError: what nobody thought of" in ended[1].err
+        assert "(rank 1 of 3, at step 4)" in ended[1].err
+        assert "Traceback" not in ended[0].err + ended[2].err
+        assert [one.code for one in ended] == [1, 1, 1]
+
+
+def test_bad_input_of_all_ranks_is_said_once(text: str, tmp_path: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "mine.txt").write_text("mine")
+    ended = world(2, trained, text, str(tmp_path / "gpt"), "ddp", "", 0, 0)
+    assert [one.code for one in ended] == [2, 2]
+    (told,) = lines(ended)
+    assert "is not empty; go on with its run" in told
+    ended = world(2, trained, text, str(tmp_path / "other"), "ddp", "", 0, 0, "--batch", "1")
+    assert [one.code for one in ended] == [2, 2]
+    (told,) = lines(ended)
+    assert "fewer rows than there are ranks (2)" in told
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_terminated_run_is_saved_and_goes_on(text: str, tmp_path: Path) -> None:
+    ended = world(2, trained, text, str(tmp_path / "gpt"), "ddp", "terminated", 1, 3)
+    assert "stopped and saved at step 3 of 8" in ended[0].err
+    assert ended[1].err == ""
+    assert (tmp_path / "gpt" / "model.safetensors").exists()
+
+
+def failing() -> None:
+    """One rank never comes."""
+    from headwise.parallel.group import joined
+
+    if os.environ["RANK"] == "1":
+        return
+    with joined(2):
+        pass
+
+
+def test_a_rank_that_never_comes() -> None:
+    ended = world(3, failing)
+    assert all("not all ranks have come" in one.err for one in (ended[0], ended[2]))
+    assert [one.code for one in ended] == [1, 0, 1]
