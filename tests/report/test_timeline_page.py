@@ -447,7 +447,8 @@ def ready(tab: Tab) -> None:
 def live(browser: Any, path: Path, out: Path) -> Tab:
     """A page that is to be read anew every minute, whose clock stands still."""
     tab = Tab(browser, write_timeline(read_timeline(path), out, reread=60))
-    tab.page.clock.install()
+    tab.page.clock.install(time=0)
+    tab.page.clock.pause_at(1000)  # installed alone, it would go on by itself
     tab.page.reload()
     ready(tab)
     return tab
