@@ -24,7 +24,7 @@ from conftest import in_ci
 from headwise.backends import Call
 from headwise.backends import native as native_module
 from headwise.backends.eager import Eager
-from headwise.backends.native import Figures, Measured, Native, faster
+from headwise.backends.native import Figures, Native
 from headwise.backends.native_masks import TABLE_LIMIT, table_bytes, terms_of
 from headwise.backends.sdpa import Sdpa
 from headwise.core.index import grid
@@ -763,26 +763,6 @@ def test_the_struct_is_the_headers() -> None:
 @needs_library
 def test_in_ci_the_library_is_there() -> None:
     assert cpu.why_not() == ""
-
-
-# ── measured ────────────────────────────────────────────────────────────────────────────────────
-
-
-@needs_library
-def test_the_table_decides_by_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LIBRARY is not None
-    row = Measured(LIBRARY.best, "float32", False, 128, 128, 64, 1.3)
-    slow = replace(row, queries=1, keys=4096, speed=0.8)
-    monkeypatch.setattr(native_module, "measured", lambda: (row, slow))
-    monkeypatch.setattr(native_module, "_speed", native_module._speed.__wrapped__)
-
-    def decided(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> bool:
-        k = torch.zeros(1, 1, keys, 64, dtype=dtype)
-        return faster(Call.of(k[:, :, :queries], k, k))
-
-    assert decided(100, 300)
-    assert not decided(2, 3000)
-    assert decided(2, 3000, torch.bfloat16)  # nothing is known of these
 
 
 # ── torch.compile ───────────────────────────────────────────────────────────────────────────────

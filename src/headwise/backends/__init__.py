@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
+from ..kernels import ctypes_api as cpu
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
-from .native import Native, faster
+from .native import Native, faster, measured
 from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
@@ -24,6 +25,7 @@ __all__ = [
     "check_scores",
     "choose",
     "consider",
+    "measured",
 ]
 
 
@@ -49,7 +51,8 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     if call.kind is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    asked = ("backend", name, graph, call.sinks is None)
+    table = cpu.table() if cpu.library() else None  # it may become another when processes join
+    asked = ("backend", name, graph, call.sinks is None, table)
     chosen = call.kind.known.get(asked)
     if chosen is None:
         chosen = call.kind.known[asked] = _choose(call, name)

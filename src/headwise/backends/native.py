@@ -7,12 +7,7 @@ somebody else made. Masks become flags, ranges of keys or tables (`native_masks.
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -27,29 +22,6 @@ from ..kernels.interface import Problem
 from .base import Figures, OnePass
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .recompute import again
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How fast this kernel was beside the fastest other, for calls like this on such a machine."""
-
-    instructions: str
-    dtype: str
-    training: bool
-    queries: int
-    keys: int
-    dim: int
-    speed: float
-
-
-@functools.cache
-def measured() -> tuple[Measured, ...]:
-    """Read the speeds on record, `speeds.json`, which `benchmarks/native_choice.py` writes.
-
-    Where nothing is measured, the kernel is taken.
-    """
-    text = Path(__file__).with_name("speeds.json").read_text("utf-8")
-    return tuple(Measured(**row) for row in json.loads(text)["rows"])
 
 
 class Native(OnePass):
@@ -133,27 +105,27 @@ class Native(OnePass):
 
 
 def faster(call: Call) -> bool:
-    """Whether the kernel was measured faster than all others for the calls most like this one."""
-    library = cpu.library()
-    if library is None or torch.compiler.is_compiling():  # a traced choice would be one for ever
+    """Whether the kernel is faster than all others, as measured for the calls most like this one.
+
+    Where nothing was measured, it is taken for faster.
+    """
+    if cpu.library() is None or torch.compiler.is_compiling():  # a traced choice would be for ever
         return True
+    return (_speed(call) or 1.0) >= 1.0
+
+
+def measured(call: Call) -> str:
+    """How fast the kernel was in the calls most like this one, by which unit, on what, and when."""
+    unit, table, speed = cpu.unit(call.q.dtype), cpu.table(), _speed(call)
+    if speed is None:
+        return f"by {unit}; not measured for {call.q.dtype} on {table.cpu}"
+    return f"by {unit}, measured {speed:.2f} × as fast as the others: {table.cpu}, {table.measured}"
+
+
+def _speed(call: Call) -> float | None:
     sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
-    return _speed(library.best, call.q.dtype, call.needs_grad, sizes) >= 1.0
-
-
-@functools.lru_cache(maxsize=4096)
-def _speed(
-    instructions: str, dtype: torch.dtype, training: bool, sizes: tuple[int, int, int]
-) -> float:
-    """The measured speed of the call nearest in size; 1 where nothing was measured."""
-    kind = (instructions, str(dtype).removeprefix("torch."), training)
-
-    def away(m: Measured) -> float:
-        pairs = zip((m.queries, m.keys, m.dim), sizes, strict=True)
-        return sum(math.log(a / b) ** 2 for a, b in pairs)
-
-    alike = [m for m in measured() if (m.instructions, m.dtype, m.training) == kind]
-    return min(alike, key=away).speed if alike else 1.0
+    dtype = str(call.q.dtype).removeprefix("torch.")
+    return cpu.table().speed(dtype, call.needs_grad, sizes, cpu.unit(call.q.dtype))
 
 
 def _problem(call: Call, v: Tensor | None) -> Problem:

@@ -1,5 +1,5 @@
-"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train`
-and `generate`.
+"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train`,
+`generate` and `tune`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -23,6 +23,7 @@ from .look import look
 from .terminal import STOPPED
 from .timeline import timeline
 from .train import train
+from .tune import tune
 
 app = typer.Typer(
     name="headwise",
@@ -32,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, look, convert, ladder, timeline):
+for command in (train, generate, look, convert, ladder, timeline, tune):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 

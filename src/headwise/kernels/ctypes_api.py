@@ -7,6 +7,7 @@ of PyTorch. One whose struct has another size or version than `interface.py` say
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import __path__ as places
+from . import speeds
 from .interface import (
     DTYPES,
     FIGURES,
@@ -47,6 +49,8 @@ __all__ = [
     "instructions",
     "library",
     "sums",
+    "table",
+    "unit",
     "why_not",
 ]
 
@@ -67,7 +71,7 @@ class Library:
     sets: tuple[str, ...]
     here: tuple[bool, ...]
     best: str
-    """The set that calls use: the fastest of this machine, which need not be its richest."""
+    """The set that calls use where none was measured; it need not be the richest."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
@@ -149,7 +153,7 @@ _forced = -1
 
 @contextmanager
 def instructions(name: str) -> Iterator[None]:
-    """Compute with this instruction set in place of the best one.
+    """Compute with this instruction set in place of the fastest one.
 
     Raises:
         ValueError: the library was not built for it, or the machine does not have it.
@@ -163,6 +167,35 @@ def instructions(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def table() -> speeds.Table:
+    """The measurements that the choice of units rests on.
+
+    Raises:
+        RuntimeError: there is no library.
+    """
+    loaded = _loaded()
+    return speeds.table(loaded.usable, loaded.best)
+
+
+def unit(dtype: torch.dtype) -> str:
+    """The instruction set whose code computes calls of a dtype here.
+
+    Raises:
+        RuntimeError: there is no library.
+    """
+    loaded = _loaded()
+    number = _forced if _forced >= 0 else _fastest(table(), DTYPES[dtype])
+    return speeds.units_for(str(dtype).removeprefix("torch."), loaded.sets[number:])[0]
+
+
+@functools.cache
+def _fastest(measured: speeds.Table, dtype: int) -> int:
+    loaded = _loaded()
+    name = next(str(x) for x, number in DTYPES.items() if number == dtype)
+    found = measured.unit(name.removeprefix("torch."), loaded.usable, loaded.best)
+    return loaded.sets.index(found)
 
 
 def _loaded() -> Library:
@@ -187,7 +220,9 @@ _NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
 
 def _run(function: str, call: CCall) -> int:
     """Run the call; a signal's exception, such as KeyboardInterrupt, is raised from within."""
-    code = getattr(_loaded().handle, function)(ctypes.byref(call), _forced)
+    loaded = _loaded()
+    number = _forced if _forced >= 0 else _fastest(table(), call.dtype)
+    code = getattr(loaded.handle, function)(ctypes.byref(call), number)
     if code == _NO_MEMORY:
         raise MemoryError(f"the native kernel found no memory for {_describe(call)}")
     if code & ~(_NO_NUMBER | _OVERFLOW):

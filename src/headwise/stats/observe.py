@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .._tables import HeadTable
-from ..backends import Call, Choice, OnePass, choose, consider
+from ..backends import Call, Choice, OnePass, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.shapes import as_given, quote
@@ -359,18 +359,23 @@ class Seen(HeadTable):
 class Explanation:
     """Who would serve a call, and why the others would not; how statistics would be read.
 
-    `statistics` says by name by which road each comes: `"identity: one more call"`, `"a pass over
-    the scores"`, …, and where there is a choice, why.
+    `measured` says what was measured of the native kernel in calls like this one, and on which CPU;
+    `"auto"` takes it only where it was the fastest. `statistics` says by name by which road each
+    comes: `"identity: one more call"`, `"a pass over the scores"`, …, and where there is a choice,
+    why.
     """
 
     chosen: str
     choices: tuple[Choice, ...]
     statistics: dict[str, str] = field(default_factory=dict)
+    measured: str = ""
 
     def __str__(self) -> str:
         lines = []
         for choice in self.choices:
             verdict = "; ".join(choice.reasons) or "can serve this call"
+            if choice.name == "native" and self.measured:
+                verdict += f", {self.measured}"
             arrow = "→" if choice.name == self.chosen else " "
             lines.append(f"{arrow} {choice.name:8} {verdict}")
         wide = max((len(name) for name in self.statistics), default=0)
@@ -451,4 +456,5 @@ def explain(
             if route.kind == VIA and need.via is not None:
                 route = routes[need.via]
             said[name] = str(need.told(route, engine))
-    return Explanation(chosen.name, choices, said)
+    native = next(choice for choice in choices if choice.name == "native")
+    return Explanation(chosen.name, choices, said, "" if native.reasons else measured(call))
