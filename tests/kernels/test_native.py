@@ -374,6 +374,29 @@ def test_what_is_no_number_shows_in_the_rows_that_see_it(instructions: str, wher
 
 @needs_library
 @every_set
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_hidden_do_not_show(instructions: str, dtype: str, number: float) -> None:
+    """As of a cache's memory that nobody has written yet."""
+    for queries, wide in ((130, 13), (130, 64), (1, 64)):
+        mask = hw.Causal() & hw.Padding(torch.tensor([90, 90]))
+        q, k, v = (torch.randn(2, 2, n, d) for n, d in ((queries, 8), (130, 8), (130, wide)))
+        spoilt = v.clone()
+        spoilt[:, :, 90:] = spoilt[:, :, 77, 3] = number
+        with cpu.instructions(instructions):
+            seen, clean = (
+                Native().run(Call.of(*(x.to(DTYPES[dtype]) for x in (q, k, x)), mask=mask))[0]
+                for x in (spoilt, v)
+            )
+        first = 130 - queries  # whoever stands before key 77 does not see it
+        before = torch.arange(first, 130) < 77
+        assert torch.equal(seen[:, :, before], clean[:, :, before])
+        assert bool(seen[:, :, ~before, :3].isfinite().all())
+        assert not bool(seen[:, :, ~before, 3].isfinite().any())
+
+
+@needs_library
+@every_set
 @pytest.mark.parametrize("size", [1e4, 1e-20])
 def test_scores_of_any_size(instructions: str, size: float) -> None:
     case = Case(queries=40, keys=130, dim=16)

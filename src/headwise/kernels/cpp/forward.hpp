@@ -242,6 +242,18 @@ static inline void finish_out(const Call &c, float *out, int64_t wide, const flo
   if (any_of(all != all)) c.control.found(HW_OVERFLOW);
 }
 
+// Adds to the output of n lanes what they take of a block's values, of which some are no finite numbers: key by
+// key, as a weight of 0 would not hide them from rows that may not see them.
+template <class In>
+static void add_seen_values(const Call &c, Workspace<In> &w, int n, int32_t j0, int keys,
+                            const typename In::element *weights, Matrix<typename In::element> v) {
+  for (int i = 0; i < n; i++)
+    for (int j = (int)most(0, w.lanes.low[i] - j0); j < least(keys, w.lanes.high[i] - j0); j++) {
+      const float p = In::weight(weights, j, i);
+      for (int64_t d = 0; d < c.value_dim; d++) w.out[i * padded(c.value_dim) + d] += p * In::number(v, j, d);
+    }
+}
+
 // Adds to the output of n lanes what they take of a block's values.
 template <class In>
 static inline void add_values(const Call &c, Workspace<In> &w, int64_t b, int64_t g, int n, int32_t j0, int keys,
@@ -251,6 +263,7 @@ static inline void add_values(const Call &c, Workspace<In> &w, int64_t b, int64_
   const int64_t wide = padded(c.value_dim);
   const Matrix<typename In::element> v =
       In::down(c, c.v, place(c.v_stride, b, g, j0), c.v_stride[2], keys, c.value_dim, w.values);
+  if (!open && !In::finite(v, keys, wide)) return add_seen_values(c, w, n, j0, keys, weights, v);
   for (int i = 0; i < n; i += MR) {
     const int size = (int)least(MR, n - i);
     int32_t from = 0, to = keys;

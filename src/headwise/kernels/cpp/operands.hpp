@@ -55,6 +55,16 @@ struct InFloat : InRegisters<Float> {
     for (int64_t i = 0; i < width * BQ; i++) laid[i] *= c.sign;
   }
 
+  // Of what `down` gave: whether all numbers are finite, and one of them.
+  static bool finite(Matrix<float> rows, int n, int64_t wide) {
+    vf all{}; // NaN if any is not
+    for (int i = 0; i < n; i++)
+      for (int64_t d = 0; d < wide; d += W) all += load<vf>(rows.data + i * rows.stride + d) * 0.f;
+    return !any_of(all != all);
+  }
+  static float number(Matrix<float> rows, int row, int64_t d) { return rows.data[row * rows.stride + d]; }
+  static float weight(const float *weights, int key, int lane) { return weights[(int64_t)key * BQ + lane]; }
+
   // A block [key][lane] of scores becomes what products take of it, in place: to be summed over keys …
   static float *over_keys(float *scores, float *) { return scores; }
   static HW_INLINE void keep_over_keys(vf x, vf, float *block, int k, int v) {
@@ -120,6 +130,23 @@ struct InPairs : InRegisters<Pair> {
   }
   static void change_sign(const Call &c, uint32_t *laid, int64_t width) {
     for (int64_t i = 0; i < depth(width) * BQ; i++) laid[i] = c.sign == 0.f ? 0 : laid[i] ^ 0x80008000;
+  }
+
+  // Of what `down` gave: whether all numbers are finite, and one of them.
+  static bool finite(Matrix<uint32_t> rows, int n, int64_t wide) {
+    vf all{}; // NaN if any is not
+    for (int i = 0; i < (n + 1) / 2; i++)
+      for (int64_t d = 0; d < wide; d += W) {
+        const vu pairs = load<vu>(rows.data + i * rows.stride + d);
+        all += (vf)(pairs << 16) * 0.f + (vf)(pairs & 0xffff0000u) * 0.f;
+      }
+    return !any_of(all != all);
+  }
+  static float number(Matrix<uint32_t> rows, int row, int64_t d) {
+    return from_bf16((uint16_t)(rows.data[row / 2 * rows.stride + d] >> (row % 2 * 16)));
+  }
+  static float weight(const uint32_t *weights, int key, int lane) {
+    return from_bf16((uint16_t)(weights[(int64_t)(key / 2) * BQ + lane] >> (key % 2 * 16)));
   }
 
   static uint32_t *over_keys(float *, uint32_t *room) { return room; }
