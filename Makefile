@@ -51,12 +51,18 @@ test: .venv/.dev $(COMPILED) lint
 # vectors.
 UNIT_TESTS := tests/capture/test_seen.py tests/backends/test_attend.py tests/stats/test_statistics.py \
   tests/kernels/test_native_limits.py
+PLAIN_TESTS := tests/backends/test_attend.py tests/kernels/test_native_limits.py
 test-units: .venv/.dev $(COMPILED)
 	@units=$$($(BIN)/python -c 'from headwise.kernels.ctypes_api import library; print(*library().usable if library() else ())') || exit 1; \
 	for unit in $$units; do \
-	  case $$unit in amx|avx512*) continue ;; avx2) torch=avx2 ;; *) torch=default ;; esac; \
+	  tests="$(UNIT_TESTS)"; \
+	  case $$unit in \
+	    amx|avx512*) continue ;; \
+	    avx2) torch=avx2 ;; \
+	    *) torch=default; tests="$(PLAIN_TESTS)" ;; \
+	  esac; \
 	  echo "our kernels for $$unit, PyTorch's for $$torch"; \
-	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -n auto --dist worksteal --unit $$unit $(UNIT_TESTS) || exit 1; \
+	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -n auto --dist worksteal --unit $$unit $$tests || exit 1; \
 	done
 
 # Processes that work together: two and four of them, commands under torchrun, ranks that are killed.

@@ -489,15 +489,15 @@ def test_compiled_rungs_agree_and_flex_attention_runs_or_says_why() -> None:
 import json, torch
 from headwise.tutorial import compare as ladder
 torch.set_num_threads(1)
-keep = ("scalar", "split", "SDPA, mask", "SDPA, flag", "FlexAttention", "headwise")
+keep = ("scalar", "SDPA, flag", "FlexAttention", "headwise")
 ladder.RUNGS = [rung for rung in ladder.RUNGS if rung.name in keep]
-sizes = [ladder.Size(1, 5, 6, 3), ladder.Size(1, 9, 6, 3)]
+sizes = [ladder.Size(1, 9, 6, 3)]
 print(json.dumps(ladder.climb(sizes, rounds=1, compile=True).to_dict()))
 """
     done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["rows"]
-    assert len(found) == 12
+    assert len(found) == 4
     for row in found:
         if row["rung"] == "FlexAttention" and row["left_out"] is not None:
             assert row["left_out"].startswith("it does not run here: ")
