@@ -1,0 +1,254 @@
+"""Whole models on headwise's kernel beside the same models on their own sdpa.
+
+    python benchmarks/end_to_end.py [--lengths 512 2048] [--models gpt2 llama bert] [--part forward]
+
+GPT-2 small's size, a Llama of 4 layers of width 1,024 with 16 heads on 4 of keys and values, and a
+BERT of 12 layers with padding, of transformers; positions enlarged where the length asks for it.
+Each runs on `sdpa`, on `attn_implementation="headwise"`, and on sdpa in `hw.accelerate`: forward
+passes and training steps (forward, loss, backward, AdamW) in float32 and bfloat16, all by turns.
+Before the clock starts, logits agree to 1e-4 in float32 and tokens are generated alike.
+
+The attention alone is timed in the same rounds; from its gain on that and its number of calls comes
+the gain that is predicted of the whole, and `share of it` says how much of that was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import headwise as hw
+from headwise.tutorial import timing
+from headwise.tutorial.timing import Spread
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WORDS = 512
+OWN, NAMED, INSIDE = "sdpa", "headwise", "accelerate"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be, and the attention call that each of its layers makes."""
+
+    make: Callable[[int, str], Any]
+    layers: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    batch: int = 1
+
+
+def gpt2(length: int, implementation: str) -> Any:
+    """GPT-2 small's size."""
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=length + 8, bos_token_id=0, eos_token_id=0
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation=implementation)
+
+
+def llama(length: int, implementation: str) -> Any:
+    """Four layers of width 1,024, four query heads to each of keys and values."""
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=length + 8,
+    )
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+
+
+def bert(length: int, implementation: str) -> Any:
+    """BERT base's size."""
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=length)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return transformers.BertForMaskedLM._from_config(config, attn_implementation=implementation)
+
+
+SUBJECTS = {
+    "gpt2": Subject(gpt2, 12, 12, 12, True),
+    "llama": Subject(llama, 4, 16, 4, True),
+    "bert": Subject(bert, 12, 12, 12, False, batch=2),
+}
+
+
+def inputs(subject: Subject, length: int) -> dict[str, Any]:
+    """Token ids; the second row of an encoder's batch is half padding."""
+    ids = torch.randint(
+        1, WORDS, (subject.batch, length), generator=torch.Generator().manual_seed(0)
+    )
+    if subject.causal:
+        return {"input_ids": ids}
+    keep = torch.ones_like(ids)
+    keep[1:, length // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": keep}
+
+
+def step(model: Any, given: dict[str, Any]) -> Callable[[], None]:
+    """A training step."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
+
+    def work() -> None:
+        logits = (
+            model(**given, use_cache=False).logits
+            if "attention_mask" not in given
+            else model(**given).logits
+        )
+        loss = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), given["input_ids"][:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return work
+
+
+def forward(model: Any, given: dict[str, Any]) -> Callable[[], None]:
+    """A forward pass."""
+    model.eval()
+
+    def work() -> None:
+        with torch.no_grad():
+            model(**given)
+
+    return work
+
+
+def inside(model: Any, work: Callable[[], None]) -> None:
+    with hw.accelerate(model):
+        work()
+
+
+def attention(subject: Subject, length: int, dtype: torch.dtype, train: bool) -> dict[str, Any]:
+    """The call of one layer, alone: PyTorch's and headwise's."""
+    shapes = [(subject.batch, n, length, 64) for n in (subject.heads, *2 * [subject.kv_heads])]
+    q, k, v = (torch.randn(s).to(dtype).requires_grad_(train) for s in shapes)
+    mask: hw.Mask = (
+        hw.Causal() if subject.causal else hw.Padding(torch.tensor([length, length // 2]))
+    )
+    dense = None
+    if not subject.causal:
+        dense = torch.ones(2, 1, length, length, dtype=torch.bool)
+        dense[1, :, :, length // 2 :] = False
+
+    def own() -> Any:
+        return F.scaled_dot_product_attention(
+            q, k, v, dense, is_causal=subject.causal, enable_gqa=subject.heads > subject.kv_heads
+        )
+
+    def run(compute: Callable[[], Tensor]) -> None:
+        out = compute()
+        if train:
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    ours = partial(hw.attend, q, k, v, mask=mask)
+    return {"attention, sdpa": partial(run, own), "attention, headwise": partial(run, ours)}
+
+
+def assert_alike(subject: Subject, models: dict[str, Any], length: int) -> None:
+    """Logits and generated tokens agree; in float32."""
+    given = inputs(subject, length)
+    keep = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+
+    def logits(name: str) -> Tensor:
+        return models[name].eval()(**given).logits[keep]
+
+    with torch.no_grad():
+        expected = logits(OWN)
+        torch.testing.assert_close(logits(NAMED), expected, rtol=0, atol=1e-4)
+        with hw.accelerate(models[INSIDE]) as account:
+            torch.testing.assert_close(logits(INSIDE), expected, rtol=0, atol=1e-4)
+        print(f"served {account.served} of {account.served + account.left} calls")
+        if subject.causal:
+            settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            own, named = (models[n].generate(given["input_ids"], **settings) for n in (OWN, NAMED))
+            assert torch.equal(own, named), "generated tokens differ"
+
+
+def measure(name: str, length: int, part: str, rounds: int) -> list[dict[str, Any]]:
+    """Both dtypes of one model at one length."""
+    subject, rows = SUBJECTS[name], []
+    torch.manual_seed(0)
+    model = subject.make(length, OWN)
+    named = subject.make(length, NAMED)
+    named.load_state_dict(model.state_dict())
+    models = {OWN: model, NAMED: named, INSIDE: copy.deepcopy(model)}
+    assert_alike(subject, models, length)
+    for kind, dtype in DTYPES.items():
+        train = part == "step"
+        for one in models.values():
+            one.to(dtype)
+        given = inputs(subject, length)
+        works: dict[str, Any] = {
+            n: (step if train else forward)(m, given) for n, m in models.items()
+        }
+        works[INSIDE] = partial(inside, models[INSIDE], works[INSIDE])
+        works |= attention(subject, length, dtype, train)
+        taken = timing.interleaved(works, rounds, least=0.0)
+        middle = {n: Spread.of(seconds).median for n, seconds in taken.items()}
+        gain = subject.layers * (middle["attention, sdpa"] - middle["attention, headwise"])
+        alone = timing.ratio(taken, "attention, sdpa", "attention, headwise")
+        about = {"model": name, "part": part, "T": length, "dtype": kind}
+        about |= {"sdpa seconds": middle[OWN], "attention": alone}
+        rows += [
+            {
+                **about,
+                "contender": contender,
+                "speed": timing.ratio(taken, OWN, contender),
+                "predicted": middle[OWN] / (middle[OWN] - gain),
+                "share of it": (middle[OWN] - middle[contender]) / gain,
+            }
+            for contender in (NAMED, INSIDE)
+        ]
+    return rows
+
+
+def main() -> None:
+    """Measure, show and record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--part", choices=("forward", "step"), action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for part in options.part or ("forward", "step"):
+        for name in options.models:
+            for length in options.lengths:
+                rows += measure(name, length, part, options.rounds)
+                print(rows[-2:], flush=True)
+    lines = [
+        [
+            f"{r['model']} T {r['T']} {r['dtype']} {r['part']}, {r['contender']}",
+            f"{r['sdpa seconds']:.3f}",
+            f"{r['speed'].median:.3f} ({r['speed'].low:.3f} to {r['speed'].high:.3f})",
+            f"{r['attention'].median:.2f}",
+            f"{r['predicted']:.3f}",
+            f"{r['share of it']:.2f}",
+        ]
+        for r in rows
+    ]
+    columns = ["", "s on sdpa", "× its speed", "attention", "predicted", "share of it"]
+    timing.show("whole models", columns, lines)
+    if not options.no_record:
+        timing.record("end_to_end", vars(options), rows, RESULTS)
+
+
+if __name__ == "__main__":
+    main()
