@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
+import headwise as hw
 from headwise.capture.ablate import ablate
 from headwise.models.data import TextError
 from headwise.report import LookError, look
@@ -445,14 +446,27 @@ def test_importance_and_ablation_are_columns(folders: dict[str, Path], name: str
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_without_a_loss_says_so(folders: dict[str, Path]) -> None:
+def test_a_model_without_a_loss_goes_without_importance_and_says_how_to_give_one(
+    folders: dict[str, Path],
+) -> None:
     from transformers import BertModel
 
     _, tokenizer = load_folder(folders["bert"])
     model = BertModel.from_pretrained(folders["bert"]).eval()
-    assert look(model, tokenizer, TEXT).provenance["loss_text"] is None
-    with pytest.raises(LookError, match="need a loss"):
-        look(model, tokenizer, TEXT, ablation=True)
+    bare = look(model, tokenizer, TEXT, importance=True, ablation=True)
+    assert bare.provenance["loss_text"] is None
+    assert not {"importance", "ablation"} & bare.rows[0].keys()
+    assert "BertModel has no loss" in bare.provenance["notice"]
+    assert "BertForMaskedLM" in bare.provenance["notice"]
+    assert "loss=lambda model, inputs" in bare.provenance["notice"]
+
+    def loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**inputs).last_hidden_state.square().mean()
+
+    seen = look(model, tokenizer, TEXT, importance=True, ablation=True, loss=loss)
+    found = hw.importance(model, loss, [dict(tokenizer(TEXT, return_tensors="pt"))]).table()
+    assert [r["importance"] for r in seen.rows] == pytest.approx([r["importance"] for r in found])
+    assert all(isinstance(row["ablation"], float) for row in seen.rows)
 
 
 def test_what_is_not_shown_is_named(folders: dict[str, Path]) -> None:
@@ -672,7 +686,7 @@ def test_two_results_are_compared(
     page = tmp_path / "both.html"
     code, out, err = run(capsys, "--compare", one, other, "--out", page)
     assert (code, err) == (0, "")
-    assert out.startswith("A: model on one\nB: model on other\n")
+    assert out.startswith("A: llama on one\nB: llama on other\n")
     assert page.exists()
     half = look(model.half(), tokenizer, TEXT, text_name="one").save(tmp_path / "half.json")
     model.float()
@@ -843,4 +857,4 @@ assert main(["look", "--json", "--model", {str(folders["bert"])!r}]) == 2
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == 12
     assert "pip install 'headwise[hf]'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert sum(line.startswith("headwise: ") for line in done.stderr.splitlines()) == 1

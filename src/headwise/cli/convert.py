@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .._text import escaped
-from .terminal import bar
+from .terminal import Quiet, bar
 
 
 def convert(
@@ -44,6 +44,7 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what is there under OUT.")
     ] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was done as one JSON object.")
     ] = False,
@@ -57,7 +58,7 @@ def convert(
     """
     from ..weights.files import convert_file
 
-    with bar("converting") as report:
+    with bar("converting", drawn=not quiet) as report:
         done = convert_file(
             source,
             target,

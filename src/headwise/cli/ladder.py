@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .._text import escaped
-from .terminal import bar, console
+from .terminal import Quiet, bar, console
 
 
 def ladder(
@@ -31,6 +31,7 @@ def ladder(
     out: Annotated[
         Path | None, typer.Option(help="A page to write, with the plot.", show_default=False)
     ] = None,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -50,7 +51,7 @@ def ladder(
     if out is not None:
         check_out(out)  # before the slow part
     try:
-        with bar("climbing") as report:
+        with bar("climbing", drawn=not quiet) as report:
             found = climb(
                 chosen,
                 device=device,

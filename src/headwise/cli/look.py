@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 import torch
@@ -20,15 +22,15 @@ from .._text import escaped
 from ..models import data as corpus
 from ..models import gpt
 from ..report.compare import differences
-from ..report.folders import load_folder
+from ..report.folders import folder_of, load_folder, name_of
 from ..report.look import look as look_at
 from ..report.page import check_out, write_page
 from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
-from ..report.terminal import fitted, signed, summary, table
+from ..report.terminal import TOP, fitted, notable, signed, summary, table
 from ..report.texts import Texts
 from .launcher import TIMEOUT, launched
-from .terminal import SEEDS, bar, console
+from .terminal import SEEDS, Quiet, bar, console, paged
 
 Once = Callable[[Callable[[], Any]], Any]
 
@@ -43,12 +45,19 @@ DTYPES = {
 
 def look(
     model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face folder of any architecture; none: the built-in model."),
+        str | None,
+        typer.Option(
+            metavar="FOLDER|NAME",
+            help="A Hugging Face folder of any architecture, or a model's name in its local cache; "
+            "none: the built-in model.",
+        ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE|-", help="A UTF-8 file, - for a pipe; none: Python's manual."),
+        typer.Option(
+            metavar="FILE|TEXT|-",
+            help="A UTF-8 file, the words themselves, - for a pipe; none: Python's manual.",
+        ),
     ] = None,
     texts: Annotated[
         Path | None,
@@ -77,6 +86,13 @@ def look(
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
     ] = 0,
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Of the page; none: the model and the text.")
+    ] = None,
+    top: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Heads in the table, the most notable; 0: all."),
+    ] = TOP,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
@@ -89,6 +105,7 @@ def look(
     timeout: Annotated[
         float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
     ] = TIMEOUT,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an array instead: a row for each head.")
     ] = False,
@@ -99,6 +116,8 @@ def look(
     image. Of many texts, figures are means with standard errors, and maps are of the first.
     `torchrun` spreads many texts over processes.
 
+    Example: `headwise look --text "The cat sat on the mat, and the cat slept."`
+
     Example: `headwise look --model notes-gpt --text notes.txt --out notes.html`
 
     Example: `torchrun --nproc-per-node 2 -m headwise look --model notes-gpt --texts notes`
@@ -106,7 +125,7 @@ def look(
     out = PAGE if out is None and not as_json else out
     if compare is not None:
         _check_places(out, None)
-        asked = (model, text, texts, image, target, context, save)
+        asked = (model, text, texts, image, target, context, save, title)
         if any(one is not None for one in asked) or importance or ablation or launched():
             raise LookError("--compare A B: reads two results; of the rest, only --out and --json")
         return _compare(*compare, out, as_json)
@@ -114,18 +133,15 @@ def look(
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     with _ranks(timeout) as (first, once, tell):
         once(lambda: _check_places(out, save))  # before the slow part
-        what, name = _read(text, texts, image, once)
-        with bar("looking", drawn=first) as shown:
+        what, name = _read(text, texts, image, once, told=first and not quiet)
+        folder = gpt.builtin() if model is None else folder_of(model)
+        with bar("loading", drawn=first and not quiet) as shown:
 
             def report(doing: str, share: float) -> None:
                 tell(doing, share)
                 shown(doing, share)
 
-            network, tokenizer = load_folder(
-                gpt.builtin() if model is None else model,
-                dtype=DTYPES[dtype],
-                device=_device(device),
-            )
+            network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=_device(device))
             seen = look_at(
                 network,
                 tokenizer,
@@ -135,15 +151,16 @@ def look(
                 seed=seed,
                 importance=importance,
                 ablation=ablation,
-                model_name="the built-in model" if model is None else _name(model),
+                model_name="the built-in model" if model is None else name_of(folder),
                 text_name=name,
+                title=title,
                 report=report,
                 over_ranks=launched(),
             )
             if first:
                 _write(seen, out, save)
         if first:
-            _print_all(seen, out, save, as_json)
+            _print_all(seen, out, save, as_json, top, quiet)
     return 0
 
 
@@ -189,17 +206,21 @@ def _write(seen: Look, out: Path | None, save: Path | None) -> None:
         seen.save(save)
 
 
-def _print_all(seen: Look, out: Path | None, save: Path | None, as_json: bool) -> None:
+def _print_all(
+    seen: Look, out: Path | None, save: Path | None, as_json: bool, top: int, quiet: bool
+) -> None:
     if as_json:
         print(json.dumps(finite(seen.rows), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        _show(seen)
+        _show(seen, top, quiet)
     for kind, path in (("page", out), ("saved", save)):
         if path is not None:
             print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
+def _read(
+    text: str | None, texts: Path | None, image: Path | None, once: Once, *, told: bool
+) -> tuple[Any, str]:
     """What is to be looked at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
@@ -210,9 +231,34 @@ def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) 
     if texts is not None:
         return Texts(texts), _name(texts)
     if text is not None:
+        if _are_words(text):
+            if told:
+                print(
+                    f"headwise: there is no file {escaped(shorten(repr(text), 60))}, so these "
+                    f"words are the text",
+                    file=sys.stderr,
+                )
+            return text, f"“{shorten(text, 60, placeholder='…')}”"
         content = once(lambda: corpus.read_text(text))  # there is one standard input
         return content, "standard input" if text == "-" else Path(text).name
     return corpus.manual_passage(), "Python's manual: with"
+
+
+def _are_words(text: str) -> bool:
+    """Whether this is a text itself: several words, and no file is called so.
+
+    One word that is no file, or what ends as files' names do, is more likely a name misspelt.
+
+    Raises:
+        LookError: such a one.
+    """
+    if text == "-" or os.path.exists(text):
+        return False
+    if len(text.split()) < 2 or re.search(r"\.[a-zA-Z0-9]{1,5}$", text):
+        raise LookError(
+            f"{text}: no such file; for words themselves, give several, or pipe them to --text -"
+        )
+    return True
 
 
 def _name(path: Path) -> str:
@@ -226,17 +272,22 @@ def _device(name: str) -> str:
     return name
 
 
-def _show(seen: Look) -> None:
+def _show(seen: Look, top: int, quiet: bool) -> None:
     screen = console()
-    drawn, left_out = table(seen, screen.width)
-    before, after = summary(seen, left_out)
+    drawn, left_out = table(seen, screen.width, top=top or None)
+    before, after = summary(seen, left_out, top=top or None)
+    if quiet:
+        before = after = ""
+    else:
+        before = f"{before}\n\n{notable(seen)}"
     _print(screen, before, drawn, after)
 
 
 def _print(console: Console, before: str, drawn: Table, after: str) -> None:
-    for part in (before, drawn, after):
-        if part:
-            console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    with paged(console, drawn.row_count + before.count("\n") + after.count("\n") + 8):
+        for part in (before, drawn, after):
+            if part:
+                console.print(part, markup=False, highlight=False)
 
 
 def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:

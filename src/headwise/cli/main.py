@@ -33,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, look, convert, ladder, timeline, tune):
+for command in (look, ladder, train, generate, timeline, convert, tune):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 
@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the terminal has no bytes for
     try:
-        code = typer.main.get_command(app).main(arguments, "headwise", standalone_mode=False)
+        command = _with_bare_flags(typer.main.get_command(app))
+        code = command.main(arguments, "headwise", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit:  # how typer ends when the reader of a pipe, `head` say, has had enough
         return 0
@@ -66,6 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         return _bad_input(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
     return code if isinstance(code, int) else 0
+
+
+def _with_bare_flags(command: Any) -> Any:
+    """The command, whose help shows flags without the kind of a value, as they take none."""
+    for one in (command, *getattr(command, "commands", {}).values()):
+        for parameter in one.get_params(typer.Context(one)):
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+    return command
 
 
 def _bad_input(message: str) -> int:

@@ -1,13 +1,15 @@
-"""What commands share: a bar, a pipe whose reader may leave, numbers."""
+"""What commands share: progress, one width, a pager, a pipe whose reader may leave, numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -16,18 +18,48 @@ SEEDS = 2**63 - 1  # the largest that PyTorch's generators take
 STOPPED = 130  # what shells give for a program that Ctrl-C ended
 
 
+WIDTH = 120
+"""The columns of what is printed where there is no terminal to ask."""
+
+FIRST_LINE, NEXT_LINES = 2.0, 10.0
+"""After how many seconds a log gets its first line of progress, and its next ones."""
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks.")]
+
+
 def console() -> Console:
-    """Standard output, 120 wide where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+    """Standard output, `WIDTH` wide where it is no terminal. `NO_COLOR` takes its colours."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+@contextlib.contextmanager
+def paged(console: Console, lines: int) -> Iterator[None]:
+    """Show what is printed meanwhile in a pager, where so many lines are more than a terminal has.
+
+    The pager is that of `PAGER`, and mostly `less`, which leaves short texts on the screen.
+    """
+    if not console.is_terminal or lines < console.height:
+        yield
+        return
+    os.environ.setdefault("LESS", "-FRX")
+    with console.pager(styles=not console.no_color):
+        yield
 
 
 @contextlib.contextmanager
 def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, for each thing that is done in turn."""
+    """Progress on standard error, for each thing that is done in turn: a bar in a terminal, and
+    elsewhere a line now and then."""
     errors = Console(stderr=True)
+    if not drawn:
+        yield lambda doing, share: None
+        return
+    if not errors.is_terminal:
+        with _lines(doing) as report:
+            yield report
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    hidden = not (drawn and errors.is_terminal)
-    with Bar(*columns, console=errors, disable=hidden, transient=True) as shown:
+    with Bar(*columns, console=errors, transient=True) as shown:
         task = shown.add_task(doing, total=1.0)
 
         def report(doing: str, share: float) -> None:
@@ -36,6 +68,33 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
             shown.update(task, completed=share)
 
         yield report
+
+
+@contextlib.contextmanager
+def _lines(doing: str) -> Iterator[Callable[[str, float], None]]:
+    """A line of progress after `FIRST_LINE` seconds, and every `NEXT_LINES` from then on.
+
+    A thread writes them, so that there are some while one long step is done.
+    """
+    now, done = (doing, 0.0), threading.Event()
+
+    def report(doing: str, share: float) -> None:
+        nonlocal now
+        now = doing, share
+
+    def write() -> None:
+        wait = FIRST_LINE
+        while not done.wait(wait):
+            print(f"{now[0]}: {now[1]:.0%}", file=sys.stderr, flush=True)
+            wait = NEXT_LINES
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield report
+    finally:
+        done.set()
+        writer.join()
 
 
 class _Unread:

@@ -23,7 +23,7 @@ from ..models.ranks import TrainingRanks
 from ..models.train import Progress, Summary, TrainConfig
 from ..models.train_loop import ALONE
 from .launcher import TIMEOUT, launched
-from .terminal import STOPPED
+from .terminal import STOPPED, Quiet
 
 
 def _setting(name: str, help: str, *flags: str) -> Any:
@@ -104,6 +104,7 @@ def train(
     timeout: Annotated[
         float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
     ] = TIMEOUT,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object.")
     ] = False,
@@ -148,7 +149,7 @@ def train(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
         )
     with _ranks(parallel, timeout) as (ranks, interrupted):
-        with training_bar(shown=ranks.rank == 0) as report:
+        with training_bar(shown=ranks.rank == 0 and not quiet) as report:
             summary = training.train(
                 out,
                 None if resume else TrainConfig(**given),

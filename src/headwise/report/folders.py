@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,84 @@ from ..weights.hf_folder import CONFIG, read_config, weight_files
 from ..weights.safetensors_file import FolderError, checked, headers
 from .config_sizes import check_counts, check_sides, no_larger
 
-__all__ = ["load_folder"]
+__all__ = ["folder_of", "load_folder", "name_of"]
 
 OURS = (["GPT2LMHeadModel"], ["GPT2Model"])
+
+_ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+_SNAPSHOT = re.compile(r"models--(.+)")
+_CARD = "README.md"
+LONGEST_NAME = 60  # of a model card's heading, in letters, that is taken for a name
+
+
+def folder_of(model: str | Path) -> Path:
+    """The folder that is meant: the one of that path, or else the newest snapshot of a model of
+    that name in Hugging Face's local cache. Nothing is fetched.
+
+    Raises:
+        FolderError: there is neither; the message names the command that fetches a model.
+    """
+    path = Path(model)
+    name = str(model)
+    if path.exists() or not _ON_THE_HUB.fullmatch(name):
+        return path  # reading it says what is wrong, if anything is
+    cache = _cache()
+    owned = [cache / f"models--{name.replace('/', '--')}"]
+    if "/" not in name:  # bert-base-uncased is what google-bert/bert-base-uncased was called
+        owned += sorted(cache.glob(f"models--*--{name}"))
+    found = [snapshot for one in owned if (snapshot := _snapshot(one)) is not None]
+    if not found:
+        raise FolderError(
+            f"{name}: no such folder, and Hugging Face's local cache ({cache}) has no model of "
+            f"that name; fetch it with: hf download {name}"
+        )
+    return found[0]
+
+
+def _cache() -> Path:
+    """Where Hugging Face keeps what it has fetched, as its own documentation says."""
+    if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(hub).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The snapshot that `main` names, or the newest one; None where there is none with a config."""
+    main = repository / "refs" / "main"
+    named = [repository / "snapshots" / main.read_text("ascii").strip()] if main.is_file() else []
+    others = sorted(
+        repository.glob("snapshots/*"), key=lambda one: one.stat().st_mtime, reverse=True
+    )
+    return next((one for one in (*named, *others) if (one / CONFIG).exists()), None)
+
+
+def name_of(folder: str | Path) -> str:
+    """What a folder's model is called: as on the Hub where the folder is of Hugging Face's cache,
+    or as its model card's heading calls it, or else as the folder is called.
+
+    >>> name_of("/hub/models--google-bert--bert-base-uncased/snapshots/86b5e093")
+    'google-bert/bert-base-uncased'
+    """
+    path = Path(os.path.abspath(folder))
+    if path.parent.name == "snapshots" and (found := _SNAPSHOT.fullmatch(path.parents[1].name)):
+        return found[1].replace("--", "/", 1)
+    return _heading(path / _CARD) or Path(os.path.realpath(folder)).name
+
+
+def _heading(card: Path) -> str | None:
+    """The first heading of a model card, where it can be a model's name."""
+    try:
+        text = card.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    body = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    found = re.search(r"^# +(.+?)[ #]*$", body, re.MULTILINE)
+    if found is None:
+        return None
+    name = re.sub(r"^model card (for|of) +", "", found[1].strip(), flags=re.IGNORECASE)
+    named = name.isprintable() and len(name) <= LONGEST_NAME and name.lower() != "model card"
+    return name if named else None
 
 
 def load_folder(

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .collect import (
 )
 from .head_labels import RULES
 from .rows import columns_of, rows_of
-from .sample import RANDOM_ROWS, LookError, Sample, Subject
+from .sample import RANDOM_ROWS, LookError, Sample, Subject, TokenSubject
 from .samples import Samples
 from .schema import Look, Stream, budget, short_period
 from .shared import ALONE, Shared
@@ -41,6 +42,7 @@ from .subjects import subject_of
 __all__ = ["look"]
 
 Report = Callable[[str, float], None]
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters
 
 
@@ -54,8 +56,10 @@ def look(
     seed: int = 0,
     importance: bool = False,
     ablation: bool = False,
-    model_name: str = "model",
+    loss: Loss | None = None,
+    model_name: str | None = None,
     text_name: str = "text",
+    title: str | None = None,
     report: Report | None = None,
     over_ranks: bool = False,
 ) -> Look:
@@ -69,24 +73,32 @@ def look(
         model: a causal language model, an encoder or an encoder–decoder model of `transformers`; a
             vision transformer of `transformers`; headwise's `GPT`; or any module that is called
             with token ids `[1, T]` alone.
-        tokenizer: the model's own, of `tokenizers` or `transformers`; of an image, the processor.
-        text: a string; or many, in any iterable, of which one at a time is held; or an image (of
-            Pillow, or the `Path` of a file), or many.
+        tokenizer: the model's own, of `tokenizers` or `transformers`, or any object that has
+            `encode(text)` and `decode(ids)`; of ids, also a string for each id, in a list or a
+            dict, or None; of an image, the processor.
+        text: a string; or many, in any iterable, of which one at a time is held; or token ids
+            `[T]`, a tensor or a list; or an image (of Pillow, or the `Path` of a file), or many.
         target: what the decoder of an encoder–decoder model is given. Without, the model writes it:
             the likeliest token each time, at most 48 of them.
         context: how many tokens of a text to look at, at most the model's own context; without, as
             many as that, but not over 2,048.
         seed: of the random tokens, and of those that a masked language model is asked for.
-        importance: also `importance()` of every head, on the texts' own loss.
+        importance: also `importance()` of every head, on the texts' own loss. A model that has none
+            goes without, and the notice says so.
         ablation: also `ablation_scan()`, which is a forward for each head and text.
-        model_name, text_name: what they are called in the result.
+        loss: what importance and ablation are to mind in place of the texts' own loss:
+            `loss(model, inputs)` of one text, a scalar, where `inputs` are what the model is given
+            (`input_ids` and `attention_mask`, `pixel_values`; `ids` for a module of one's own).
+        model_name, text_name: what they are called in the result; without, the model goes by the
+            name under which `transformers` loaded it, or by its class.
+        title: of the page; without, both names.
         report: called with what is being done (`"looking"`, `"importance"`, `"ablation"`) and its
             share that is done, where the number of texts is known.
         over_ranks: the ranks of the default process group share the texts; each calls this with all
             of them, and each gets the whole result, with the figures of one process.
 
     Raises:
-        LookError: what the model cannot read, a loss that it does not have, attention that is not
+        LookError: what the model cannot read, a tokenizer of another model, attention that is not
             finite.
         TextError: no text of at least two tokens.
 
@@ -107,28 +119,34 @@ def look(
     shared = Shared.over_ranks() if over_ranks else ALONE
     samples = Samples(subject, text, text_name, shared.rank, shared.size)
     told = report or (lambda doing, share: None)
+    model_name = _name_of(model) if model_name is None else model_name
+    lacking = None
     if importance or ablation:
-        _check_loss(subject, samples, model_name)
+        _must_come_again(samples)
+        if loss is None and not subject.loss_of:
+            importance, ablation, lacking = False, False, _without_loss(subject)
+    mean_loss = subject.mean_loss if loss is None else _given(loss)
     with evaluating(model), torch.no_grad():
         found, first, facts = _gathered(subject, samples, seed, told, shared)
         repeats = _on_a_short_repeat(subject, seed, found)
         effects, own = [], samples.read > 0  # a rank may have no text
         if importance:
             told("importance", 0.0)
-            slopes = importance_of(model, subject.mean_loss, samples) if own else None
+            slopes = importance_of(model, mean_loss, samples) if own else None
             effects.append(shared.merged(slopes).table())
         if ablation:
             scan = None
             if own:
                 scan = ablation_scan(
                     model,
-                    subject.mean_loss,
+                    mean_loss,
                     samples,
                     report=lambda share: told("ablation", share),
                 )
             effects.append(shared.merged(scan).table())
     rows = rows_of(found, effects, errors=facts["texts"] > 1)
     layers, offsets = behind_only(found.layers)
+    facts["notice"] = " ".join(filter(None, (facts["notice"], lacking))) or None
     return Look(
         rows=rows,
         layers=layers,
@@ -136,6 +154,7 @@ def look(
         provenance={
             "model": escaped(model_name),
             "text": escaped(text_name),
+            **({} if title is None else {"title": escaped(title)}),
             **facts,
             "seed": seed,
             "similarity": FORMULA,
@@ -236,12 +255,34 @@ def _steps(told: Report, calls: int, texts: int | None, repeats: int) -> Callabl
     return passed
 
 
-def _check_loss(subject: Subject, samples: Samples, name: str) -> None:
-    if not subject.loss_of:
-        raise LookError(
-            f"importance and ablation need a loss, and {name} ({type(subject.model).__name__}) has "
-            f"none on what it reads; look at it without them"
-        )
+def _name_of(model: nn.Module) -> str:
+    """What a model is called: as `transformers` loaded it, or by its class."""
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    return Path(name).name if Path(name).is_absolute() else name or type(model).__name__
+
+
+def _given(loss: Loss) -> Callable[[nn.Module, Sample], Tensor]:
+    """A user's loss, as `importance()` and `ablation_scan()` want it."""
+    return lambda model, sample: loss(model, sample.inputs)
+
+
+def _without_loss(subject: Subject) -> str:
+    """That there is no importance and no ablation, and how to get them."""
+    kind = type(subject.model).__name__
+    head = re.sub(r"Model$", "", kind)
+    return (
+        f"No importance and no ablation: {kind} has no loss on what it reads. Look at the model "
+        f"with its head for words (a folder whose config.json names {head}ForMaskedLM, say), or in "
+        f"Python give one: hw.look(…, importance=True, loss=lambda model, inputs: …)."
+    )
+
+
+def _must_come_again(samples: Samples) -> None:
+    """Check that texts can be gone through twice.
+
+    Raises:
+        LookError: they cannot.
+    """
     if not samples.again:
         raise LookError(
             f"importance and ablation go through {samples.name} again, and an iterator can be gone "
@@ -265,7 +306,10 @@ def _facts_of(
         **({"too_short": short} if short else {}),
         "tokens": first.total,
         "tokens_shown": len(first.parts[0]),
-        "notice": " ".join(filter(None, (_cut(first, subject), _few(first), *unseen))) or None,
+        "notice": " ".join(
+            filter(None, (_cut(first, subject), _misfit(subject), _few(first), *unseen))
+        )
+        or None,
         "loss": subject.loss_of,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "device": weights.device.type,
@@ -283,6 +327,19 @@ def _cut(first: Sample, subject: Subject) -> str | None:
     elif subject.context is None:
         why = "for more, give a context (--context)"
     return f"Only the first {shown:,} of the text's {first.total:,} tokens are shown: {why}."
+
+
+def _misfit(subject: Subject) -> str | None:
+    """That a tokenizer has more tokens than the model reads, in words; None if it has not."""
+    if not isinstance(subject, TokenSubject):
+        return None
+    size = subject.words.size
+    if size is None or size <= subject.vocab:
+        return None
+    return (
+        f"The tokenizer has {size:,} tokens and {type(subject.model).__name__} reads "
+        f"{subject.vocab:,}: do they belong together?"
+    )
 
 
 def _unseen(left_out: dict[str, str]) -> list[str]:

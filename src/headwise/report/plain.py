@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
-from .sample import RANDOM_PERIOD, RANDOM_ROWS, Sample, TokenSubject, cross_entropy
-from .text import Vocabulary
+from .other_tokenizers import words_of
+from .sample import RANDOM_PERIOD, RANDOM_ROWS, LookError, Sample, TokenSubject, cross_entropy
 
 __all__ = ["Plain"]
 
@@ -22,8 +22,16 @@ class Plain(TokenSubject):
 
     def __init__(self, model: nn.Module, tokenizer: Any, context: int | None) -> None:
         super().__init__(model, context)
-        self.words = Vocabulary(tokenizer, add_special=False)
-        self.vocab = self.words.size
+        self.words = words_of(tokenizer, add_special=False)
+        # Where the tokenizer does not say, the first table of a model is mostly that of its tokens.
+        tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+        size = self.words.size or (tables[0] if tables else None)
+        if size is None:
+            raise LookError(
+                f"tokenizer={tokenizer!r:.80}: it does not say how many tokens there are, nor does "
+                f"{type(model).__name__}; give it a vocab_size"
+            )
+        self.vocab = size
         if isinstance(model, GPT):
             self.kind = "GPT-2, a causal language model"
             self.longest, self.vocab = model.config.n_positions, model.config.vocab_size

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..models.data import TextError, repeated_tokens
 from .head_labels import is_delimiter
+from .other_tokenizers import TokenStrings, Words, ids_of
 from .schema import Stream
-from .text import Encoded, LookError, Vocabulary
+from .text import Encoded, LookError
 
 __all__ = ["LookError", "Part", "Sample", "Subject", "TokenSubject", "cross_entropy", "ends_of"]
 
@@ -91,6 +92,13 @@ def told_if_it_fails(model: nn.Module) -> Iterator[None]:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
         said = " ".join(str(error).split())
+        rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+        if isinstance(error, IndexError) and rows:
+            tables = " and ".join(f"{number:,}" for number in sorted({*rows}))
+            said += (
+                f"; its tables have {tables} rows, and a token or a position is beyond one: the "
+                f"tokenizer is another model's, or context= is too long"
+            )
         raise LookError(f"{type(model).__name__} cannot run on this: {said}") from error
 
 
@@ -179,7 +187,7 @@ class Subject(ABC):
 class TokenSubject(Subject):
     """A model that reads tokens."""
 
-    words: Vocabulary
+    words: Words
     vocab: int
     ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -190,23 +198,42 @@ class TokenSubject(Subject):
             LookError: no text, or one of another model's tokens.
             TextError: fewer than two tokens.
         """
-        if not isinstance(text, str):
+        ids = ids_of(text)
+        if ids is not None:
+            encoded = self._encoded_ids(ids)
+        elif isinstance(text, str):
+            encoded = self.words.encode(text, self.limit)
+        else:
             raise LookError(
                 f"{name} ({type(text).__name__}) is no string, and {type(self.model).__name__} "
-                f"reads text; give a string (--text FILE)"
+                f"reads text; give a string (--text FILE), or a list of token ids"
             )
-        encoded = self.words.encode(text, self.limit)
         extra = len(encoded.special)
         own = len(encoded.ids) - extra
         if len(encoded.ids) < 2 or not own:
             added = f" and {extra} that the tokenizer adds" if extra else ""
             raise TextError(f"{name}: {own} token(s) long{added}, and at least 2 are needed")
-        if max(encoded.ids) >= self.vocab:
+        if max(encoded.ids) >= self.vocab or min(encoded.ids) < 0:
+            odd = max(encoded.ids) if max(encoded.ids) >= self.vocab else min(encoded.ids)
+            size = self.words.size
+            which = "" if size is None else f" of {size:,} tokens"
             raise LookError(
-                f"{name}: token {max(encoded.ids)} in a model of {self.vocab} tokens; the model "
-                f"and the tokenizer do not belong together"
+                f"{name}: token {odd:,} in a model of {self.vocab:,} tokens; the model "
+                f"({type(self.model).__name__}) and the tokenizer{which} do not belong together"
             )
         return encoded
+
+    def _encoded_ids(self, ids: list[int]) -> Encoded:
+        """Ids that were given in place of a text; none of them is added."""
+        kept = ids[: self.limit]
+        special, size = self.words.special, self.words.size
+        if size is not None and size <= max(kept, default=0) < self.vocab:
+            raise LookError(
+                f"token {max(kept):,} is among the ids, and there are strings for {size:,} tokens; "
+                f"give one for each id of the model's {self.vocab:,}, or a dict {{id: string}}"
+            )
+        places = tuple(place for place, one in enumerate(kept) if one in special)
+        return Encoded(kept, places, len(ids), self.words.pieces(kept))
 
     def part(
         self,
@@ -242,7 +269,7 @@ class TokenSubject(Subject):
         before, after = self.ends
         limit = DEFAULT_CONTEXT if self.longest is None else self.longest
         period = max(1, min(period, (limit - len(before) - len(after)) // 2))
-        known = min(self.vocab, self.words.size)
+        known = min(self.vocab, self.words.size or self.vocab)
         special = self.words.special
         drawable = torch.tensor([number for number in range(known) if number not in special])
         generator = torch.Generator().manual_seed(seed)
@@ -278,8 +305,10 @@ class TokenSubject(Subject):
         return ids
 
 
-def ends_of(words: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ends_of(words: Words) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that a tokenizer puts before and after a text."""
+    if isinstance(words, TokenStrings):
+        return (), ()
     encoded = words.encode("a a")
     bare = [place for place in range(len(encoded.ids)) if place not in encoded.special]
     first, last = (bare[0], bare[-1]) if bare else (len(encoded.ids), len(encoded.ids))

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ..models.data import TextError
+from .other_tokenizers import ids_of
 from .sample import Sample, Subject
 
 __all__ = ["Samples"]
@@ -29,7 +30,8 @@ class Samples:
         self, subject: Subject, text: Any, name: str, rank: int = 0, ranks: int = 1
     ) -> None:
         self.subject, self.name = subject, name
-        self.many = not isinstance(text, str | bytes) and isinstance(text, Iterable)
+        one = isinstance(text, str | bytes) or ids_of(text) is not None
+        self.many = not one and isinstance(text, Iterable)
         self._texts: Any = text if self.many else [text]
         self._rank, self._ranks = rank, ranks
         self.again = not isinstance(text, Iterator)

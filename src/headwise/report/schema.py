@@ -58,7 +58,7 @@ APART = {
 
 
 FACTS = {
-    **dict.fromkeys(("model", "text", "architecture"), str),
+    **dict.fromkeys(("model", "text", "title", "architecture"), str),
     **dict.fromkeys(("parameters", "context", "tokens", "texts"), int | None),
     "versions": dict,
 }
@@ -211,14 +211,18 @@ def load(path: str | os.PathLike[str]) -> Look:
 
 
 def titles(looks: Sequence[Look]) -> list[str]:
-    """What each look is called: its model and text; and where these are the same, what differs.
+    """What each look is called: its title, or its model and text; and where these are the same,
+    what differs.
 
     >>> same = {"model": "gpt2", "text": "notes", "seed": 0}
     >>> titles([Look([], [], [], same | {"dtype": name}) for name in ("float32", "float16")])
     ['gpt2 on notes, float32', 'gpt2 on notes, float16']
     """
     facts = [look.provenance for look in looks]
-    names = [escaped(f"{one.get('model', 'model')} on {one.get('text', 'text')}") for one in facts]
+    names = [
+        escaped(one.get("title") or f"{one.get('model', 'model')} on {one.get('text', 'text')}")
+        for one in facts
+    ]
     if len({*names}) == len(names):
         return names
     apart = [key for key in APART if len({one.get(key) for one in facts}) > 1]

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from .._text import escaped
 from .columns import COLUMNS
-from .head_labels import NO_LABEL
+from .head_labels import NO_LABEL, RULES
 from .label_styles import LABEL_STYLES
 from .schema import Look
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fitted", "signed", "summary", "table"]
+__all__ = ["TOP", "fitted", "notable", "signed", "summary", "table"]
+
+TOP = 24
+"""Heads in a table, unless more are asked for."""
 
 # The order in which a narrow terminal goes without columns; they stay in --json and on the page.
 SPARE = (
@@ -36,11 +39,60 @@ UNITS = {
 """What the streams are counted in."""
 
 
-def table(look: Look, width: int = 120) -> tuple[Table, list[str]]:
-    """The rows as a rich table no wider than `width`, and the titles of columns left out for it."""
+def table(look: Look, width: int = 120, *, top: int | None = None) -> tuple[Table, list[str]]:
+    """The `top` most notable rows as a rich table no wider than `width`, and the titles of columns
+    left out for it."""
+    rows = by_note(look)[:top]
     return fitted(
-        [{**row, "label": [label["label"] for label in row["labels"]]} for row in look.rows], width
+        [{**row, "label": [label["label"] for label in row["labels"]]} for row in rows], width
     )
+
+
+def by_note(look: Look) -> list[dict[str, Any]]:
+    """The rows, the most notable first: by their first labels in the order of the rules, and of one
+    label the strongest first."""
+    order = {
+        label: place for place, label in enumerate(dict.fromkeys(r["label"] for r in _of(look)))
+    }
+
+    def place(row: dict[str, Any]) -> tuple[float, float]:
+        if not row["labels"]:
+            return len(order), 0.0
+        return order.get(row["labels"][0]["label"], len(order)), -_strength(row["labels"][0])
+
+    return sorted(look.rows, key=place)
+
+
+def _of(look: Look) -> list[dict[str, Any]]:
+    """The rules of a look; those of today where it holds none."""
+    return look.rules or [vars(rule) for rule in RULES]
+
+
+def _strength(label: Mapping[str, Any]) -> float:
+    """A label's score, the larger the better."""
+    score = label.get("score", 0.0)
+    return -score if label.get("sign") == "≤" else score
+
+
+def notable(look: Look) -> str:
+    """The head that each label fits best, a line for each."""
+    why = {rule["key"]: rule["why"] for rule in reversed(_of(look))}
+    lines, told = [], set[str]()
+    for row in by_note(look):
+        for label in row["labels"][:1]:
+            if label["label"] in told:
+                continue
+            told.add(label["label"])
+            heads = sum(label["label"] == one["label"] for of in look.rows for one in of["labels"])
+            where = " on random repeats" if label["key"].endswith("_random") else ""
+            name = escaped(f"{row['layer']}.{row['head']}")
+            lines.append(
+                f"{name:>6}  {escaped(label['label'])}: {escaped(why.get(label['key'], ''))} "
+                f"({figure(label['score'])}{where}; {heads} head{'s' * (heads > 1)})"
+            )
+    if not lines:
+        return "No head fits a rule; the page says what they are."
+    return "\n".join(["The best head of each kind:", *lines])
 
 
 def figure(value: float) -> str:
@@ -125,15 +177,16 @@ def _theme() -> str:
     return "light" if ground in ("7", "15") else "dark"
 
 
-def summary(look: Look, left_out: Sequence[str]) -> tuple[str, str]:
-    """What a terminal says above the table and below it."""
+def summary(look: Look, left_out: Sequence[str], *, top: int | None = None) -> tuple[str, str]:
+    """What a terminal says above the table of the `top` most notable heads, and below it."""
     facts = look.provenance
     read = " and ".join(
         f"{len(stream.tokens):,} {UNITS[stream.name]}"
         for stream in look.streams
         if stream.name in UNITS
     )
-    before = f"{escaped(facts['model'])} on {escaped(facts['text'])}: {read}"
+    title = f"{escaped(facts['title'])}: " if facts.get("title") else ""
+    before = f"{title}{escaped(facts['model'])} on {escaped(facts['text'])}: {read}"
     if facts["texts"] > 1:
         short = facts.get("too_short", 0)
         passed = f", {short:,} too short ones left out" if short else ""
@@ -148,7 +201,12 @@ def summary(look: Look, left_out: Sequence[str]) -> tuple[str, str]:
         )
     if losses:
         before += f"\nloss: {'; '.join(losses)}"
-    after = [
+    after = []
+    if top is not None and len(look.rows) > top:
+        after.append(
+            f"{top} of {len(look.rows)} heads; --top 0 prints all, the page and --json have all."
+        )
+    after += [
         "Means over queries; the percentage is the share of queries that have such a key. The page "
         "says what each figure means."
     ]

@@ -50,16 +50,18 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, *, add_special: bool = True) -> None:
         self.tokenizer, self.add_special = tokenizer, add_special
-        self._plain = type(tokenizer).__module__.partition(".")[0] == "tokenizers"
-        if not (self._plain or hasattr(tokenizer, "convert_ids_to_tokens")):
-            raise LookError(
-                f"tokenizer={tokenizer!r:.80}: the model reads text, so give its tokenizer itself, "
-                f"of tokenizers or transformers"
-            )
+        self._plain = _of_tokenizers(tokenizer)
+        if not self.takes(tokenizer):
+            raise LookError(f"tokenizer={tokenizer!r:.80} is none of tokenizers or transformers")
         if self._plain and (tokenizer.truncation or tokenizer.padding):
             self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
+
+    @staticmethod
+    def takes(tokenizer: Any) -> bool:
+        """Whether this is a tokenizer of either kind."""
+        return _of_tokenizers(tokenizer) or hasattr(tokenizer, "convert_ids_to_tokens")
 
     @property
     def size(self) -> int:
@@ -160,6 +162,10 @@ class Vocabulary:
             return hasattr(self.tokenizer, "byte_decoder")
         parts = (getattr(fast, "decoder", None), getattr(fast, "pre_tokenizer", None))
         return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
+
+
+def _of_tokenizers(tokenizer: Any) -> bool:
+    return type(tokenizer).__module__.partition(".")[0] == "tokenizers"
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:

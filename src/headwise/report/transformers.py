@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .other_tokenizers import Words, words_of
 from .sample import (
     RANDOM_PERIOD,
     RANDOM_ROWS,
@@ -17,7 +18,6 @@ from .sample import (
     cross_entropy,
     ends_of,
 )
-from .text import Vocabulary
 
 __all__ = ["EncoderDecoder", "Text"]
 
@@ -41,7 +41,7 @@ class Hugging(TokenSubject):
 
     def __init__(self, model: Any, tokenizer: Any, context: int | None) -> None:
         super().__init__(model, context)
-        self.words = Vocabulary(tokenizer)
+        self.words = words_of(tokenizer)
         self.vocab = model.get_input_embeddings().weight.shape[0]
         self.ends = ends_of(self.words)
         self.longest = longest_of(model, self.words)
@@ -192,7 +192,7 @@ def _inputs(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def longest_of(model: Any, words: Vocabulary) -> int | None:
+def longest_of(model: Any, words: Words) -> int | None:
     """The most tokens that a model reads, as its config, its position table and its tokenizer say.
 
     A position table that begins behind a padding index has so many rows less (RoBERTa).

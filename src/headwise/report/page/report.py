@@ -28,7 +28,8 @@ SCRIPTS = (
 
 # What the page's header has, or the looks' own arrays.
 SHOWN = (
-    "notice loss_text loss_first_copy loss_second_copy tokens_shown layers heads map_side top_keys"
+    "title notice loss_text loss_first_copy loss_second_copy tokens_shown layers heads map_side "
+    "top_keys"
 ).split()
 
 

@@ -4,13 +4,15 @@ views.about = { title: "About", more: true, draw: drawAbout };
 
 function drawHeader() {
   const made = data.provenance;
-  $("model").textContent = made.model;
+  $("model").textContent = made.title ?? made.model;
+  for (const part of [$("text"), $("one-name").querySelector(".on")]) part.hidden = Boolean(made.title);
   $("text").textContent = made.text;
   $("one-name").hidden = runs.length > 1;
   $("both-names").hidden = runs.length === 1;
   $("both-names").replaceChildren(...runs.map(({ title }, run) => el("span", { class: run === state.run ? "shown" : "" }, el("b", {}, "AB"[run]), ` ${title}`)));
   const fact = (value, words) => el("li", {}, el("b", {}, value), ` ${words}`);
-  const facts = [fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`)];
+  const facts = made.title ? [fact(made.model, `on ${made.text}`)] : [];
+  facts.push(fact(whole(data.rows.length), `head${data.rows.length === 1 ? "" : "s"} in ${counted(data.layers.length, "layer")}`));
   const many = made.texts > 1;
   for (const { name, tokens, positions } of data.streams) {
     if (positions) continue;

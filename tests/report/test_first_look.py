@@ -1,0 +1,329 @@
+"""First commands forgive: words for a file, a name for a folder, any tokenizer, one width."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.cli import main, terminal
+from headwise.models.gpt import GPT, GPTConfig, builtin
+from headwise.report import LookError
+from headwise.report.folders import folder_of, name_of
+from headwise.report.page import render_page
+from headwise.report.samples import Samples
+from headwise.report.schema import load
+from headwise.report.subjects import subject_of
+from headwise.report.terminal import by_note, notable, summary, table
+
+WORDS = "The cat sat on the mat, and the cat slept"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["look", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local cache of Hugging Face's, with the built-in model under a name."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--some-org--tiny-gpt"
+    for snapshot in ("old", "new"):
+        folder = kept / "snapshots" / snapshot
+        folder.mkdir(parents=True)
+        for file in Path(builtin()).iterdir():
+            if file.is_file():
+                (folder / file.name).symlink_to(file)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("new")
+    return kept
+
+
+@pytest.fixture(scope="module")
+def tiny() -> GPT:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_positions": 40, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    return GPT(GPTConfig(vocab_size=30, **sizes))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_words_are_a_text_where_no_file_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "--text", WORDS, "--save", "look.json")
+    assert code == 0
+    assert err == f"headwise: there is no file '{WORDS}', so these words are the text\n"
+    assert out.startswith(f"the built-in model on “{WORDS}”: ")
+    assert "".join(load("look.json").streams[0].pieces or []) == WORDS
+    (tmp_path / WORDS).write_text("what the file of that name says")
+    code, out, err = run(capsys, "--text", WORDS, "--save", "look.json")
+    assert (code, err) == (0, "")
+    assert "".join(load("look.json").streams[0].pieces or []).startswith("what the file")
+
+
+@pytest.mark.parametrize("name", ["notes", "my notes.txt", "gone/notes"])
+def test_a_name_that_is_misspelt_is_no_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--text", name)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"headwise: {name}: no such file; for words themselves, give several, or pipe them to "
+        f"--text -\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["some-org/tiny-gpt", "tiny-gpt"])
+def test_a_model_is_found_by_its_name_in_the_cache(
+    name: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert folder_of(name) == cache / "snapshots" / "new"
+    code, _, _ = run(
+        capsys, "--model", name, "--text", WORDS, "--quiet", "--json", "--save", "look.json"
+    )
+    assert code == 0
+    assert load("look.json").provenance["model"] == "some-org/tiny-gpt"
+
+
+def test_a_model_that_is_nowhere_is_told_how_to_be_fetched(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "--model", "bert-base-uncased", "--text", WORDS)
+    assert code == 2
+    assert "no such folder" in err
+    assert err.endswith("fetch it with: hf download bert-base-uncased\n")
+    assert "hf download" not in run(capsys, "--model", "./gone", "--text", WORDS)[2]
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        (
+            "---\ntags:\n- a\n# no heading\n---\n\n# all-MiniLM-L6-v2\nmaps\n# Usage\n",
+            "all-MiniLM-L6-v2",
+        ),
+        ("# Model Card for Zephyr 7B\n", "Zephyr 7B"),
+        ("# Model Card\n", "v1"),
+        (f"# {'long ' * 20}\n", "v1"),
+        ("no heading", "v1"),
+        (None, "v1"),
+    ],
+)
+def test_a_model_goes_by_its_own_name(card: str | None, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "v1"
+    folder.mkdir()
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    assert name_of(folder) == name
+
+
+def test_a_title_is_on_the_page_and_in_comparisons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(
+        capsys, "--text", WORDS, "--title", "Cats <and> mats", "--out", "a.html", "--save", "a.json"
+    )
+    assert code == 0
+    assert out.startswith("Cats <and> mats: the built-in model on ")
+    page = Path("a.html").read_text("utf-8")
+    assert "<title>Cats &lt;and&gt; mats</title>" in page
+    seen = load("a.json")
+    assert "Cats" in render_page(seen, other=seen)
+    assert run(capsys, "--compare", "a.json", "a.json")[1].startswith("A: Cats <and> mats\n")
+
+
+def test_quiet_prints_the_table_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--text", WORDS, "--quiet", "--context", 9)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert not lines[0].strip()
+    assert lines[-1].startswith("page: ")
+    assert "Means over queries" not in out
+    assert sum(re.match(r" *\d\.\d ", line) is not None for line in lines) == 12
+
+
+def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("look", "train", "ladder", "check"):
+        assert main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert "--json" in shown
+        assert "bool" not in shown
+
+
+# --- the terminal --------------------------------------------------------------------------------
+
+
+def test_the_most_notable_heads_come_first() -> None:
+    from headwise.report.folders import load_folder
+
+    seen = hw.look(*load_folder(builtin()), WORDS)
+    labels = [row["labels"][0]["label"] if row["labels"] else None for row in by_note(seen)]
+    order = [*dict.fromkeys(rule["label"] for rule in seen.rules), None]
+    assert [order.index(one) for one in labels] == sorted(order.index(one) for one in labels)
+    assert len({*labels}) > 3
+    first = [
+        row for row in by_note(seen) if row["labels"] and row["labels"][0]["label"] == labels[0]
+    ]
+    scores = [row["labels"][0]["score"] for row in first]
+    assert scores == sorted(scores, reverse=True)
+    assert len(scores) > 1
+    lines = notable(seen).splitlines()
+    assert len(lines) == 1 + len({*labels} - {None})
+    assert lines[1].split()[0] == f"{first[0]['layer']}.{first[0]['head']}"
+    assert f"({scores[0]:.2f}" in lines[1]
+    assert table(seen, top=5)[0].row_count == 5
+    assert table(seen)[0].row_count == 12
+    assert "5 of 12 heads; --top 0 prints all" in summary(seen, [], top=5)[1]
+    assert "--top" not in summary(seen, [], top=12)[1]
+
+
+def test_all_that_is_printed_has_one_width(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--text", WORDS, "--top", 3, "--context", 9)
+    assert code == 0
+    lines = [line for line in out.splitlines() if not line.startswith("page: ")]
+    assert max(map(len, lines)) <= terminal.WIDTH
+    assert "3 of 12 heads" in out
+
+
+def test_a_table_longer_than_the_terminal_is_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    shown: list[str] = []
+    monkeypatch.setattr(
+        "rich.console.SystemPager.show", lambda pager, content: shown.append(content)
+    )
+    monkeypatch.delenv("LESS", raising=False)
+    screen = Console(force_terminal=True, height=10, color_system=None)
+    for lines in (9, 10):
+        with terminal.paged(screen, lines):
+            screen.print("heads")
+    assert shown == ["heads\n"]
+    with terminal.paged(Console(force_terminal=False, height=10), 99):
+        pass
+    assert len(shown) == 1
+
+
+def test_no_color_takes_the_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    drawn = []
+    for _ in range(2):
+        with (screen := terminal.console()).capture() as capture:
+            screen.print("[#d01868]induction[/]")
+        drawn.append(capture.get())
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[38" in drawn[0]
+    assert drawn[1] == "induction\n"
+
+
+def test_progress_is_told_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log gets lines, also while one long step is done; a short command and a quiet one none."""
+    import time
+
+    with terminal.bar("climbing"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "FIRST_LINE", 0.01)
+    monkeypatch.setattr(terminal, "NEXT_LINES", 0.01)
+    with terminal.bar("climbing") as report:
+        report("climbing", 0.25)
+        time.sleep(0.2)
+    said = capsys.readouterr().err.splitlines()
+    assert "climbing: 25%" in said
+    assert len(said) > 1
+    with terminal.bar("climbing", drawn=False):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+# --- in Python -----------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer as people write one: letters, and nothing else."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(one) - ord("a") for one in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + one) for one in ids)
+
+
+def test_any_tokenizer_that_encodes_and_decodes_will_do(tiny: GPT) -> None:
+    seen = hw.look(tiny, Letters(), "abcabcabd")
+    (text,) = seen.streams
+    assert text.tokens == list("abcabcabd")
+    assert text.pieces == list("abcabcabd")
+    alphabet = [chr(ord("a") + n) for n in range(30)]
+    by_ids = hw.look(tiny, alphabet, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 3]))
+    assert by_ids.streams[0].tokens == text.tokens
+    assert [row["entropy"] for row in by_ids.rows] == [row["entropy"] for row in seen.rows]
+
+
+@pytest.mark.parametrize(
+    "ids", [[0, 1, 2], (0, 1, 2), torch.tensor([[0, 1, 2]]), torch.tensor([0, 1, 2]).numpy()]
+)
+def test_ids_in_any_form_are_one_text(tiny: GPT, ids: Any) -> None:
+    for strings, tokens in (
+        ({0: "no", 1: "yes"}, ["no", "yes", "<2>"]),
+        (None, ["<0>", "<1>", "<2>"]),
+    ):
+        samples = Samples(subject_of(tiny, strings), ids, "text")
+        assert samples.first.parts[0].stream.tokens == tokens
+        assert len(samples) == 1
+    rows = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    assert [one.inputs["ids"].tolist() for one in Samples(subject_of(tiny, None), rows, "")] == [
+        [[0, 1, 2]],
+        [[2, 1, 0]],
+    ]
+
+
+class ManyLetters(Letters):
+    n_vocab = 50_257
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "says"),
+    [
+        (Letters(), "abc\x7f", "token 30 in a model of 30 tokens"),
+        (ManyLetters(), "ab]", "token -4 in a model of 30 tokens"),
+        ([1, 2], [0, 1], "give a string for each id"),
+        (["a", "b"], [0, 7], r"token 7 is among the ids, and there are strings for 2 tokens"),
+        (["a", "b"], "text", "has encode and decode; or token ids"),
+        (None, "text", "tokenizer=None: the model reads text"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_named(
+    tiny: GPT, tokenizer: Any, text: Any, says: str, unchecked: None
+) -> None:
+    with pytest.raises(LookError, match=says):
+        hw.look(tiny, tokenizer, text)
+
+
+def test_a_larger_vocabulary_than_the_models_is_named(tiny: GPT) -> None:
+    says = r"token 57 in a model of 30 tokens; .*tokenizer of 50,257 tokens do not belong"
+    with pytest.raises(LookError, match=says):
+        hw.look(tiny, ManyLetters(), "abc" + chr(ord("a") + 57))
+    notice = hw.look(tiny, ManyLetters(), "abcabc").provenance["notice"]
+    assert "The tokenizer has 50,257 tokens and GPT reads 30" in notice
+
+
+def test_a_model_in_python_goes_by_its_name_or_class(tiny: GPT) -> None:
+    assert hw.look(tiny, Letters(), "abc").provenance["model"] == "GPT"
+    named = hw.look(tiny, Letters(), "abc", model_name="tiny", title="A title")
+    assert (named.provenance["model"], named.provenance["title"]) == ("tiny", "A title")
