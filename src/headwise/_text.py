@@ -1,6 +1,47 @@
-"""Text that others chose: whether it is one, and names made fit to be shown."""
+"""Text that others chose: whether it is one, and names made fit to be shown; short `repr`s."""
 
 from __future__ import annotations
+
+import reprlib
+from dataclasses import fields
+from typing import Any
+
+
+class Brief:
+    """A dataclass whose `repr` is one short line: arrays by dtype and shape, long parts cut, and
+    what is as by default left out.
+
+    It is written `@dataclass(repr=False)`, for a dataclass otherwise makes a `repr` of its own.
+
+    >>> import torch, headwise as hw
+    >>> hw.Dense(torch.ones(300, 300, dtype=torch.bool))
+    Dense(mask=bool [300, 300])
+    """
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{field.name}={brief(getattr(self, field.name))}"
+            for field in fields(self)  # type: ignore[arg-type]
+            if field.repr and getattr(self, field.name) is not field.default
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 60
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 4, 4, 4
+
+
+def brief(value: Any) -> str:
+    """A value in a few words: a tensor or an array by its dtype and shape.
+
+    >>> brief(list(range(100))), brief("so")
+    ('[0, 1, 2, 3, ...]', "'so'")
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    own = isinstance(value, Brief) or len(repr(value)) <= 60
+    return repr(value) if own else _SHORT.repr(value)
 
 
 def escaped(text: object) -> str:

@@ -11,6 +11,9 @@ from torch import Tensor
 from .backends import Call, check_scores, choose
 from .core.mask_algebra import Mask
 from .core.shapes import as_given
+from .core.unknown import refuse_unknown
+
+_ARGUMENTS = ("mask", "scale", "softcap", "dropout", "sinks", "first_query", "backend")
 
 
 def attend(
@@ -25,6 +28,7 @@ def attend(
     sinks: Float[Tensor, " H"] | None = None,
     first_query: int | None = None,
     backend: str = "auto",
+    **unknown: object,
 ) -> Float[Tensor, "B H T Dv"]:
     """Multi-head attention on queries, keys and values that are already split into heads.
 
@@ -52,6 +56,8 @@ def attend(
 
     Raises:
         ValueError: shapes, dtypes, masks or numbers that do not fit; a backend that refuses.
+        TypeError: an argument that there is not, such as PyTorch's `is_causal`; the message says
+            what is written for it here.
 
     >>> from headwise.core.masks import Causal
     >>> q = torch.randn(2, 12, 7, 64)
@@ -61,6 +67,8 @@ def attend(
 
     Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023; sinks: GPT-OSS 2025.
     """
+    if unknown:
+        refuse_unknown("attend(q, k, v", unknown, _ARGUMENTS)
     call = Call.of(
         q,
         k,

@@ -2,6 +2,7 @@
 
 from .ablate import ablate
 from .accelerate import Accelerated, accelerate
+from .attention_weights import attention_of
 from .captured import Watched, load_seen
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
@@ -17,6 +18,7 @@ __all__ = [
     "ablate",
     "ablation_scan",
     "accelerate",
+    "attention_of",
     "head_outputs",
     "importance",
     "join_tables",

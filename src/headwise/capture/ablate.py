@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .call import AttentionCall
 from .head_outputs import HeadOutputs, drawn, valid_queries
-from .modules import check_model
+from .modules import attending, check_model
 from .session import catch
 
 How = Literal["zero", "mean", "resample"]
@@ -170,15 +170,12 @@ def _asked(
     names = [name for name, _ in model.named_modules()]
     unknown = [pattern for pattern in heads if not any(_fits(name, pattern) for name in names)]
     if unknown:
-        attending = [
-            name
-            for name, module in model.named_modules()
-            if "attention" in type(module).__name__.lower()
-        ]
-        near = get_close_matches(unknown[0], attending or names, n=8, cutoff=0.0)
+        near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
+        told = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
+        if not near:
+            told = "hw.watch(model) says which attend: its table has their names"
         raise ValueError(
-            f"{said}: the model has no module {', '.join(map(repr, unknown))}; the nearest that "
-            f"there are: {', '.join(map(repr, near))}."
+            f"{said}: the model has no module {', '.join(map(repr, unknown))}; {told}."
         )
     return {pattern: _numbers(pattern, given, said) for pattern, given in heads.items()}
 

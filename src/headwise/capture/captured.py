@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._tables import HeadTable, frame_of
 from ..stats.accumulate import Running
+from ..stats.detached import without_graph
 from ..stats.results import Reading, Sums, table_rows
 from .io import read_tree, write_tree
 
@@ -63,18 +64,21 @@ class Watched(HeadTable):
         first_key: int = 0,
         queries: tuple[int, int] | None = None,
         first_head: int = 0,
+        lost: bool = False,
     ) -> None:
         """Keep what a call of `module` gave.
 
         Args:
             queries: how many were looked at, and how many there are, where that is known.
             first_head: the number of the first of these heads in its layer.
+            lost: the call had a graph, and these were taken without.
 
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
         kept = self._modules.get(module) or WatchedModule(module, self._running)
         kept.add(readings, heads, first_key, queries, first_head)
+        kept.lost |= lost
         self._modules[module] = kept
 
     def __getitem__(self, module: str) -> WatchedModule:
@@ -195,6 +199,13 @@ class WatchedModule:
         self.calls: list[dict[str, Reading]] = []
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
+        self.lost = False  # whether calls had a graph, and their statistics were taken without
+
+    def __repr__(self) -> str:
+        calls = len(self.calls) if self.running is None else self.running.calls
+        count = f"{calls} call{'s' * (calls != 1)}"
+        figures = ", ".join(self.statistics) or "no figures"
+        return f"<{self.name or 'the model'}: {count}, {self.heads} heads; {figures}>"
 
     def add(
         self,
@@ -262,7 +273,7 @@ class WatchedModule:
         self._must_have(statistic)
         if self.running is not None:
             return self.running[statistic]
-        values = [call[statistic].values for call in self.calls]
+        values = [without_graph(call[statistic].values, self.lost) for call in self.calls]
         if len({v.shape[1:] for v in values}) > 1:
             shapes = ", ".join(str(list(v.shape)) for v in values)
             raise ValueError(

@@ -33,6 +33,14 @@ class HeadEffects(HeadTable):
     def __init__(self, samples: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._samples = {module: dict(figures) for module, figures in samples.items()}
 
+    def __repr__(self) -> str:
+        names = dict.fromkeys(name for figures in self._samples.values() for name in figures)
+        modules, samples = len(self._samples), self.samples
+        return (
+            f"<HeadEffects: {modules} module{'s' * (modules != 1)}, {samples} "
+            f"sample{'s' * (samples != 1)}; {', '.join(names) or 'no figures'}>"
+        )
+
     def __getitem__(self, module: str) -> dict[str, Tensor]:
         """The figures of one module, by its qualified name: `[N, H]` each.
 

@@ -23,6 +23,10 @@ class HeadOutputs:
         self._counts: dict[str, Tensor] = {}
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] | None = {} if rows else None
 
+    def __repr__(self) -> str:
+        rows = "" if self._rows is None else ", with rows"
+        return f"<HeadOutputs: means of {len(self._sums)} modules{rows}>"
+
     def add(self, call: AttentionCall) -> None:
         """Take in what a call's heads gave, once it is known to be all that its module attends."""
         name, parts = call.name, self._parts(call)

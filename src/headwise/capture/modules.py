@@ -222,6 +222,28 @@ def _called_attention(name: str, module: nn.Module) -> bool:
     return re.search("att(entio)?n", called, re.IGNORECASE) is not None
 
 
+def attending(model: nn.Module) -> list[str]:
+    """The names of the modules that their classes call an attention, innermost ones alone.
+
+    >>> attending(nn.TransformerEncoderLayer(4, 1))
+    ['self_attn']
+    """
+
+    def called(module: nn.Module) -> bool:
+        kind = type(module).__name__
+        return _called_attention("", module) and not kind.endswith(_AROUND)
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if called(module) and not any(called(one) for one in module.modules() if one is not module)
+    ]
+
+
+_AROUND = ("Output", "Norm", "Block", "Model", "Mask", "Bias")
+"""How classes end that stand around attention and do not attend themselves."""
+
+
 def chosen(modules: Modules) -> Callable[[str], bool]:
     """Which names are meant: by patterns such as `"encoder.*"`, by a function, or all.
 

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ..stats.base import Statistic, check_statistics
+from ..stats.patterns import First, Previous, Self
+from ..stats.per_query import Entropy, Mass
 from ..stats.sampling import check_queries
 from .call import AttentionCall, Looking
 from .captured import Watched
 from .modules import Modules, check_model, chosen, why_left_out
 from .session import catch
+
+DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
+"""What `watch()` takes unless it is told: the log-sum-exp gives all of it for next to nothing."""
 
 
 @contextmanager
@@ -41,7 +46,8 @@ def watch(
     Args:
         model: any module.
         statistics: what to take of every call, such as `Entropy()`, `Mass(Previous())`; without
-            any, the table says which modules attend, and how often.
+            any, those of `DEFAULT`: entropy, and the weight on the first token, on the one before
+            and on the query's own.
         queries: look at so many queries of every call only, or at these, as in `observe()`.
         seed: of the draw.
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
@@ -71,6 +77,7 @@ def watch(
     """
     check_model("watch", model)
     kind = type(model).__name__
+    statistics = statistics or DEFAULT
     if running and gradients:
         raise ValueError(
             f"watch({kind}, running=True, gradients=True): sums over calls have no gradient; watch "
@@ -115,8 +122,11 @@ def watch(
         kept = (call.name, readings, call.heads, call.first_key)
         first = call.first_head
         looked_at = call.batch * looking.looked_at(call.queries)
+        lost = torch.is_grad_enabled() and not gradients
         call.once_whole(
-            lambda queries: watched.add(*kept, queries=(looked_at, queries), first_head=first)
+            lambda queries: watched.add(
+                *kept, queries=(looked_at, queries), first_head=first, lost=lost
+            )
         )
         if torch.is_grad_enabled():
             with_graph.add(call.name)

@@ -52,11 +52,11 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
     elsewhere a line now and then."""
     errors = Console(stderr=True)
     if not drawn:
-        yield lambda doing, share: None
+        yield _nothing
         return
     if not errors.is_terminal:
-        with _lines(doing) as report:
-            yield report
+        with _lines(doing) as written:
+            yield written
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Bar(*columns, console=errors, transient=True) as shown:
@@ -68,6 +68,10 @@ def bar(doing: str, *, drawn: bool = True) -> Iterator[Callable[[str, float], No
             shown.update(task, completed=share)
 
         yield report
+
+
+def _nothing(doing: str, share: float) -> None:
+    """Report nothing."""
 
 
 @contextlib.contextmanager

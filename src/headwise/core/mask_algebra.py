@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from .._text import Brief
 from .index import grid
 from .shapes import Extent
 
 Interval = tuple[Tensor, Tensor]
 
 
-class Mask:
+class Mask(Brief):
     """What every mask answers. Subclasses are frozen dataclasses.
 
     Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
@@ -240,7 +241,7 @@ def added(one: Tensor, two: Tensor) -> Tensor:
     return torch.where(one.isfinite() & two.isfinite(), total.clamp(-largest, largest), total)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rows(Mask):
     """A mask of a larger call, as some of its queries see it."""
 

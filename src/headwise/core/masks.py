@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Literal
 
 import torch
@@ -37,11 +37,21 @@ def as_mask(mask: object) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
-        wrap = "Dense" if mask.dtype == torch.bool else "Bias"
+        told = "headwise.Bias(mask) adds its numbers to the scores"
+        if mask.dtype == torch.bool:
+            told = (
+                "headwise.Dense(mask) where True means 'may attend', headwise.Dense(~mask) where "
+                "True means 'hidden'"
+            )
         raise ValueError(
-            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: "
-            f"headwise.{wrap}(mask). In a boolean mask True means 'may attend'."
+            f"mask is a {mask.dtype} tensor {list(mask.shape)}; say what it means: {told}."
         )
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        needs = is_dataclass(mask) and any(field.default is MISSING for field in fields(mask))
+        made = f"{mask.__name__}({'…' if needs else ''})"
+        raise ValueError(f"mask={mask.__name__}: this is the class; write mask={made}.")
+    if isinstance(mask, str):
+        raise ValueError(f"mask={mask!r}: masks are objects; write mask=headwise.Causal(), say.")
     raise ValueError(f"mask is a {type(mask).__name__}; it must be a mask of headwise or None.")
 
 
@@ -118,7 +128,7 @@ class Window(Mask):
         return (after - self.size).clamp(0, extent.keys), after.clamp(0, extent.keys)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
     """Only the real keys of each batch row: `lengths[b]` of them, at the left end of the row.
 
@@ -166,7 +176,7 @@ class Padding(Mask):
         return _of_batch(self.lengths, i, extent)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """Packed sequences: a query sees only keys of its own document. `ids` is `[B, S]` or `[S]`.
 
@@ -199,7 +209,7 @@ class Documents(Mask):
         return (self.ids,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
     """The first `size` keys (a number, or one per batch row); `Causal() | Prefix(n)` is prefix-LM.
 
@@ -246,7 +256,7 @@ class Prefix(Mask):
         return _of_batch(torch.as_tensor(self.size, device=i.device), i, extent)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """A boolean tensor that broadcasts to `[B, H, T, S]`; True means "may attend".
 
@@ -274,7 +284,7 @@ class Dense(Mask):
         return (self.mask,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bias(Mask):
     """A float tensor that broadcasts to `[B, H, T, S]` and is added to the scores.
 

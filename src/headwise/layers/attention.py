@@ -14,6 +14,7 @@ from ..core.call import fault_of_numbers
 from ..core.mask_algebra import Mask
 from ..core.numbers import said, whole
 from ..core.shapes import not_dense
+from ..core.unknown import refuse_unknown
 from .kv_cache import KVCache
 from .rope import RoPE
 
@@ -157,6 +158,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | None = None,
         cache: KVCache | None = None,
+        **unknown: object,
     ) -> Float[Tensor, "B T O"]:
         """Attends from every row of x to x itself, or to `context`.
 
@@ -175,7 +177,11 @@ class MultiHeadAttention(nn.Module):
                 `kv_dim` without a context; a context together with a cache (a cache continues
                 one text; project the context anew, or keep its keys yourself) or with RoPE
                 (x and context have no common positions); and what cache and `attend` refuse.
+            TypeError: an argument that there is not, such as PyTorch's `is_causal`; the message
+                says what is written for it here.
         """
+        if unknown:
+            refuse_unknown("MultiHeadAttention.forward(x", unknown, ("context", "mask", "cache"))
         self._check_call(x, context, cache)
         if self.observer is not None:
             self.own_positions = context is None

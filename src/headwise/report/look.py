@@ -30,6 +30,7 @@ from .collect import (
     gather_short_repeat,
     survey,
 )
+from .folders import name_of
 from .head_labels import RULES
 from .rows import columns_of, rows_of
 from .sample import RANDOM_ROWS, LookError, Sample, Subject, TokenSubject
@@ -258,7 +259,7 @@ def _steps(told: Report, calls: int, texts: int | None, repeats: int) -> Callabl
 def _name_of(model: nn.Module) -> str:
     """What a model is called: as `transformers` loaded it, or by its class."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
-    return Path(name).name if Path(name).is_absolute() else name or type(model).__name__
+    return name_of(name) if Path(name).is_dir() else name or type(model).__name__
 
 
 def _given(loss: Loss) -> Callable[[nn.Module, Sample], Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .._io import write_whole
-from .._text import escaped
+from .._text import Brief, escaped
 from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
 from .notebook import InNotebooks
 
@@ -69,8 +69,8 @@ class LookFileError(ValueError):
     """A file that holds no look: the message says which, why and what to do."""
 
 
-@dataclass(frozen=True, eq=False)
-class Stream:
+@dataclass(frozen=True, eq=False, repr=False)
+class Stream(Brief):
     """A sequence that attention reads or writes: the tokens of a text, the patches of an image.
 
     name: `"text"`, `"encoder"`, `"decoder"`, `"image"`.
@@ -93,8 +93,8 @@ class Stream:
     pieces: list[str] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
+@dataclass(frozen=True, eq=False, repr=False)
+class Layer(Brief):
     """One attention module on the first text: what every one of its H heads did with T queries
     and S keys.
 
@@ -135,7 +135,7 @@ class Layer:
         return self.maps.shape[0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Look(InNotebooks):
     """What every head of a model does on one text or many.
 
@@ -163,6 +163,14 @@ class Look(InNotebooks):
     offsets: list[int] = field(default_factory=list)
     similarity: np.ndarray | None = None
     repeats: list[Stream] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        name = titles([self])[0]
+        heads, layers = len(self.rows), len(self.layers)
+        return (
+            f"<Look: {name}, {heads} head{'s' * (heads != 1)} in {layers} "
+            f"layer{'s' * (layers != 1)}; a notebook shows it; .save(path), .to_pandas()>"
+        )
 
     def to_json(self) -> str:
         """All of it as one JSON document; what is no finite number is `null`.

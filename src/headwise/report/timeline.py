@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._text import escaped
+from .._text import Brief, escaped
 from ..telemetry import Alarm, History, Series
 
 __all__ = [
@@ -45,8 +45,8 @@ class NothingRecordedError(TimelineError):
     """A history without a step, as of a training that has just begun."""
 
 
-@dataclass(frozen=True, eq=False)
-class Track:
+@dataclass(frozen=True, eq=False, repr=False)
+class Track(Brief):
     """A statistic of every head over the recorded steps.
 
     kind: `"mean"` or `"maximum"`.
@@ -66,7 +66,7 @@ class Track:
         return replace(self, values=self.values[:, places], errors=errors)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """What was recorded of a training's heads: n steps, N heads.
 
@@ -84,6 +84,12 @@ class Timeline:
     steps: npt.NDArray[np.int64]
     tracks: dict[str, Track]
     alarms: list[Alarm]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline: {self.name}, {len(self.heads)} heads over {len(self.steps)} steps, "
+            f"{len(self.alarms)} alarms; {', '.join(self.tracks)}>"
+        )
 
     @property
     def layers(self) -> dict[str, int]:

@@ -15,7 +15,9 @@ from ..backends import Call, Choice, OnePass, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.shapes import as_given, quote
+from ..core.unknown import refuse_unknown
 from .base import Statistic, all_needs, check_statistics, needs_of
+from .detached import without_graph
 from .engine import Engine, nonlinear
 from .entries import entries
 from .execute import Pass, execute
@@ -24,6 +26,10 @@ from .plan import Plan, plan
 from .results import VIA, Reading, of_some, table_rows
 from .sampling import draw
 from .view import View
+
+_ARGUMENTS = (
+    "mask scale softcap dropout sinks first_query backend queries seed output gradients projection"
+).split()
 
 
 def observe(
@@ -43,6 +49,7 @@ def observe(
     output: bool | Float[Tensor, "B H T Dv"] = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
+    **unknown: object,
 ) -> Seen:
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
@@ -70,6 +77,7 @@ def observe(
 
     Raises:
         ValueError: as `attend()`; a statistic asked for twice, or that does not fit the call.
+        TypeError: as `attend()`.
 
     >>> from headwise.core.masks import Causal
     >>> from headwise.stats.per_query import Entropy
@@ -78,6 +86,8 @@ def observe(
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
     tensor([1., 2., 3., 4.])
     """
+    if unknown:
+        refuse_unknown("observe(q, k, v", unknown, _ARGUMENTS)
     call = Call.of(
         q,
         k,
@@ -115,7 +125,12 @@ def observe(
         found = execute(_planned(engine, statistics, "observe"), engine)
         with nullcontext() if engine.view.gradients else torch.no_grad():
             readings = Readings(found, statistics)
-    return Seen(found, readings, output=found.out if made is None else made)
+    return Seen(
+        found,
+        readings,
+        output=found.out if made is None else made,
+        lost=keeps_graph and not engine.view.gradients,
+    )
 
 
 def _planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
@@ -236,6 +251,14 @@ class Readings(Mapping[str, Reading]):
         every = self._found.every
         return None if every and need in every.answers else self._found.answers[need]
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names that were asked for; none is worked out."""
+        return tuple(self._owner)
+
+    def __repr__(self) -> str:
+        return f"<Readings: {', '.join(self.known)}>"
+
     def __iter__(self) -> Iterator[str]:
         for number in range(len(self._parts)):
             yield from self._part(number)
@@ -244,7 +267,7 @@ class Readings(Mapping[str, Reading]):
         return sum(1 for _ in self)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Seen(HeadTable):
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
 
@@ -258,6 +281,13 @@ class Seen(HeadTable):
     found: Pass = field(repr=False)
     readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
+    lost: bool = False
+    """Whether statistics could have had a gradient, and were asked for without."""
+
+    def __repr__(self) -> str:
+        e = self.found.extent
+        sizes = f"batch {e.batch}, {e.heads} heads, {e.queries} queries, {e.keys} keys"
+        return f"<Seen: {sizes}; {', '.join(('lse', *self.readings.known))}>"
 
     @property
     def lse(self) -> Float[Tensor, "B H _"]:
@@ -318,7 +348,7 @@ class Seen(HeadTable):
 
     def __getitem__(self, name: str) -> Tensor:
         values = self.readings.values_of(name)
-        return self.reading(name).values if values is None else values
+        return without_graph(self.reading(name).values if values is None else values, self.lost)
 
     def reading(self, name: str) -> Reading:
         """A statistic with the rows that count in its mean.
@@ -400,6 +430,7 @@ def explain(
     output: bool = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
+    **unknown: object,
 ) -> Explanation:
     """Every backend with its reasons for refusing the call, and the one that is taken.
 
@@ -423,6 +454,8 @@ def explain(
     entropy_share: a pass over the scores: softcap is not linear in the scores
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
+    if unknown:
+        refuse_unknown("explain(q, k, v", unknown, _ARGUMENTS)
     call = Call.of(
         q,
         k,

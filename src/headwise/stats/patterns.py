@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from .._text import Brief
 from ..core.shapes import Extent
 
 
@@ -168,8 +169,8 @@ class At:
         return j == (_positions(extent, device) + self.offset)[..., None]
 
 
-@dataclass(frozen=True, eq=False)
-class SameToken:
+@dataclass(frozen=True, eq=False, repr=False)
+class SameToken(Brief):
     """Other positions with the query's own token. `ids` is `[B, S]` or `[S]`."""
 
     ids: Int[Tensor, "*B S"]
@@ -188,8 +189,8 @@ class SameToken:
         return (ids[:, None] == own[..., None]) & (j != _positions(extent, device)[..., None])
 
 
-@dataclass(frozen=True, eq=False)
-class Induction:
+@dataclass(frozen=True, eq=False, repr=False)
+class Induction(Brief):
     """Followers of earlier occurrences: keys `j` with `token[j−1] == token[i]`.
 
     What followed this token before. The query's own follower (where the mask lets it be seen) is

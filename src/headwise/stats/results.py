@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .._text import Brief
 from .sampling import standard_error
 
 KERNEL = "the kernel's own"
@@ -20,8 +21,8 @@ VIA = "from another figure"
 """The ways in which figures are read (`Route.kind`)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
+@dataclass(frozen=True, eq=False, repr=False)
+class Reading(Brief):
     """One figure of every head: its tensor, and the rows that count in a mean.
 
     `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
@@ -56,8 +57,8 @@ class Reading:
         return sums_of(self) if self.whole is None else self.whole
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sums(Brief):
     """Sums of a figure over the valid queries of a call, in float64.
 
     Of every batch row `[B, H]`, their `total` and number (`count`), and how many could have had the
@@ -104,8 +105,8 @@ class Route:
         return f"{self.kind}: {self.why}" if self.why else self.kind
 
 
-@dataclass(frozen=True)
-class Figure:
+@dataclass(frozen=True, repr=False)
+class Figure(Brief):
     """A statistic in one number per head `[H]`, over batch, valid queries and calls.
 
     With `sampled`, a maximum is that of some of the queries.

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._io import place_for
+from .._text import Brief
 from .figures import FIELDS, Array, Figures, Heads
 from .file_systems import is_remote
 from .rules import Alarm, Record
@@ -47,8 +48,8 @@ CREATE TABLE alarms (
 """
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
+@dataclass(frozen=True, eq=False, repr=False)
+class Series(Brief):
     """A statistic over the recorded steps: `steps` `[n]`, `values` and `errors` `[n, N]`.
 
     N counts the heads of all layers, as `History.heads` does. Values are means or, if `kind` says

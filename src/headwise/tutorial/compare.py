@@ -84,12 +84,16 @@ class Row:
     over_before: Mapping[str, float | Spread] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ladder:
     """All rows, rung by rung and size by size, and how they came about."""
 
     rows: list[Row]
     provenance: dict[str, Any]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(dict.fromkeys(row.size for row in self.rows))
+        return f"<Ladder: {len(self.rows)} rows at {sizes}; .to_dict() has the figures>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -1,0 +1,142 @@
+"""`attention_of()`: the attention weights of chosen heads, as the matrix that people know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..core.reference import Definition
+from ..stats.entries import entries
+from ..stats.execute import Pass
+from ..stats.results import Reading
+from .call import AttentionCall, Looking
+from .modules import and_more, check_model
+from .session import catch
+
+__all__ = ["attention_of"]
+
+MOST_BYTES = 2**30
+"""Of all weights that are asked for."""
+
+
+def attention_of(
+    model: nn.Module,
+    inputs: Any,
+    layer: str | int,
+    head: int | Sequence[int] | None = None,
+) -> Float[Tensor, "B *h T S"]:
+    """Run a model and give the attention weights of one of its layers, exactly.
+
+    Each entry is `exp(s_ij − lse_i)` of the model's own queries and keys, whatever kernel it runs
+    on. The model is not edited and its mode is kept: in training, weights are those before dropout.
+    For long texts take `Map(n)` or `TopKeys(k)` in `watch()`, which never build this matrix.
+
+    Args:
+        model: any module that `watch()` sees.
+        inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
+            of arguments, or the only argument.
+        layer: the module that attends, by its qualified name (`seen.modules` of a watch lists
+            them), or by its place among the attention calls of a forward, from 0.
+        head: its number, from 0, or several; without, all heads.
+
+    Returns:
+        Weights in float32 (float64 for a model in float64), without a graph: of one head
+        `[B, T, S]`, of several `[B, h, T, S]`. Rows sum to 1, less what a learned sink takes; a
+        query that may attend to nothing, padding too, has a row of zeros. Of a module that is
+        called more than once, calls of equal shape follow each other in the batch.
+
+    Raises:
+        ValueError: a layer that did not attend, with those that did; a head that it has not;
+            more than a gigabyte of weights; calls of different shapes.
+
+    >>> import headwise as hw
+    >>> from headwise.gpt import builtin, load
+    >>> model, tokenizer = load(builtin())
+    >>> ids = torch.tensor([tokenizer.encode("The with statement wraps the block").ids])
+    >>> weights = hw.attention_of(model, ids, layer=1, head=0)
+    >>> weights.shape, bool(weights.sum(-1).allclose(torch.ones(1, ids.shape[1])))
+    (torch.Size([1, 19, 19]), True)
+
+    Source: Vaswani et al. 2017, §3.2.1.
+    """
+    said = f"{check_model('attention_of', model)[:-1]}layer={layer!r}, head={head!r})"
+    by_number = isinstance(layer, int) and not isinstance(layer, bool)
+    if not by_number and not isinstance(layer, str):
+        raise ValueError(f"{said}: layer is a module's name, or its place among those that attend.")
+    found: list[Tensor] = []
+    met: list[str] = []
+
+    def listen(call: AttentionCall) -> None:
+        if call.again:
+            return
+        met.append(call.name)
+        if not (len(met) - 1 == layer if by_number else call.name == layer):
+            return
+        if call.heads < call.all_heads:
+            raise ValueError(
+                f"{said}: {call.heads} of its {call.all_heads} heads are on this rank."
+            )
+        chosen = _heads(head, call, said)
+        size = call.batch * len(chosen) * call.queries * call.keys * 4
+        if size > MOST_BYTES:
+            raise ValueError(
+                f"{said}: {len(chosen)} heads × {call.queries} queries × {call.keys} keys are "
+                f"{size / 2**30:.1f} GiB; ask for fewer heads or a shorter text, or watch with "
+                f"Map(n) or TopKeys(k)."
+            )
+        weights = call.observe([_Weights(tuple(chosen))], Looking())["weights"].values
+        call.once_whole(lambda _: found.append(weights))
+
+    with catch(model, listen) as net, torch.no_grad():
+        _call(model, inputs)
+    if not found:
+        names = list(dict.fromkeys(met))
+        told = f"those that attend: {and_more([repr(one) for one in names], 12)}"
+        if not names:
+            told = f"no attention was seen: {net.names.why_nothing()}"
+        elif str(layer) in net.names.left_out:
+            told = f"{layer!r} was not seen as a whole: {net.names.left_out[str(layer)]}"
+        raise ValueError(f"{said}: no such layer; {told}.")
+    if len({one.shape[1:] for one in found}) > 1:
+        shapes = ", ".join(str(list(one.shape)) for one in found)
+        raise ValueError(f"{said}: it was called with different lengths ({shapes}); call it once.")
+    weights = found[0] if len(found) == 1 else torch.cat(found)
+    return weights[:, 0] if isinstance(head, int) else weights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The attention weights of some heads, `[B, h, T, S]`, as a statistic."""
+
+    heads: tuple[int, ...]
+    names = ("weights",)
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        return {"weights": Reading(entries(found.view, found.of_rows, self.heads, None, None))}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"weights": full.weights[:, list(self.heads)]}
+
+
+def _heads(head: int | Sequence[int] | None, call: AttentionCall, said: str) -> list[int]:
+    """The numbers of the heads that are asked for."""
+    if head is None:
+        return list(range(call.heads))
+    chosen = [head] if isinstance(head, int) else list(head)
+    if not chosen or not all(type(one) is int and 0 <= one < call.heads for one in chosen):
+        raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
+    return chosen
+
+
+def _call(model: nn.Module, inputs: Any) -> None:
+    if isinstance(inputs, Mapping):
+        model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        model(*inputs)
+    else:
+        model(inputs)

@@ -1,0 +1,276 @@
+"""Calls as people first write them: each is answered with one line that says what to write."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.capture.modules import attending
+from headwise.capture.watch import DEFAULT
+from headwise.gpt import builtin, load
+from headwise.stats.detached import Detached
+
+B, H, T, S, D = 2, 3, 7, 5, 4
+
+
+@pytest.fixture
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, H, T, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
+
+
+# --- arguments of other libraries ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"is_causal": True}, r"is_causal=…\): there is no such argument; .* mask=hw.Causal\(\)\."),
+        ({"attn_mask": None}, r"mask=hw.Dense\(m\) .* mask=hw.Dense\(~m\) .* mask=hw.Bias\(m\)"),
+        ({"key_padding_mask": None}, r"mask=hw.Padding\(lengths\)"),
+        ({"dropout_p": 0.1}, "write dropout="),
+        ({"need_weights": True}, r"\.weights\(heads=…\)"),
+        ({"maks": None}, r"did you mean mask=\?"),
+        ({"zzz": None}, "there are: mask, "),
+    ],
+)
+def test_arguments_of_others_are_answered_with_ours(
+    qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], says: str
+) -> None:
+    layer = hw.MultiHeadAttention(24, num_heads=3)
+    for call in (
+        lambda: hw.attend(*qkv, **given),
+        lambda: hw.observe(*qkv, hw.Entropy(), **given),
+        lambda: hw.explain(*qkv, **given),
+    ):
+        with pytest.raises(TypeError, match=says):
+            call()
+    with pytest.raises(TypeError, match=r"MultiHeadAttention\.forward\(x, .*there is no such"):
+        layer(torch.randn(2, 7, 24), **given)
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (hw.Causal, r"mask=Causal: this is the class; write mask=Causal\(\)\."),
+        (hw.Window, r"write mask=Window\(…\)"),
+        ("causal", r"mask='causal': masks are objects; write mask=headwise.Causal\(\)"),
+        (
+            torch.ones(T, S, dtype=torch.bool),
+            r"Dense\(mask\) where True means 'may attend', .*Dense\(~mask\) where True means 'hid",
+        ),
+        (torch.zeros(T, S), r"torch.float32 tensor \[7, 5\]; .*Bias\(mask\) adds"),
+    ],
+)
+def test_a_mask_that_is_none_is_answered_with_one(
+    qkv: tuple[Tensor, Tensor, Tensor], mask: Any, says: str, unchecked: None
+) -> None:
+    for call in (hw.attend, hw.observe):
+        with pytest.raises(ValueError, match=says) as raised:
+            call(*qkv, mask=mask)
+        assert "\n" not in str(raised.value)
+
+
+# --- watching and ablating -----------------------------------------------------------------------
+
+
+def test_watching_without_statistics_takes_some() -> None:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+    with torch.no_grad(), hw.watch(layer) as bare, hw.watch(layer, *DEFAULT) as asked:
+        layer(x, mask=hw.Causal())
+    assert bare.table() == asked.table()
+    assert {"entropy", "first", "previous", "self"} <= bare.table()[0].keys()
+
+
+def test_ablate_suggests_modules_that_attend() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes: dict[str, Any] = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 8}
+    model = BertModel(BertConfig(vocab_size=20, num_hidden_layers=2, **sizes)).eval()
+    ids = torch.randint(20, (1, 6))
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(ids)
+    assert attending(model) == list(seen.modules)
+    with pytest.raises(ValueError, match="of those that attend, the nearest are") as raised:
+        hw.ablate(model, {"encoder.layer.0.attn": [0]}).__enter__()
+    told = str(raised.value).partition("nearest are: ")[2].rstrip(".").split(", ")
+    assert set(told) == {repr(name) for name in seen.modules}
+    with pytest.raises(ValueError, match=r"hw\.watch\(model\) says which attend"):
+        hw.ablate(nn.Sequential(nn.Linear(2, 2)), {"attn": [0]}).__enter__()
+
+
+# --- statistics without a graph ------------------------------------------------------------------
+
+
+def _statistics_without_graph() -> list[Tensor]:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+    with hw.watch(layer, hw.Entropy()) as seen:
+        layer(x)
+    q = torch.randn(B, H, T, D, requires_grad=True)
+    observed = hw.observe(q, q, q, hw.Entropy(), gradients=False)
+    return [seen[""]["entropy"], observed["entropy"]]
+
+
+def test_a_backward_pass_through_detached_statistics_names_its_cause() -> None:
+    for entropy in _statistics_without_graph():
+        assert isinstance(entropy, Detached)
+        for wrong in (
+            lambda entropy=entropy: (entropy.mean() * 2).backward(),
+            lambda entropy=entropy: torch.autograd.backward([entropy.sum()]),
+            lambda entropy=entropy: torch.autograd.grad(entropy.sum(), [torch.ones(1)]),
+        ):
+            with pytest.raises(RuntimeError, match=r"hw\.watch\(model, …, gradients=True\)"):
+                wrong()
+        weight = torch.ones(1, requires_grad=True)
+        with pytest.warns(UserWarning, match="gradients=True"):
+            loss = weight.sum() + entropy.mean()
+        assert type(loss) is Tensor
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (weight.sum() + entropy.mean().detach()).backward()
+
+
+def test_detached_statistics_are_tensors_in_all_else() -> None:
+    for entropy in _statistics_without_graph():
+        plain = entropy.as_subclass(Tensor)
+        assert repr(entropy) == repr(plain)
+        assert f"{entropy.mean():.3f}" == f"{plain.mean():.3f}"
+        assert torch.equal(entropy, plain)
+        assert (entropy.numpy() == plain.numpy()).all()
+        assert type(entropy.detach()) is type(copy.deepcopy(entropy)) is Tensor
+        file = io.BytesIO()
+        torch.save(entropy, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True), plain)
+
+
+def test_statistics_that_have_no_gradient_to_lose_are_plain_tensors() -> None:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+    with torch.no_grad(), hw.watch(layer, hw.Entropy()) as quiet:
+        layer(x)
+    with hw.watch(layer, hw.Entropy(), gradients=True) as kept:
+        layer(x)
+    assert type(quiet[""]["entropy"]) is type(kept[""]["entropy"]) is Tensor
+    kept[""]["entropy"].mean().backward()
+
+
+# --- attention weights ---------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Causal attention by hand, whose weights are there to be compared with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+        self.weights: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, e = x.shape
+        q, k, v = (part.view(b, t, H, D).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        hidden = torch.ones(t, t, dtype=torch.bool).triu(1)
+        self.weights = ((q @ k.mT) * D**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        return self.out((self.weights @ v).transpose(1, 2).reshape(b, t, e))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_of_is_the_models_own(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Own(), Own()).to(dtype).train()
+    x = torch.randn(B, T, H * D, dtype=dtype) * 3
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-6 if dtype is torch.float32 else 1e-13}
+    for layer, number in (("0", 0), ("1", 1)):
+        whole = hw.attention_of(model, x, layer)
+        own = model[number].weights.detach()
+        assert (whole.shape, whole.dtype, whole.requires_grad) == ((B, H, T, T), dtype, False)
+        torch.testing.assert_close(whole, own, **tolerance)
+        torch.testing.assert_close(hw.attention_of(model, x, number), whole)
+        torch.testing.assert_close(hw.attention_of(model, (x,), layer, 1), own[:, 1], **tolerance)
+        some = hw.attention_of(model, {"input": x}, layer, [2, 0])
+        torch.testing.assert_close(some, own[:, [2, 0]], **tolerance)
+    assert model.training
+
+
+def test_attention_of_a_fused_kernel_is_the_definitions() -> None:
+    model, tokenizer = load(builtin())
+    ids = torch.tensor([tokenizer.encode("The cat sat on the mat").ids])
+    kept: list[Tensor] = []
+    rounding: list[float] = []  # of a score in float32, twice: s and the log-sum-exp
+    inner = model.transformer.h[1].attn
+    attend = inner._attend
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        kept.append(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        rounding.append(2 * torch.finfo(torch.float32).eps * float(scores.abs().max()))
+        return attend(q, k, v, *rest)
+
+    inner._attend = keep
+    weights = hw.attention_of(model, ids, "transformer.h.1.attn", [0, 3])
+    torch.testing.assert_close(weights.double(), kept[0][:, [0, 3]], rtol=0, atol=rounding[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "says"),
+    [
+        ("low", 0, r"no such layer; those that attend: '0', '1'"),
+        (2, 0, r"layer=2, head=0\): no such layer; those that attend"),
+        (1.5, 0, "layer is a module's name, or its place"),
+        ("0", 3, r"'0' has the heads 0 to 2"),
+        ("0", [0, -1], r"'0' has the heads 0 to 2"),
+        ("0", [], r"'0' has the heads 0 to 2"),
+    ],
+)
+def test_what_attention_of_cannot_give_is_named(
+    layer: Any, head: Any, says: str, unchecked: None
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        hw.attention_of(nn.Sequential(Own(), Own()), torch.randn(B, T, H * D), layer, head)
+
+
+def test_a_long_text_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.capture.attention_weights.MOST_BYTES", 4 * B * T * T)
+    model, x = nn.Sequential(Own()), torch.randn(B, T, H * D)
+    assert hw.attention_of(model, x, "0", 1).shape == (B, T, T)
+    with pytest.raises(ValueError, match=r"2 heads × 7 queries × 7 keys .* Map\(n\) or TopKeys"):
+        hw.attention_of(model, x, "0", [0, 1])
+
+
+# --- reprs ---------------------------------------------------------------------------------------
+
+
+def test_what_is_returned_says_what_it_is_in_a_line() -> None:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 130, 24)
+    ids = torch.randint(5, (2, 130))
+    with torch.no_grad(), hw.watch(layer, hw.Mass(hw.SameToken(ids))) as seen:
+        layer(x)
+    one = hw.observe(*torch.randn(3, 2, 3, 130, 4), hw.Entropy())
+    running = hw.Running()
+    running.add(one)
+    shown = [
+        seen,
+        seen[""],
+        seen[""].calls[0],
+        one,
+        one.readings,
+        one.reading("entropy"),
+        running,
+        hw.head_outputs(layer, lambda layer, x: layer(x), [x]),
+        hw.importance(layer, lambda layer, x: layer(x).mean((1, 2)), [x]),
+        hw.Dense(torch.ones(130, 130, dtype=torch.bool)) & hw.Causal(),
+        hw.Bias(torch.zeros(130, 130)) & hw.Padding(torch.tensor([5, 6] * 40)),
+        hw.Documents(ids) | hw.Prefix(torch.arange(130)),
+        hw.Mass(hw.Induction(ids)),
+    ]
+    for thing in shown:
+        assert "\n" not in repr(thing), type(thing)
+        assert len(repr(thing)) < 200, repr(thing)
+    assert "entropy" in repr(one)
+    assert "bool [130, 130]" in repr(shown[9])
