@@ -58,9 +58,9 @@ def test_arguments_of_others_are_answered_with_ours(
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
-        (hw.Causal, r"mask=Causal: this is the class; write mask=Causal\(\)\."),
+        (hw.Causal, r"mask=Causal is a class; .* a mask of headwise: write mask=Causal\(\)\."),
         (hw.Window, r"write mask=Window\(…\)"),
-        ("causal", r"mask='causal': masks are objects; write mask=headwise.Causal\(\)"),
+        ("causal", r"mask='causal' is a str; .*: mask=headwise.Causal\(\), say"),
         (
             torch.ones(T, S, dtype=torch.bool),
             r"Dense\(mask\) where True means 'may attend', .*Dense\(~mask\) where True means 'hid",
@@ -101,7 +101,7 @@ def test_ablate_suggests_modules_that_attend() -> None:
         hw.ablate(model, {"encoder.layer.0.attn": [0]}).__enter__()
     told = str(raised.value).partition("nearest are: ")[2].rstrip(".").split(", ")
     assert set(told) == {repr(name) for name in seen.modules}
-    with pytest.raises(ValueError, match=r"hw\.watch\(model\) says which attend"):
+    with pytest.raises(ValueError, match=r"are: '0'; hw\.watch\(model\) lists those"):
         hw.ablate(nn.Sequential(nn.Linear(2, 2)), {"attn": [0]}).__enter__()
 
 

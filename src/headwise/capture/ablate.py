@@ -173,7 +173,11 @@ def _asked(
         near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
         told = f"of those that attend, the nearest are: {', '.join(map(repr, near))}"
         if not near:
-            told = "hw.watch(model) says which attend: its table has their names"
+            near = get_close_matches(unknown[0], [*filter(None, names)], n=6, cutoff=0.0)
+            told = (
+                f"the nearest that there are: {', '.join(map(repr, near)) or 'none'}; "
+                f"hw.watch(model) lists those that attend"
+            )
         raise ValueError(
             f"{said}: the model has no module {', '.join(map(repr, unknown))}; {told}."
         )

@@ -60,7 +60,7 @@ def attention_of(
     >>> ids = torch.tensor([tokenizer.encode("The with statement wraps the block").ids])
     >>> weights = hw.attention_of(model, ids, layer=1, head=0)
     >>> weights.shape, bool(weights.sum(-1).allclose(torch.ones(1, ids.shape[1])))
-    (torch.Size([1, 19, 19]), True)
+    (torch.Size([1, 11, 11]), True)
 
     Source: Vaswani et al. 2017, §3.2.1.
     """

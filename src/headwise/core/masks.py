@@ -49,9 +49,13 @@ def as_mask(mask: object) -> Mask:
     if isinstance(mask, type) and issubclass(mask, Mask):
         needs = is_dataclass(mask) and any(field.default is MISSING for field in fields(mask))
         made = f"{mask.__name__}({'…' if needs else ''})"
-        raise ValueError(f"mask={mask.__name__}: this is the class; write mask={made}.")
+        raise ValueError(
+            f"mask={mask.__name__} is a class; it must be a mask of headwise: write mask={made}."
+        )
     if isinstance(mask, str):
-        raise ValueError(f"mask={mask!r}: masks are objects; write mask=headwise.Causal(), say.")
+        raise ValueError(
+            f"mask={mask!r} is a str; it must be a mask of headwise: mask=headwise.Causal(), say."
+        )
     raise ValueError(f"mask is a {type(mask).__name__}; it must be a mask of headwise or None.")
 
 
