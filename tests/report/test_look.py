@@ -278,7 +278,7 @@ def test_a_figure_without_any_target_is_null_not_zero(model: GPT, tokenizer) -> 
     assert [row["same_token_coverage"] for row in seen.rows] == [0.0] * 6
     assert [row["same_token"] for row in seen.rows] == [None] * 6
     absent = {"same_token", "induction", "importance", "ablation", "ablation_estimate"}
-    absent |= {"next", "ahead_2", "ahead_3", "delimiters"}
+    absent |= {"next", "ahead_2", "ahead_3", "delimiters", "separators", "cls"}
     keys = {column.key for column in COLUMNS}
     for row in seen.rows:
         assert {key for key in keys if row.get(key) is None} == absent

@@ -192,12 +192,11 @@ def gather_short_repeat(
 def _figures(kind: str, keys: Part) -> list[Statistic]:
     """The statistics that are shown as numbers."""
     if kind == "self":
-        return [MaxLogit(), *naming_statistics(keys.ids, keys.delimiters)]
+        return [MaxLogit(), *naming_statistics(keys.ids, keys.delimiters, keys.separators)]
     asked: list[Statistic] = [MaxLogit(), Entropy(), Mass(First())]
-    if keys.delimiters is not None:
-        named = naming_statistics(None, keys.delimiters)
-        asked += [statistic for statistic in named if "delimiters" in statistic.names]
-    return asked
+    named = naming_statistics(None, keys.delimiters, keys.separators)
+    wanted = {"delimiters", "separators"}
+    return [*asked, *(statistic for statistic in named if wanted & {*statistic.names})]
 
 
 def _drawn(kind: str, place: Place, drawing: Drawing) -> list[Statistic]:

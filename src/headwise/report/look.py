@@ -145,13 +145,14 @@ def look(
                     report=lambda share: told("ablation", share),
                 )
             effects.append(shared.merged(scan).table())
-    rows = rows_of(found, effects, errors=facts["texts"] > 1)
+    streams = [part.stream for part in first.parts]
+    rows = rows_of(found, streams, effects, errors=facts["texts"] > 1)
     layers, offsets = behind_only(found.layers)
     facts["notice"] = " ".join(filter(None, (facts["notice"], lacking))) or None
     return Look(
         rows=rows,
         layers=layers,
-        streams=[part.stream for part in first.parts],
+        streams=streams,
         provenance={
             "model": escaped(model_name),
             "text": escaped(text_name),

@@ -8,7 +8,8 @@ from typing import Any
 
 from .collect import Found
 from .columns import COLUMNS
-from .head_labels import label_head
+from .head_labels import derived, label_head
+from .schema import Stream
 
 __all__ = ["columns_of", "rows_of"]
 
@@ -17,15 +18,28 @@ AHEAD = ("next", "ahead_2", "ahead_3")
 
 
 def rows_of(
-    found: Found, effects: Sequence[Sequence[Mapping[str, Any]]], *, errors: bool
+    found: Found,
+    streams: Sequence[Stream],
+    effects: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    errors: bool,
 ) -> list[dict[str, Any]]:
     """One row a head, in order of layer and head; with standard errors over texts.
 
+    Where queries see ahead and the tokenizer put the first key there, the weight on it is also that
+    on the class token, `cls`.
+
     Args:
+        streams: of the first text; layers count in them.
         effects: tables of what heads do to a loss, as `importance()` and `ablation_scan()` give.
     """
     numbers = {name: number for number, name in enumerate(found.seen.modules)}
     causal = {layer.name for layer in found.layers if layer.causal}
+    classed = {
+        layer.name
+        for layer in found.layers
+        if layer.kind == "self" and not layer.causal and 0 in streams[layer.keys].special
+    }
     random = {(row["layer"], row["head"]): row for row in _random(found)}
     by_head: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for table in effects for row in table):
@@ -37,6 +51,9 @@ def rows_of(
         figures = dict(_figures(row, "", unknown))
         figures |= dict(_figures(random.get((row["layer"], row["head"]), {}), "_random", ()))
         figures |= dict(_figures(by_head.get((module, row["head"]), {}), "", ()))
+        figures |= derived(figures)
+        if row["layer"] in classed:
+            figures["cls"] = figures["first"]
         rows.append(
             {
                 "layer": numbers[row["layer"]],

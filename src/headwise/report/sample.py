@@ -33,11 +33,13 @@ _CROSS = re.compile(r"cross|enc(oder)?_?(dec|attn)", re.IGNORECASE)
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A stream as tensors: its tokens `[S]` or `[B, S]`, and which are delimiters `[S]`."""
+    """A stream as tensors: its tokens `[S]` or `[B, S]`, which are delimiters and which separators,
+    `[S]` both."""
 
     stream: Stream
     ids: Int[Tensor, "*B S"] | None = None
     delimiters: Bool[Tensor, " S"] | None = None
+    separators: Bool[Tensor, " S"] | None = None
 
     def __len__(self) -> int:
         return len(self.stream.tokens)
@@ -242,16 +244,18 @@ class TokenSubject(Subject):
         special: tuple[int, ...],
         pieces: list[str] | None = None,
     ) -> Part:
-        """A stream of tokens. Delimiters are told by their text; what the tokenizer added counts
-        as one, but for the first token."""
+        """A stream of tokens. Delimiters are told by their text; what the tokenizer added is a
+        separator, but for the first token."""
         tokens = self.words.texts(ids)
-        delimiters = [is_delimiter(text) for text in tokens]
-        for place in special:
-            delimiters[place] = place > 0
+        delimiters = [
+            is_delimiter(text) and place not in special for place, text in enumerate(tokens)
+        ]
+        separators = [place > 0 and place in special for place in range(len(ids))]
         return Part(
             Stream(name, tokens, special, pieces=pieces),
             torch.tensor(ids, device=self.device),
             torch.tensor(delimiters, device=self.device),
+            torch.tensor(separators, device=self.device) if any(separators) else None,
         )
 
     def random_part(self, name: str, ids: Tensor) -> Part:

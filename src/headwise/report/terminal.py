@@ -25,9 +25,9 @@ TOP = 24
 
 # The order in which a narrow terminal goes without columns; they stay in --json and on the page.
 SPARE = (
-    "distance_share back_3 ahead_3 back_2 ahead_2 ablation_estimate distance_absolute "
-    "previous_random same_token_random self entropy_share max_logit distance delimiters next "
-    "same_token first induction"
+    "entropy_gap distance_share near back_3 ahead_3 back_2 ahead_2 ablation_estimate "
+    "distance_absolute previous_random same_token_random self entropy_share max_logit distance "
+    "delimiters next same_token first separators cls induction"
 ).split()
 
 UNITS = {

@@ -20,7 +20,11 @@ function glyph(name) {
 
 /** Each label of a head: what such a head does, and the figure that gave it. */
 function labelLines(row) {
-  if (!row.labels.length) return [el("li", {}, el("b", {}, NONE), ": no rule holds")];
+  if (!row.labels.length) {
+    const uneven = data.rules.find(({ given }) => given?.[0] === "entropy_gap")?.given[2];
+    const even = row.entropy_gap < uneven ? "attention is nearly even over what it can see, as before training" : "no rule holds";
+    return [el("li", {}, el("b", {}, NONE), `: ${even}`)];
+  }
   return row.labels.map(({ label, key, score, threshold, coverage, sign = "≥" }) => {
     const column = data.column.get(key);
     const rule = data.rules.find((one) => one.label === label && one.key === key) ?? data.rules.find((one) => one.label === label);

@@ -18,7 +18,7 @@ function repeatOf({ tokens, special }) {
 function expected(label, layer) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
   if (!layer.rows.exact || !layer.cols.exact || layer.kind === "cross") return [];
-  if (label.label === "first token") return [[0, 0, 0, n - 1]];
+  if (label.key === "first" || label.key === "cls") return [[0, 0, 0, n - 1]];
   if (label.key in OFFSET_OF) {
     const by = OFFSET_OF[label.key];
     return [[Math.max(0, by), Math.max(0, -by), m - 1 + Math.min(0, by), n - 1 - Math.max(0, by)]];

@@ -8,6 +8,7 @@ const RELATIONS = {
   itself: (layer, query, key) => query === key,
   positional: (layer, query, key) => Math.abs(query - key) <= 3,
   "first token": (layer, query, key) => key === 0,
+  "[CLS]": (layer, query, key) => key === 0,
 };
 const NEAR = ["itself", "previous token"];  // what is said of any head; the others need the head's label, or this order
 const ORDER = [...NEAR, "induction", "duplicate token", "first token"];
@@ -52,6 +53,7 @@ function what(row, layer, query, key, target, value, apart) {
   if (relation === "itself" || (layer.kind === "self" && query === key)) return ["It stays on it: ", ...target];
   if (relation === "previous token") return ["It looks one token back: ", ...target];
   if (relation === "positional") return [`It looks ${distance(layer, query, key)}: `, ...target];
+  if (relation === "[CLS]") return ["It rests on the tokenizer’s first token: ", ...target];
   if (relation === "first token") return ["It rests on the first token: ", ...target];
   if (value < 0.15) return ["It spreads its weight widely; the most goes to ", ...target];
   const far = distance(layer, query, key);
