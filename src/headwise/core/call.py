@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .dropout import draw_seed
+from .forks import keep_forks_going
 from .kept import Kept
 from .mask_algebra import Mask
 from .masks import as_mask
@@ -124,6 +125,7 @@ class Call:
         if kind is not None:
             extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
         else:
+            keep_forks_going()
             extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)
             mask.check(extent)

@@ -32,6 +32,7 @@ from .interface import (
     Problem,
     Terms,
 )
+from .threads import threads
 
 __all__ = [
     "DTYPES",
@@ -387,7 +388,7 @@ def _start_alike(problem: Problem) -> CCall:
         return call
     call = CCall.from_buffer_copy(image)
     call.q, call.k, call.v = at
-    call.threads = torch.get_num_threads()
+    call.threads = threads()
     _set_dropout(call, problem)
     return call
 
@@ -397,10 +398,10 @@ def _start(problem: Problem) -> CCall:
     q, k, v, sinks, terms, scale, softcap, *_ = problem
     b, h, t, d = q.shape
     _, g, s, _ = k.shape
-    dtype, threads = q.dtype, torch.get_num_threads()
+    dtype = q.dtype
     if dtype not in DTYPES:
         raise ValueError(f"native kernel: q is {dtype}, and must be one of {list(DTYPES)}.")
-    call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads, _HOST_AT, scale, softcap)
+    call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads(), _HOST_AT, scale, softcap)
     call.kept = []
     call.point("q", q, dtype, (b, h, t, d))
     call.point("k", k, dtype, (b, g, s, d))
