@@ -316,7 +316,7 @@ def test_a_vocabulary_that_does_not_fit_is_named(
 
 
 def test_a_larger_vocabulary_than_the_models_is_named(tiny: GPT) -> None:
-    says = r"token 57 in a model of 30 tokens; .*tokenizer of 50,257 tokens do not belong"
+    says = r"token 57 in a model of 30 tokens; .*tokenizer of 50,257 do not belong"
     with pytest.raises(LookError, match=says):
         hw.look(tiny, ManyLetters(), "abc" + chr(ord("a") + 57))
     notice = hw.look(tiny, ManyLetters(), "abcabc").provenance["notice"]

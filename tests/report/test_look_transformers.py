@@ -692,7 +692,7 @@ def test_two_results_are_compared(
     model.float()
     code, out, err = run(capsys, "--compare", one, half)
     assert (code, err) == (0, "")
-    assert out.startswith("A: model on one, float32\nB: model on one, float16\n")
+    assert out.startswith("A: llama on one, float32\nB: llama on one, float16\n")
     assert not re.search(r"[-+]?\b0\.00\b", out)
     assert re.search(r" [-+]\d(\.\d+)?e-\d ", out)
     code, out, err = run(capsys, "--compare", one, other, "--json")
@@ -823,9 +823,19 @@ def test_delimiters_are_told_by_their_text(folders: dict[str, Path]) -> None:
     model, tokenizer = load_folder(folders["bert"])
     part = subject_of(model, tokenizer).sample(TEXT, "it").parts[0]
     assert part.delimiters is not None
-    told = [token for token, mark in zip(part.stream.tokens, part.delimiters, strict=True) if mark]
-    assert set(told) == {",", ".", "[SEP]"}
-    assert all(is_delimiter(token) for token in told[:-1])
+    assert part.separators is not None
+    told, added = (
+        [token for token, mark in zip(part.stream.tokens, marks, strict=True) if mark]
+        for marks in (part.delimiters, part.separators)
+    )
+    assert set(told) == {",", "."}
+    assert all(map(is_delimiter, told))
+    assert added == ["[SEP]"]  # [CLS] is the first token, and has a figure of its own
+    (row, *_) = look(model, tokenizer, TEXT).rows
+    assert row["cls"] == row["first"]
+    assert "separators" in row
+    decoder = [r for r in look(*load_folder(folders["llama"]), TEXT).rows if "cls" in r]
+    assert not decoder
 
 
 def test_a_look_goes_through_a_file_and_back(folders: dict[str, Path]) -> None:

@@ -233,11 +233,9 @@ def _read(
     if text is not None:
         if _are_words(text):
             if told:
-                print(
-                    f"headwise: there is no file {escaped(shorten(repr(text), 60))}, so these "
-                    f"words are the text",
-                    file=sys.stderr,
-                )
+                short = escaped(shorten(repr(text), 60, placeholder="…"))
+                said = f"headwise: there is no file {short}, so these words are the text"
+                print(said, file=sys.stderr)
             return text, f"“{shorten(text, 60, placeholder='…')}”"
         content = once(lambda: corpus.read_text(text))  # there is one standard input
         return content, "standard input" if text == "-" else Path(text).name

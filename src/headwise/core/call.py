@@ -125,7 +125,8 @@ class Call:
         if kind is not None:
             extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
         else:
-            keep_forks_going()
+            if not torch.compiler.is_compiling():
+                keep_forks_going()
             extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)
             mask.check(extent)

@@ -260,7 +260,9 @@ def _steps(told: Report, calls: int, texts: int | None, repeats: int) -> Callabl
 def _name_of(model: nn.Module) -> str:
     """What a model is called: as `transformers` loaded it, or by its class."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
-    return name_of(name) if Path(name).is_dir() else name or type(model).__name__
+    if not name:
+        return type(model).__name__
+    return name_of(name) if Path(name).is_dir() else name
 
 
 def _given(loss: Loss) -> Callable[[nn.Module, Sample], Tensor]:

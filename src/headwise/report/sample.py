@@ -218,9 +218,9 @@ class TokenSubject(Subject):
         if max(encoded.ids) >= self.vocab or min(encoded.ids) < 0:
             odd = max(encoded.ids) if max(encoded.ids) >= self.vocab else min(encoded.ids)
             size = self.words.size
-            which = "" if size is None else f" of {size:,} tokens"
+            which = "" if size is None else f" of {size:,}"
             raise LookError(
-                f"{name}: token {odd:,} in a model of {self.vocab:,} tokens; the model "
+                f"{name}: token {odd} in a model of {self.vocab:,} tokens; the model "
                 f"({type(self.model).__name__}) and the tokenizer{which} do not belong together"
             )
         return encoded

@@ -131,6 +131,8 @@ def fitted(
     console = Console(width=1000)
     briefs = {column.key: column for column in COLUMNS}
     keys = [key for key in briefs if any(row.get(key) is not None for row in rows)]
+    if "first" in keys and all(row.get("cls") is not None for row in rows):
+        keys.remove("first")  # it is the class token in every row
     spare, left_out = [key for key in SPARE if key in keys], []
     whole = True
     while True:
