@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 
@@ -19,9 +19,11 @@ class Brief:
     """
 
     def __repr__(self) -> str:
+        if not is_dataclass(self):  # a mask of somebody's own may be any class
+            return object.__repr__(self)
         parts = [
             f"{field.name}={brief(getattr(self, field.name))}"
-            for field in fields(self)  # type: ignore[arg-type]
+            for field in fields(self)
             if field.repr and getattr(self, field.name) is not field.default
         ]
         return f"{type(self).__name__}({', '.join(parts)})"

@@ -273,4 +273,9 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
         assert "\n" not in repr(thing), type(thing)
         assert len(repr(thing)) < 200, repr(thing)
     assert "entropy" in repr(one)
+
+    class Bare(hw.Mask):
+        pass
+
+    assert "Bare object" in repr(Bare())  # no dataclass
     assert "bool [130, 130]" in repr(shown[9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.cli import main, terminal
+from headwise.models.data import train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, builtin
 from headwise.report import LookError
 from headwise.report.folders import folder_of, name_of
@@ -34,17 +36,27 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small random model, which is looked at in no time."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_positions": 48, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    folder = tmp_path_factory.mktemp("models") / "small"
+    words = train_tokenizer([WORDS], vocab_size=260)
+    GPT(GPTConfig(vocab_size=260, **sizes)).save_pretrained(folder, words)
+    return folder
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local cache of Hugging Face's, with the built-in model under a name."""
+def cache(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local cache of Hugging Face's, with that model under a name."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     kept = tmp_path / "hub" / "models--some-org--tiny-gpt"
     for snapshot in ("old", "new"):
         folder = kept / "snapshots" / snapshot
         folder.mkdir(parents=True)
-        for file in Path(builtin()).iterdir():
-            if file.is_file():
-                (folder / file.name).symlink_to(file)
+        for file in small.iterdir():
+            (folder / file.name).symlink_to(file)
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("new")
     return kept
@@ -61,15 +73,15 @@ def tiny() -> GPT:
 
 
 def test_words_are_a_text_where_no_file_is_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, "--text", WORDS, "--save", "look.json")
+    code, out, err = run(capsys, "--model", small, "--text", WORDS, "--save", "look.json")
     assert code == 0
     assert err == f"headwise: there is no file '{WORDS}', so these words are the text\n"
-    assert out.startswith(f"the built-in model on “{WORDS}”: ")
+    assert out.startswith(f"small on “{WORDS}”: ")
     assert "".join(load("look.json").streams[0].pieces or []) == WORDS
     (tmp_path / WORDS).write_text("what the file of that name says")
-    code, out, err = run(capsys, "--text", WORDS, "--save", "look.json")
+    code, out, err = run(capsys, "--model", small, "--text", WORDS, "--save", "look.json")
     assert (code, err) == (0, "")
     assert "".join(load("look.json").streams[0].pieces or []).startswith("what the file")
 
@@ -129,13 +141,23 @@ def test_a_model_goes_by_its_own_name(card: str | None, name: str, tmp_path: Pat
 
 
 def test_a_title_is_on_the_page_and_in_comparisons(
-    capsys: pytest.CaptureFixture[str],
+    small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(
-        capsys, "--text", WORDS, "--title", "Cats <and> mats", "--out", "a.html", "--save", "a.json"
+        capsys,
+        "--text",
+        WORDS,
+        "--model",
+        small,
+        "--title",
+        "Cats <and> mats",
+        "--out",
+        "a.html",
+        "--save",
+        "a.json",
     )
     assert code == 0
-    assert out.startswith("Cats <and> mats: the built-in model on ")
+    assert out.startswith("Cats <and> mats: small on ")
     page = Path("a.html").read_text("utf-8")
     assert "<title>Cats &lt;and&gt; mats</title>" in page
     seen = load("a.json")
@@ -143,14 +165,14 @@ def test_a_title_is_on_the_page_and_in_comparisons(
     assert run(capsys, "--compare", "a.json", "a.json")[1].startswith("A: Cats <and> mats\n")
 
 
-def test_quiet_prints_the_table_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "--text", WORDS, "--quiet", "--context", 9)
+def test_quiet_prints_the_table_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--text", WORDS, "--quiet", "--model", small)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert not lines[0].strip()
     assert lines[-1].startswith("page: ")
     assert "Means over queries" not in out
-    assert sum(re.match(r" *\d\.\d ", line) is not None for line in lines) == 12
+    assert sum(re.match(r" *\d\.\d ", line) is not None for line in lines) == 4
 
 
 def test_help_shows_flags_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,12 +210,12 @@ def test_the_most_notable_heads_come_first() -> None:
     assert "--top" not in summary(seen, [], top=12)[1]
 
 
-def test_all_that_is_printed_has_one_width(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--text", WORDS, "--top", 3, "--context", 9)
+def test_all_that_is_printed_has_one_width(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--text", WORDS, "--top", 3, "--model", small)
     assert code == 0
     lines = [line for line in out.splitlines() if not line.startswith("page: ")]
     assert max(map(len, lines)) <= terminal.WIDTH
-    assert "3 of 12 heads" in out
+    assert "3 of 4 heads" in out
 
 
 def test_a_table_longer_than_the_terminal_is_paged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +271,32 @@ def test_progress_is_told_where_there_is_no_terminal(
     with terminal.bar("climbing", drawn=False):
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_the_ladder_tells_how_far_it_is_unless_it_is_to_be_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from contextlib import contextmanager
+
+    from headwise.tutorial.compare import Disagreement
+
+    drawn: list[bool] = []
+    shares: list[float] = []
+
+    @contextmanager
+    def bar(doing: str, *, drawn: bool, seen: list[bool] = drawn) -> Iterator[Any]:
+        seen.append(drawn)
+        yield lambda doing, share: shares.append(share)
+
+    def climb(sizes: Any, *, report: Any, **settings: Any) -> None:
+        report(0.5)
+        raise Disagreement("so far")
+
+    monkeypatch.setattr("headwise.cli.ladder.bar", bar)
+    monkeypatch.setattr("headwise.tutorial.compare.climb", climb)
+    for flags in ([], ["--quiet"]):
+        assert main(["ladder", *flags]) == 1
+    assert (drawn, shares) == ([True, False], [0.5, 0.5])
 
 
 # --- in Python -----------------------------------------------------------------------------------

@@ -37,9 +37,6 @@ _WRITE = {
     "sliding_window": "write mask=hw.Causal() & hw.Window(n)",
     "softmax_scale": "write scale=",
     "sm_scale": "write scale=",
-    "query": "give q, k, v without names",
-    "key": "give q, k, v without names",
-    "value": "give q, k, v without names",
 }
 
 
