@@ -28,6 +28,8 @@ from .syntax import Source
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words
+MARKS = (".git", "pyproject.toml")
+"""What lies in the uppermost folder of a repository."""
 RECURSION = sys.getrecursionlimit()
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 
@@ -47,6 +49,9 @@ def parsed(path: Path) -> Source:
 def load(path: Path) -> ModuleType:
     """Import a file as if it were run from its own folder; inside a package, as a part of it.
 
+    What it imports is also looked for in its repository: the nearest folder above with a `.git` or
+    a `pyproject.toml`, and `src` in it.
+
     Raises:
         Broken: it is no Python, or importing it fails.
     """
@@ -54,7 +59,9 @@ def load(path: Path) -> ModuleType:
     folder, name = path.parent, path.stem
     while (folder / "__init__.py").exists():
         folder, name = folder.parent, f"{folder.name}.{name}"
-    sys.path.insert(0, str(folder))
+    root = next((one for one in path.parents if any((one / mark).exists() for mark in MARKS)), folder)
+    places = dict.fromkeys(map(str, (folder, root, root / "src")))
+    sys.path[:0] = [one for one in places if Path(one).is_dir()]
     try:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])

@@ -7,7 +7,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import UnusableResult
 from ..target.checked_target import Target
 from .advice import assert_, buffer, context, half, heads_divide, init, parameter_count
-from .arguments import cache, cross, mask, padding
+from .arguments import cache, cross
 from .behaviour import (
     batch,
     causality,
@@ -22,6 +22,7 @@ from .behaviour import (
     shape,
     weights,
 )
+from .masks import mask, padding
 from .probe_context import Failed, Probe, ProbeContext
 from .robustness import (
     contiguous,

@@ -1,4 +1,4 @@
-"""Probe what else a call takes: masks, padding, another sequence, a cache."""
+"""Probe what else a call takes: another sequence, a cache."""
 
 from __future__ import annotations
 
@@ -13,106 +13,13 @@ from torch import Tensor
 from ...layers.kv_cache import KVCache
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
-from ..target.call_adapter import PADDING_SHAPES, Caller, MaskForm, tensors_in
+from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Target, told
-from .behaviour import NOTHING, POSITIONS, named
-from .probe_context import Failed, ProbeContext, failing
+from .behaviour import POSITIONS, named
+from .probe_context import Failed, ProbeContext
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
-
-
-def mask(ctx: ProbeContext) -> Finding | None:
-    """A mask of any pattern hides exactly what it says."""
-    if ctx.subject.caller.custom is not None:
-        return None
-    names, form = ctx.subject.caller.named("mask"), ctx.subject.mask_form
-    if ctx.subject.mask_ignored:
-        return found("mask", "ignored", name=names[0])
-    if form is None or form.kind in ("flag", "headwise") or not names:
-        return None
-    tokens = min(5, ctx.tokens)
-    draw = torch.Generator().manual_seed(3)
-    allowed = torch.rand(1, tokens, tokens, generator=draw) > 0.5
-    allowed |= torch.eye(tokens, dtype=torch.bool)
-    trial = _masked(ctx.exact, allowed)
-    with failing(f"x [1, {tokens}, {ctx.x.shape[-1]}] with {form}"):
-        influence = trial.influence(ctx.exact.input(tokens, 1)).nan_to_num(0.0)
-    leaks = (influence > NOTHING * influence.max()) & ~allowed[0]
-    if not bool(leaks.any()):
-        return passed("mask", f"The mask is followed: {form}.")
-    i, j = leaks.nonzero()[0].tolist()
-    return found("mask", "leaks", i=i, j=j)
-
-
-def _masked(subject: Target, allowed: Tensor) -> Target:
-    """The subject with one mask for every call."""
-    form = subject.mask_form
-    assert form is not None
-    given = form.make(allowed, subject.dtype, subject.num_heads)
-    caller = replace(subject.caller, extra={**subject.caller.extra, form.argument: given})
-    return replace(subject, caller=caller, mask_form=None, open_form=None)
-
-
-def padding(ctx: ProbeContext) -> Finding | None:
-    """Hidden fillings leave the other tokens as if they stood alone."""
-    caller = ctx.subject.caller
-    own = caller.named("padding") + caller.named("lengths")
-    if caller.custom is not None or (not own and not caller.named("mask")):
-        return None
-    if ctx.tokens < 4 or caller.layout == "single":
-        return skipped("padding", "Its context is too short, or it takes one sequence at a time.")
-    what = "cannot be called in any known form"
-    for form in _padding_forms(caller):
-        for alone in (True, False):
-            try:
-                fine = _padded(ctx, form, alone)
-            except Failed:
-                continue
-            if form.argument in own:
-                what = "has no form in which it hides padding"
-            if fine:
-                return passed("padding", f"Padded tokens change nothing for the others: {form}.")
-    if own:
-        return found("padding", "shows", name=own[0], what=what)
-    return skipped("padding", "No form was found in which its mask hides padding.")
-
-
-def _padding_forms(caller: Caller) -> Iterator[MaskForm]:
-    for name in caller.named("padding") + caller.named("mask"):
-        for kind in ("may", "hidden", "added", "ones", "later"):
-            for form in PADDING_SHAPES:
-                yield MaskForm(name, kind, form)
-        if caller.takes_values(name):
-            yield MaskForm(name, "headwise")
-    for name in caller.named("lengths"):
-        yield MaskForm(name, "lengths")
-
-
-def _padded(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
-    """Whether, with its first or last three tokens hidden, the second sequence is as without.
-
-    `alone`: the mask speaks of padding alone; else of later tokens as well.
-    """
-    tokens, left = ctx.tokens, form.kind != "lengths"
-    real = slice(3, None) if left else slice(0, tokens - 3)
-    hidden = slice(0, 3) if left else slice(tokens - 3, None)
-    keep = torch.ones(2, tokens, dtype=torch.bool)
-    keep[1, hidden] = False
-    allowed = keep[:, None].expand(-1, tokens, -1)
-    if ctx.subject.causal and not alone:
-        allowed = allowed & torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    given: Any = torch.tensor([tokens, tokens - 3])
-    if left:
-        given = form.make(allowed, ctx.x.dtype, ctx.subject.num_heads)
-    changed = ctx.x.clone()
-    changed[1, hidden] = 3.0
-    wanted = ctx.result(ctx.x[1:, real]).out[0]
-    for x in (ctx.x, changed):
-        out = ctx.result(x, **{form.argument: given}).out
-        if not (ctx.near(out[0], ctx.out[0]) and ctx.near(out[1, real], wanted)):
-            return False
-    return not ctx.near(ctx.out[1, real], wanted)
 
 
 def cross(ctx: ProbeContext) -> Finding | None:
@@ -215,7 +122,7 @@ def _called(subject: Target, x: Tensor, past: int, **given: Any) -> Any:
     if form is not None:
         allowed = torch.ones(len(x), x.shape[1], past + x.shape[1], dtype=torch.bool).tril(past)
         given[form.argument] = form.make(allowed, x.dtype, subject.num_heads)
-    return subject.caller(x, **given)
+    return replace(subject.caller, start=past)(x, **given)
 
 
 def _attend_cached(subject: Target) -> Chunk:

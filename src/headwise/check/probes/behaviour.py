@@ -297,6 +297,8 @@ def weights(ctx: ProbeContext) -> Finding | None:
     if given is None:
         return None
     rows, columns = given.sum(-1), given.sum(-2)
+    if bool((rows == 0).all()):
+        return skipped("weights", "The second result is no weights: it is zero.")
     if ctx.near(rows, torch.ones_like(rows)) and bool((given >= 0).all()):
         if ctx.subject.causal and bool((given.triu(1).abs() > 1e-6).any()):
             return found("weights", "hidden")

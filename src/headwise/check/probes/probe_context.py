@@ -48,6 +48,7 @@ class ProbeContext:
         random: a copy with random weights in the subject's dtype: zeros hide nothing there.
         exact: the same in float64, where that works.
         x, out: an input of the usual size, and what `exact` gives for it.
+        effects: what masks were seen to do, by the argument's name.
     """
 
     def __init__(self, subject: Target) -> None:
@@ -56,6 +57,7 @@ class ProbeContext:
         self.exact = self.random.double()
         self.x = self.exact.input()
         self.tokens = self.x.shape[1]
+        self.effects: dict[str, Any] = {}
 
     @cached_property
     def out(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core.masks import Causal, Dense
 from .construct import signature
+from .fills import FILLS, OPTIONAL, Fill, Place, left_out
 from .names import calling_role
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -29,10 +30,13 @@ _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[B, S]": lambda allowed, heads: allowed[:, 0],
     "[B, 1, 1, S]": lambda allowed, heads: allowed[:, None, :1],
     "[B, 1, S]": lambda allowed, heads: allowed[:, :1],
+    "[B·H, T, S]": lambda allowed, heads: allowed.repeat_interleave(heads, 0),
+    "[H·B, T, S]": lambda allowed, heads: allowed.repeat(heads, 1, 1),
+    "[B, T, S, 1]": lambda allowed, heads: allowed[..., None],
 }
 SHAPES = tuple(_SHAPED)[:6]
-"""Shapes of masks; those for padding have no queries' axis, or broadcast over it."""
-PADDING_SHAPES = ("[B, S]", "[B, 1, 1, S]", "[B, 1, S]", "[B, T, S]", "[B, 1, T, S]")
+"""Shapes of masks of queries and keys; the others are for padding, or odd."""
+ALL_SHAPES = ("[B, S]", *tuple(_SHAPED)[7:9], *SHAPES, *tuple(_SHAPED)[9:])
 
 KINDS = {
     "may": "True where a query may attend",
@@ -84,6 +88,18 @@ class Result:
     raw: Any
 
 
+Turn = Callable[[Tensor], Tensor]
+LAYOUTS: dict[str, tuple[str, Turn, Turn]] = {
+    "batch": ("[B, T, E]", lambda x: x, lambda y: y),
+    "time": ("[T, B, E]", lambda x: x.transpose(0, 1), lambda y: y.transpose(0, 1)),
+    "pages": ("[B, 1, T, E]", lambda x: x[:, None], lambda y: y.squeeze(1)),
+    "grid": ("[B, T, 1, E]", lambda x: x[:, :, None], lambda y: y.squeeze(2)),
+    "channels": ("[B, E, T]", lambda x: x.mT, lambda y: y.mT),
+    "map": ("[B, E, T, 1]", lambda x: x.mT[..., None], lambda y: y.flatten(2).mT),
+}
+"""How x `[B, T, E]` goes in, and how what comes out becomes `[B, T, E]` again."""
+
+
 class UnusableResult(Exception):
     """A call went through, but nothing in what it returned can be the output."""
 
@@ -92,7 +108,8 @@ class UnusableResult(Exception):
 class Caller:
     """One way to call a target on x.
 
-    `layout`: "batch" `[B, T, E]`, "time" `[T, B, E]`, or "single" `[T, E]`, one sequence at a time.
+    `layout`: a name in `LAYOUTS`, or "single" `[T, E]`, one sequence at a time. `fills` are how
+    arguments are made that nobody gave; `start` is the position of the first token.
     """
 
     target: Callable[..., Any]
@@ -102,11 +119,16 @@ class Caller:
     layout: str = "batch"
     custom: Callable[[Any, Tensor], Any] | None = None
     function: bool = False
+    fills: dict[str, Fill] = field(default_factory=dict)
+    start: int = 0
+    settled: bool = False
 
     def __post_init__(self) -> None:
         parameters = signature(getattr(self.target, "forward", self.target))
         self.parameters = {p.name: p for p in parameters}
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
+        flags = [name for name, p in self.parameters.items() if _is_flag(p)]
+        self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]
         self.positional = [name for name in names if name not in self.extra]
@@ -117,6 +139,8 @@ class Caller:
         if not self.parameters:
             return []
         names = self.positional[:3]
+        if not names:  # all of them by name
+            names = [name for name in self.parameters if self.required(name)][:3]
         first = [self.roles[name] for name in names]
         if self.function and (not names or not first[0]):
             return (required or ["q", "k", "v"])[:3]
@@ -147,7 +171,7 @@ class Caller:
         """Required parameters that nothing is known about."""
         known = {*self.inputs, *self.extra}
         wanted = [name for name in self.parameters if name not in known and self.required(name)]
-        return [name for name in wanted if self.roles[name] not in _FILLERS]
+        return [name for name in wanted if self.roles[name] not in FILLS]
 
     def __call__(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
         """The result on x `[B, T, E]`; keys and values from `source` `[B, S, E]` if it is given.
@@ -163,11 +187,18 @@ class Caller:
                 self.read(self.feed((row, rest, rest), cross, **keywords), row, rest)
                 for row, rest in pairs
             )
-        swap = self.layout == "time"
-        feed, other = (t.transpose(0, 1) if swap else t for t in (x, memory))
-        return self.read(self.feed((feed, other, other), cross, **keywords), x, memory)
+        turn = LAYOUTS[self.layout][1]
+        feeds = turn(x), turn(memory), turn(memory)
+        place = Place(x, memory, self.start)
+        return self.read(self.feed(feeds, cross, place, **keywords), x, memory)
 
-    def feed(self, feeds: tuple[Tensor, Tensor, Tensor], cross: bool, **keywords: Any) -> Any:
+    def feed(
+        self,
+        feeds: tuple[Tensor, Tensor, Tensor],
+        cross: bool,
+        place: Place | None = None,
+        **keywords: Any,
+    ) -> Any:
         """What the target returns for these inputs of queries, keys and values, as it is.
 
         With `cross`, keys and values are given even where the call could do without.
@@ -179,10 +210,16 @@ class Caller:
                     values[name] = tensor
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]
+        place = place or Place(feeds[0], feeds[1], self.start)
         for name, role in self.roles.items():
-            if name not in values and (self.required(name) or role == "rotary"):
-                fill = _FILLERS.get(role)
-                values[name] = None if fill is None else fill(feeds[0], feeds[1], self.head_dim)
+            if name in values:
+                continue
+            if name in self.fills:
+                if self.fills[name] is not left_out:
+                    values[name] = self.fills[name](place)
+            elif self.required(name) or role in OPTIONAL:
+                fill = next(FILLS[role](self.target, self.head_dim), None) if role in FILLS else None
+                values[name] = None if fill is None else fill(place)
         if cross and not self.separate:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])
         if not self.inputs:  # nothing is known of the signature
@@ -196,22 +233,27 @@ class Caller:
 
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
         """The output and the weights among what was returned for x `[…, T, E]`."""
-        swap = self.layout == "time"
-        lead = tuple(x.shape[:-1])
-        wanted = lead[::-1] if swap else lead
-        square = (lead[-1], source.shape[-2])
-        tensors = [t for t in tensors_in(raw) if t.is_floating_point()]
-        if not tensors:
+        _, into, back = LAYOUTS.get(self.layout, LAYOUTS["batch"])
+        lead, square = tuple(x.shape[:-1]), (x.shape[-2], source.shape[-2])
+        axes = x.ndim if self.layout == "single" else into(x).ndim
+        found = [t for t in tensors_in(raw) if t.is_floating_point()]
+        if not found:
             none = "None (is a `return` missing?)"
             said = none if raw is None else f"a {type(raw).__name__} without a tensor"
             raise UnusableResult(f"returns {said}")
-        fits = [t for t in tensors if t.ndim == x.ndim and tuple(t.shape[:-1]) == wanted]
+        tensors = [(t, back(t) if t.ndim == axes else t) for t in found]
+        fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
         if not fits:
-            raise UnusableResult(f"returns a tensor of shape {list(tensors[0].shape)}")
-        others = [t for t in fits if tuple(t.shape[-2:]) != square]  # not (weights, output)
-        out = others[0] if others else fits[0]
-        weights = (t for t in tensors if t is not out and tuple(t.shape[-2:]) == square)
-        return Result(out.transpose(0, 1) if swap else out, next(weights, None), raw)
+            raise UnusableResult(f"returns a tensor of shape {list(found[0].shape)}")
+        others = [pair for pair in fits if tuple(pair[1].shape[-2:]) != square]  # no weights
+        own, out = (others or fits)[0]
+        weights = (t for t in found if t is not own and tuple(t.shape[-2:]) == square)
+        return Result(out, next(weights, None), raw)
+
+
+def _is_flag(parameter: inspect.Parameter) -> bool:
+    """Whether it takes yes or no."""
+    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
 
 
 def stacked(results: Iterator[Result]) -> Result:
@@ -235,24 +277,3 @@ def tensors_in(raw: Any) -> Iterator[Tensor]:
         parts = [getattr(raw, name) for name in raw.__dataclass_fields__]
     for part in parts:
         yield from tensors_in(part)
-
-
-def _unturned(x: Tensor, source: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    ones = torch.ones(1, x.shape[-2], dim, dtype=x.dtype, device=x.device)
-    return ones, torch.zeros_like(ones)
-
-
-# What a required argument gets that has nothing to say, by its role: of the input, the sequence of
-# the keys, and a head's width.
-_FILLERS: dict[str, Callable[[Tensor, Tensor, int], Any] | None] = {
-    **dict.fromkeys(("mask", "padding", "lengths", "cache")),
-    **dict.fromkeys(("causal", "use_cache", "weights", "training"), lambda x, source, dim: False),
-    "context": lambda x, source, dim: source,
-    "rotary": _unturned,
-    "complex": lambda x, source, dim: torch.ones(
-        x.shape[-2], dim // 2, dtype=torch.complex64, device=x.device
-    ),
-    "positions": lambda x, source, dim: torch.arange(x.shape[-2], device=x.device)[None],
-    "start": lambda x, source, dim: 0,
-    "dropout": lambda x, source, dim: 0.0,
-}

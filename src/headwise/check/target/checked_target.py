@@ -74,7 +74,6 @@ class Target:
     roles: dict[str, Any] = field(default_factory=dict)
     mask_form: MaskForm | None = None
     open_form: MaskForm | None = None
-    mask_ignored: bool = False
     axes: str = "heads"  # of a function's tensors, a name of `resolve.AXES`
     factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not

@@ -6,7 +6,9 @@ What cannot be worked out is asked for by name, once, with an example (ValueErro
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ CONTEXT = 16
 
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
-USUAL |= {"device": None, "dtype": None}
+USUAL |= {"device": None, "dtype": None, "scale": 1.0}
 """What other roles get."""
 
 
@@ -150,11 +152,19 @@ def build(
     """
     made = _Constructor(factory, args, given)
     sizes = made.learn(sizes)
-    kwargs = made.work_out(sizes)
-    try:
-        thing = factory(*args, **kwargs)
-    except Missing as missing:
-        raise made.question([missing.args[0]], "config field") from None
+    errors: list[Exception] = []
+    while True:  # a file may speak of several configurations
+        kwargs = made.work_out(sizes)
+        try:
+            thing = factory(*args, **kwargs)
+            break
+        except Missing as missing:
+            raise made.question([missing.args[0]], "config field") from None
+        except Exception as error:
+            errors.append(error)
+            made.place += 1
+            if made.place >= made.choices:
+                raise errors[0] from None
     named = made.placed | kwargs
     return thing, named, _by_role(_flat(named))
 
@@ -214,6 +224,7 @@ class _Constructor:
         self.parameters = signature(self.factory)
         self.names = [parameter.name for parameter in self.parameters]
         self.placed = dict(zip(self.names, self.args, strict=False))
+        self.place, self.choices = 0, 1  # which class of configurations is taken
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
@@ -238,14 +249,17 @@ class _Constructor:
             required = parameter.default is parameter.empty
             if name in rest:
                 kwargs[name] = rest.pop(name)
-            elif role == "config" and required:
-                kwargs[name], rest = self._config(name, sizes, rest), {}
+            elif role == "config" and (required or self._config_class(name)):
+                kwargs[name] = self._config(name, sizes, rest if required else {})
+                rest = {} if required else rest
             elif role == "config":
                 continue
             elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
                 value = sizes.value(role)
                 if value is not Unknown:
                     kwargs[name] = value
+            elif required and (choice := _first_choice(parameter.annotation)) is not None:
+                kwargs[name] = choice
             elif required:
                 unknown.append(name)
         if unknown:
@@ -258,18 +272,33 @@ class _Constructor:
             )
         return kwargs | rest
 
-    def _config(self, name: str, sizes: BuildSizes, given: Mapping[str, Any]) -> Any:
-        """The configuration: of the annotated class if it has one, else one that answers to all."""
+    def _config_class(self, name: str) -> type | None:
+        """The class of a configuration: as annotated, else the one that its file speaks of."""
         try:
             target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
             kind = typing.get_type_hints(target).get(name)
         except Exception:  # an annotation that cannot be read is no annotation
             kind = None
-        if not inspect.isclass(kind) or not _can_be_built(kind):
+        for one in (kind, *typing.get_args(kind)):
+            if inspect.isclass(one) and _can_be_built(one):
+                return one
+        home = vars(sys.modules.get(self.factory.__module__, typing))
+        kinds = [one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")]
+        own = [one for one in kinds if hasattr(one, "model_type") and one.model_type]
+        self.choices = max(self.choices, len(own))
+        return own[self.place % len(own)] if own else None
+
+    def _config(self, name: str, sizes: BuildSizes, given: Mapping[str, Any]) -> Any:
+        """The configuration: of its own class if there is one, else one that answers to all."""
+        kind = self._config_class(name)
+        if kind is None:
             return Config(sizes, given)
         made = _Constructor(kind, (), given)
         kwargs = made.work_out(sizes)
-        return kind(**{name: value for name, value in kwargs.items() if name in made.names})
+        config = kind(**{name: value for name, value in kwargs.items() if name in made.names})
+        if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
+            config._attn_implementation = "eager"
+        return config
 
     def question(self, unknown: list[str], what: str) -> ValueError:
         """What has to be asked for."""
@@ -290,11 +319,19 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
         return sizes.causal is not None and isinstance(default, bool)
     if role == "kv_heads":
         return sizes.num_kv_heads is not None or default is not None
+    if role == "layer":
+        return default is None
     if role == "head_dim":
         return sizes.head_dim is not None or isinstance(default, int)
     if role == "out_width":
         return isinstance(default, int)
     return role in SET_ALWAYS and default is not None
+
+
+def _first_choice(annotation: Any) -> Any:
+    """The first member of an enumeration; None for all else."""
+    is_enum = inspect.isclass(annotation) and issubclass(annotation, enum.Enum)
+    return next(iter(annotation)) if is_enum else None
 
 
 def _can_be_built(kind: type) -> bool:

@@ -27,7 +27,6 @@ def learn_causality(subject: Target, wanted: bool | None) -> None:
         subject.causal, subject.causal_from = True, "given" if wanted else "seen"
         return
     subject.mask_form = _causal_form(trial)
-    subject.mask_ignored = trial.mask_ignored
     if subject.mask_form is not None:
         subject.causal, subject.causal_from = True, "given" if wanted else "mask"
         subject.notes.append(f"a causal mask is passed as {subject.mask_form}")
@@ -73,14 +72,12 @@ def _causal_form(subject: Target) -> MaskForm | None:
     open_leak = _leak(subject, 1.0)
     plain = 1.0 if open_leak is None else open_leak  # None: it insists on a mask
     without = _quiet(subject)
-    ignored: list[str] = []
     for form in _forms(subject.caller):
         trial = replace(subject, causal=True, mask_form=form)
         out = _quiet(trial)
         if out is None:
             continue
         if without is not None and torch.equal(out, without):
-            ignored += [form.argument] * (form.kind != "flag")
             continue
         hidden, leak = _leak(trial, SMALL), _leak(trial, 1.0)
         if hidden is None or leak is None or not torch.isfinite(out).all():
@@ -89,7 +86,6 @@ def _causal_form(subject: Target) -> MaskForm | None:
             return form
         if leak < plain and (best is None or leak < best[0]):
             best = leak, form
-    subject.mask_ignored = bool(ignored) and best is None
     return None if best is None else best[1]
 
 

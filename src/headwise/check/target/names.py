@@ -6,6 +6,7 @@ and `causal_mask` are another, "mask".
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.resources import files
 
@@ -14,6 +15,9 @@ _BUILD, _CALL = (
     {name: role for role, names in _ROWS[kind].items() for name in names.split()}
     for kind in ("build", "call")
 )
+
+_OTHER_MASKS = re.compile(r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos")
+"""Names of masks that do not say which keys of x a query sees."""
 
 
 def building_role(name: str) -> str | None:
@@ -31,4 +35,7 @@ def calling_role(name: str) -> str | None:
     >>> calling_role("Q"), calling_role("attention_mask"), calling_role("hidden_states")
     ('query', 'mask', None)
     """
-    return _CALL.get(name.lower().strip("_"))
+    bare = name.lower().strip("_")
+    if bare in _CALL or "mask" not in bare or _OTHER_MASKS.search(bare):
+        return _CALL.get(bare)
+    return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
-from .call_adapter import Caller, MaskForm, UnusableResult, tensors_in
+from .call_adapter import LAYOUTS, Caller, MaskForm, UnusableResult, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import (
     BuildSizes,
@@ -26,11 +29,16 @@ from .construct import (
     shown,
     signature,
 )
+from .fills import FILLS, OPTIONAL, Fill, left_out
 from .masking import ZERO, learn_causality
 from .names import building_role, calling_role
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
 """Which axes a function's tensors have."""
+MASKS = ("mask", "padding", "lengths", "cache")
+"""Roles of arguments that are learnt apart."""
+WAYS, SECONDS = 150, 3.0
+"""How many tables are tried on a call, and for how long calls are tried."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,29 @@ def _of_factory(
         subject = _settled(target, name, width, heads, known, request, roles)
         return replace(subject, factory=make)
 
-    return make()
+    try:
+        return make()
+    except (Broken, ValueError) as first:
+        if args or arguments or request.call or request.sizes.num_heads or request.sizes.embed_dim:
+            raise
+        for heads in (4, 8):  # some insist on such numbers
+            request = replace(request, sizes=replace(request.sizes, num_heads=heads))
+            with contextlib.suppress(Broken, ValueError):
+                return make()
+        fault = first.__cause__
+        own = isinstance(fault, NameError | AttributeError | ImportError)
+        if not isinstance(first, Broken) or first.finding.rule != "builds" or own or fault is None:
+            raise
+        raise ValueError(
+            f"check({label}): I do not know how to build this: give its arguments, as in "
+            f"hw.check({label}, {_asked(factory)}), or a layer that is built. With what I made up "
+            f"for them it fails: {told(fault)}"
+        ) from fault
+
+
+def _asked(factory: Callable[..., Any]) -> str:
+    names = [p.name for p in signature(factory) if p.default is p.empty and p.kind <= 1]
+    return ", ".join(f"{name}=…" for name in names)
 
 
 def _settled(
@@ -257,41 +287,159 @@ def _refuse_other_calls(subject: Target, kv_width: int) -> None:
 
 
 def _first_call(subject: Target) -> None:
-    """Finds the layout in which x goes in, and the width of the output."""
-    caller = subject.caller
+    """Find how it is called: the layout of x, what other arguments get, the width of the output.
+
+    Raises:
+        Broken: the call fails, and nothing in it was made up.
+        ValueError: it fails, and the call may be at fault.
+    """
+    caller, errors = subject.caller, list[BaseException]()
     if getattr(caller.target, "batch_first", True) is False:
         caller.layout = "time"
-    errors: list[BaseException] = []
-    layouts = dict.fromkeys((caller.layout, "single"))
-    for room, layout in [(None, one) for one in layouts] + [(4, caller.layout), (2, caller.layout)]:
-        caller.layout, subject.room = layout, room
-        for form in (None, *_open_forms(caller)):
-            subject.open_form = form
-            try:
-                result = subject.result(subject.input())
-            except Exception as error:
-                errors.append(error)
-                continue
-            subject.out_dim = result.out.shape[-1]
-            if subject.bare and _is_time_first(subject):
-                caller.layout = "time"
-                subject.notes.append("it takes x as [T, B, E]")
-            if room is not None:
-                subject.notes.append(f"it takes no more than about {room} tokens")
-            if layout == "single":
-                subject.notes.append("it takes one sequence [T, E] at a time, without a batch")
-            return
-        if isinstance(errors[0], UnusableResult):
-            break
+    until = time.monotonic() + SECONDS
+    for way in _ways(caller):
+        way.set(subject)
+        try:
+            result = subject.result(subject.input())
+        except Exception as error:
+            errors.append(error)
+            if time.monotonic() > until or (way.plain and isinstance(error, UnusableResult)):
+                break
+            continue
+        subject.out_dim = result.out.shape[-1]
+        if not caller.settled:
+            _choose_table(subject)
+        if subject.bare and _is_time_first(subject):
+            caller.layout = "time"
+        if caller.layout not in ("batch", "single"):
+            subject.notes.append(f"it takes x as {LAYOUTS[caller.layout][0]}")
+        if way.room is not None:
+            subject.notes.append(f"it takes no more than about {way.room} tokens")
+        if caller.layout == "single":
+            subject.notes.append("it takes one sequence [T, E] at a time, without a batch")
+        return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
+    if caller.custom is None and (_made_up(caller) or _other_axes(error)):
+        raise _question(subject, error) from error
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     raise _not_run(f"x {shape}", error) from error
 
 
-def _open_forms(caller: Caller) -> list[MaskForm]:
+@dataclass(frozen=True)
+class _Way:
+    """One way to make the first call."""
+
+    layout: str
+    room: int | None = None
+    form: MaskForm | None = None
+    fills: Mapping[str, Fill] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        return self.form is None and not self.fills
+
+    def set(self, subject: Target) -> None:
+        """Let a subject be called so."""
+        subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
+        subject.room, subject.open_form = self.room, self.form
+
+
+def _ways(caller: Caller) -> Iterator[_Way]:
+    """Ways to make the first call, the likeliest first."""
+    usual = caller.layout
+    wanted = [name for name in caller.parameters if caller.required(name)]
+    given = [_options(caller, wanted), _options(caller, list(caller.parameters))]
+    forms = (None, *_open_forms(caller, wanted))
+    layouts = dict.fromkeys((usual, "single"))
+    if caller.custom is not None:
+        yield from (_Way(layout) for layout in layouts)
+        yield from (_Way(usual, room) for room in (4, 2))
+        return
+    for layout, form in product(layouts, forms):
+        yield _Way(layout, None, form)
+    for fills, form in product(given[0], forms):
+        yield _Way(usual, None, form, fills)
+    for room, form in product((4, 2), forms):
+        yield _Way(usual, room, form)
+    for form in _open_forms(caller, list(caller.parameters)):
+        yield _Way(usual, None, form)
+    yield from (_Way(usual, None, None, fills) for fills in given[1])
+    for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
+        yield _Way(layout, None, None, fills)
+
+
+def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
+    """What arguments get that nobody gave: the first option of each, then the second, and so on."""
+    known = {*caller.inputs, *caller.extra}
+    roles = {name: caller.roles[name] for name in names if name not in known}
+    roles = {name: role for name, role in roles.items() if role in FILLS and role not in MASKS}
+    each = {name: list(FILLS[role](caller.target, caller.head_dim)) for name, role in roles.items()}
+    for name, options in each.items():
+        if not caller.required(name):
+            options.insert(1, left_out)
+    most = max(map(len, each.values()), default=0)
+    return [
+        {name: options[n % len(options)] for name, options in each.items() if options}
+        for n in range(min(most, WAYS))
+    ]
+
+
+def _choose_table(subject: Target) -> None:
+    """Of rotary tables that go in, the first for which only the distance of tokens counts."""
+    caller = subject.caller
+    roles = {name: caller.roles[name] for name in caller.parameters}
+    tables = [n for n, role in roles.items() if role in OPTIONAL and n not in caller.extra]
+    caller.settled = True
+    if not tables:
+        return
+    first = caller.fills
+    for fills in ({}, *_options(caller, tables)):
+        caller.fills = {**first, **fills}
+        try:
+            x = subject.input()
+            here = subject(x)
+            there = replace(subject, caller=replace(caller, start=5))(x)
+        except Exception:  # of another shape than it wants
+            continue
+        if torch.allclose(here, there, atol=1e-4, rtol=1e-3):
+            return
+    caller.fills = first
+
+
+def _made_up(caller: Caller) -> bool:
+    """Whether the call holds more than x, or queries, keys and values under such names."""
+    known = {*caller.inputs, *caller.extra}
+    return any(caller.required(name) for name in caller.parameters if name not in known)
+
+
+_OTHER_AXES = re.compile(
+    r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
+    r"number of dims|must be \d-?D|No query sequence"
+)
+
+
+def _other_axes(error: BaseException) -> bool:
+    """Whether an error says that x has another number of axes than is wanted."""
+    return bool(_OTHER_AXES.search(str(error)))
+
+
+def _question(subject: Target, error: BaseException) -> ValueError:
+    """That somebody has to say how it is called."""
+    caller = subject.caller
+    rest = [n for n in caller.parameters if caller.required(n) and n not in caller.inputs]
+    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{name}=…" for name in rest])
+    call = f"lambda layer, x: layer({given})"
+    return ValueError(
+        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
+        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
+        f"{told(error)}"
+    )
+
+
+def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
-    names = filter(caller.required, [*caller.named("mask"), *caller.named("padding")])
+    names = [n for n in [*caller.named("mask"), *caller.named("padding")] if n in among]
     shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]")
     return [MaskForm(*form) for form in product(names, ("may", "added", "ones"), shapes)]
 

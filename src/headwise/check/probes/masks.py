@@ -1,0 +1,187 @@
+"""Probe masks: in every form that people give them, does one hide the keys that it says, and only those?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Finding
+from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
+from ..target.checked_target import Target
+from .behaviour import NOTHING
+from .probe_context import Failed, ProbeContext, failing
+
+HIDDEN = 2
+"""The key that is hidden in the second sequence; lengths hide all from the fifth on."""
+KINDS = ("may", "hidden", "added", "ones", "later")
+
+
+def mask(ctx: ProbeContext) -> Finding | None:
+    """A mask of any pattern hides exactly what it says."""
+    caller, form = ctx.subject.caller, ctx.subject.mask_form
+    names = [name for name in caller.named("mask") if not caller.takes_values(name)]
+    if caller.custom is not None or not names or (form is not None and form.kind == "flag"):
+        return None
+    if form is None or form.argument not in names:
+        return _judged(ctx, "mask", names)
+    if form.kind == "headwise":
+        return None
+    tokens = min(5, ctx.tokens)
+    draw = torch.Generator().manual_seed(3)
+    allowed = torch.rand(1, tokens, tokens, generator=draw) > 0.5
+    allowed |= torch.eye(tokens, dtype=torch.bool)
+    trial = _masked(ctx.exact, allowed)
+    with failing(f"x [1, {tokens}, {ctx.x.shape[-1]}] with {form}"):
+        influence = trial.influence(ctx.exact.input(tokens, 1)).nan_to_num(0.0)
+    leaks = (influence > NOTHING * influence.max()) & ~allowed[0]
+    if not bool(leaks.any()):
+        return passed("mask", f"The mask is followed: {form}.")
+    i, j = leaks.nonzero()[0].tolist()
+    return found("mask", "leaks", i=i, j=j)
+
+
+def padding(ctx: ProbeContext) -> Finding | None:
+    """Hidden fillings change nothing for the other tokens."""
+    caller = ctx.subject.caller
+    own = caller.named("padding") + caller.named("lengths")
+    masks = caller.named("mask")
+    if caller.custom is not None or not (own or masks):
+        return None
+    if ctx.tokens < 4 or caller.layout == "single":
+        return skipped("padding", "Its context is too short, or it takes one sequence at a time.")
+    if own:
+        return _judged(ctx, "padding", own)
+    for name in masks:
+        seen = _best(ctx, name)
+        if seen is not None and seen.right:
+            return passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
+    return skipped("padding", "No form was found in which its mask hides padding.")
+
+
+def _masked(subject: Target, allowed: Tensor) -> Target:
+    """The subject with one mask for every call."""
+    form = subject.mask_form
+    assert form is not None
+    given = form.make(allowed, subject.dtype, subject.num_heads)
+    caller = replace(subject.caller, extra={**subject.caller.extra, form.argument: given})
+    return replace(subject, caller=caller, mask_form=None, open_form=None)
+
+
+# --- every form -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a mask in one form does that hides a key of the second sequence.
+
+    Attributes:
+        form: of the mask.
+        any: it changes some output.
+        right: the hidden key counts for nothing, all others as before, other sequences as well.
+        elsewhere: outputs of the first sequence change, in which nothing is hidden.
+        queries: only the hidden token's own output changes, as if it were a query.
+    """
+
+    form: MaskForm
+    any: bool
+    right: bool = False
+    elsewhere: bool = False
+    queries: bool = False
+
+
+def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
+    """The finding on the first mask argument that can be judged."""
+    said = []
+    for name in names:
+        seen = _best(ctx, name)
+        if seen is None:
+            said.append(name)
+        elif seen.right:
+            return passed(rule, f"What it hides counts for nothing: {seen.form}.")
+        elif not seen.any:
+            return found(rule, "ignored", name=name)
+        else:
+            way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
+            return found(rule, way, name=name, form=seen.form)
+    return skipped(rule, f"No form was found in which {', '.join(said)} can be given.")
+
+
+def _best(ctx: ProbeContext, name: str) -> Effect | None:
+    """The effect in the form that is understood best; None where no form goes in."""
+    if name in ctx.effects:
+        return ctx.effects[name]
+    best: Effect | None = None
+    for form, alone in _forms(ctx.subject.caller, name):
+        try:
+            seen = _effect(ctx, form, alone)
+        except Failed:
+            continue
+        if best is None or _rank(seen) > _rank(best):
+            best = seen
+        if seen.right:
+            break
+    ctx.effects[name] = best
+    return best
+
+
+def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:
+    return seen.right, seen.any, seen.queries, not seen.elsewhere
+
+
+def _forms(caller: Caller, name: str) -> Iterator[tuple[MaskForm, bool]]:
+    """Every form, with a mask of padding alone and with one of later tokens as well."""
+    role = caller.roles[name]
+    if role == "lengths":
+        yield MaskForm(name, "lengths"), True
+        return
+    if caller.takes_values(name):
+        yield MaskForm(name, "headwise"), True
+        yield MaskForm(name, "headwise"), False
+    for alone, shape, kind in product((True, False), ALL_SHAPES, KINDS):
+        yield MaskForm(name, kind, shape), alone
+
+
+def _effect(ctx: ProbeContext, form: MaskForm, alone: bool) -> Effect:
+    """What hiding a key of the second sequence does.
+
+    Args:
+        alone: the mask speaks of padding alone; else of later tokens as well.
+    """
+    tokens = ctx.tokens
+    hidden = list(range(4, tokens)) if form.kind == "lengths" else [HIDDEN]
+    others = [i for i in range(tokens) if i not in hidden]
+    keep = torch.ones(2, tokens, dtype=torch.bool)
+    keep[1, hidden] = False
+    later = torch.ones(tokens, tokens, dtype=torch.bool)
+    if ctx.subject.causal and not alone:
+        later = later.tril()
+    if "B" not in form.shape:  # the same for all sequences
+        keep = keep[1:].expand(2, -1)
+
+    def out(x: Tensor, keep: Tensor) -> Tensor:
+        allowed = keep[:, None] & later
+        given = torch.tensor([tokens, 4])
+        if form.kind != "lengths":
+            given = form.make(allowed, x.dtype, ctx.subject.num_heads)
+        return ctx.result(x, **{form.argument: given}).out
+
+    changed = ctx.x.clone()
+    changed[1, hidden] = 3.0
+    after, moved = out(ctx.x, keep), out(changed, keep)
+    full = ctx.out
+    kept = ctx.near(moved[1, others], after[1, others])
+    same = ctx.near(after[1, others], full[1, others])
+    first = "B" not in form.shape or ctx.near(after[0], full[0])
+    own = ctx.near(after[1, hidden], full[1, hidden])
+    return Effect(
+        form,
+        any=not (same and first and own),
+        right=kept and not same and first,
+        elsewhere=not first,
+        queries=same and first and not own,
+    )

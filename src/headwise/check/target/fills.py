@@ -1,0 +1,254 @@
+"""What arguments of a call get that nobody gave: by their role, in the ways that people want them.
+
+Positions and rotary tables are true ones: neutral tables would hide every mistake about them. A
+function of the layer's own file that makes such a table is asked first; then the usual shapes are
+tried in turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .construct import signature
+
+LENGTH = 61
+"""Rows of a table that a function of somebody's file makes: a prime that no other axis has."""
+BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call stands: its input `[…, T, E]`, the keys' sequence, and the first position."""
+
+    x: Tensor
+    source: Tensor
+    start: int = 0
+
+    @property
+    def positions(self) -> Tensor:
+        """`[T]`: the positions of its tokens."""
+        return torch.arange(self.start, self.start + self.x.shape[-2], device=self.x.device)
+
+
+Fill = Callable[[Place], Any]
+Options = Callable[[Any, int], Iterator[Fill]]
+"""The fills for a target whose heads are so wide, the likeliest first."""
+
+
+def _constant(*values: Any) -> Options:
+    def options(target: Any, dim: int) -> Iterator[Fill]:
+        for value in values:
+            yield lambda place, value=value: value
+
+    return options
+
+
+def _made(*makers: Fill) -> Options:
+    return lambda target, dim: iter(makers)
+
+
+def angles(place: Place, dim: int) -> Tensor:
+    """`[T, dim / 2]`: how far each pair of features turns at each position."""
+    powers = torch.arange(0, dim, 2, dtype=torch.float64, device=place.x.device) / dim
+    return place.positions[:, None].double() * BASE**-powers
+
+
+PAIRS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda half: torch.cat((half, half), -1),
+    lambda half: half,
+    lambda half: half.repeat_interleave(2, -1),
+)
+"""How the angle of a pair becomes the angles of its features."""
+SHAPES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda table: table[None],
+    lambda table: table,
+    lambda table: table[None, None],
+    lambda table: table[None, :, None],
+    lambda table: table[:, None],
+    lambda table: table[:, None, None],
+)
+"""Where the axes of batch and heads stand in a table `[T, …]`."""
+
+
+def _real(table: Tensor, place: Place) -> Tensor:
+    return table.to(place.x.dtype if place.x.is_floating_point() else torch.float32)
+
+
+def _dims(target: Any, dim: int) -> list[int]:
+    """Widths that are rotated: those that numbers of the target speak of, and the whole head's."""
+    from .introspect import numbers_in  # which imports RoPE
+
+    said: list[int] = []
+    if isinstance(target, torch.nn.Module):
+        said = [int(n) for n in numbers_in(target, r"rot\w*_?dim|rotary_ndims") if 1 < n < dim]
+        shares = numbers_in(target, r"partial_rotary_factor|rotary_percent|rope_percent")
+        said += [int(n * dim) // 2 * 2 for n in shares if 0 < n < 1]
+    return [*dict.fromkeys([*said, dim, dim // 2 // 2 * 2])]
+
+
+def _shaped(turn: Callable[[Tensor, Place], Any], pairs: bool) -> Options:
+    """`turn` of the angles, in every usual shape."""
+
+    def options(target: Any, dim: int) -> Iterator[Fill]:
+        for wide in (d for d in _dims(target, dim) if d > 1):
+            for pair in PAIRS if pairs else PAIRS[1:2]:
+                for shape in SHAPES:
+                    yield lambda place, p=pair, s=shape, w=wide: turn(s(p(angles(place, w))), place)
+
+    return options
+
+
+def _unit(angle: Tensor, place: Place) -> Tensor:
+    dtype = torch.complex64 if place.x.dtype.itemsize < 8 else torch.complex128
+    return torch.polar(torch.ones_like(angle), angle).to(dtype)
+
+
+def _rotation(angle: Tensor, place: Place) -> Tensor:
+    cos, sin = angle.cos(), angle.sin()
+    rows = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)
+    return _real(rows, place)
+
+
+_COS = _shaped(lambda a, place: _real(a.cos(), place), True)
+_SIN = _shaped(lambda a, place: _real(a.sin(), place), True)
+_BOTH = _shaped(lambda a, place: (_real(a.cos(), place), _real(a.sin(), place)), True)
+_COMPLEX = _shaped(_unit, False)
+_REAL_PAIRS = _shaped(lambda a, place: _real(torch.stack((a.cos(), a.sin()), -1), place), False)
+_MATRICES = _shaped(_rotation, False)
+_ANGLES = _shaped(_real, True)
+
+
+def _any_of(*kinds: Options) -> Options:
+    def options(target: Any, dim: int) -> Iterator[Fill]:
+        for kind in kinds:
+            yield from kind(target, dim)
+
+    return options
+
+
+# --- tables that the file itself makes ------------------------------------------------------------
+
+_MAKES_TABLES = re.compile(r"rope|rotary|freqs|cos_sin|sin_cos|sincos", re.IGNORECASE)
+_SIZES = (
+    (re.compile(r"theta|base"), lambda dim: BASE),
+    (re.compile(r"len|end|ctx|context|max|seq|pos|^t$"), lambda dim: LENGTH),
+    (re.compile(r"dim|elem|head|hidden|width|size|^d$"), lambda dim: dim),
+    (re.compile(r"device"), lambda dim: None),
+    (re.compile(r"dtype"), lambda dim: torch.float32),
+)
+
+
+def _from_file(which: int | None) -> Options:
+    """What functions of the target's own file make, whole or the rows of the call's positions.
+
+    Args:
+        which: the first tensor, the second, or all that comes.
+    """
+
+    def options(target: Any, dim: int) -> Iterator[Fill]:
+        for table in _tables(target, dim):
+            parts = list(table) if isinstance(table, (tuple, list)) else [table]
+            if which is not None and len(parts) != 2:
+                continue
+            chosen = table if which is None else parts[which]
+            yield lambda place, given=chosen: _rows(given, place)
+            yield lambda place, given=chosen: _moved(given, place)
+
+    return options
+
+
+def _tables(target: Any, dim: int) -> Iterator[Any]:
+    home = sys.modules.get(type(target).__module__) or inspect.getmodule(target)
+    for name, made in list(vars(home).items()) if home is not None else ():
+        if not _MAKES_TABLES.search(name) or not callable(made):
+            continue
+        if inspect.isclass(made):
+            yield from _from_class(made, target)
+            continue
+        given: dict[str, Any] = {}
+        for parameter in signature(made):
+            size = next((s for said, s in _SIZES if said.search(parameter.name.lower())), None)
+            if parameter.default is parameter.empty and parameter.kind <= 1:
+                given[parameter.name] = LENGTH if size is None else size(dim)
+        try:
+            table = made(**given)
+        except Exception:  # somebody's function, called on a guess
+            continue
+        tensors = table if isinstance(table, (tuple, list)) else [table]
+        if tensors and all(isinstance(t, Tensor) and LENGTH in t.shape for t in tensors):
+            yield table
+
+
+def _from_class(kind: type, target: Any) -> Iterator[Any]:
+    """The module of rotary positions that transformers' models call before their layers."""
+    config = getattr(target, "config", None)
+    if config is None or [p.name for p in signature(kind)][:1] != ["config"]:
+        return
+    try:
+        module = kind(config)
+        cos, sin = module(torch.zeros(1, LENGTH, 8), torch.arange(LENGTH)[None])
+    except Exception:  # another class, or one for several kinds of layers
+        return
+    if isinstance(cos, Tensor) and isinstance(sin, Tensor) and LENGTH in cos.shape:
+        yield cos, sin
+
+
+def _rows(given: Any, place: Place) -> Any:
+    """The rows of a table that belong to the call's positions."""
+    if isinstance(given, (tuple, list)):
+        return type(given)(_rows(one, place) for one in given)
+    axis = list(given.shape).index(LENGTH)
+    return _moved(given.narrow(axis, place.start, place.x.shape[-2]), place)
+
+
+def _moved(given: Any, place: Place) -> Any:
+    if isinstance(given, (tuple, list)):
+        return type(given)(_moved(one, place) for one in given)
+    given = given.detach().to(place.x.device)
+    return given if given.is_complex() else _real(given, place)
+
+
+def _sinusoids(place: Place) -> Tensor:
+    wide = place.x.shape[-1]
+    table = torch.cat((angles(place, wide).sin(), angles(place, wide).cos()), -1)[:, :wide]
+    return _real(table, place)
+
+
+FILLS: Mapping[str, Options] = {
+    **dict.fromkeys(("mask", "padding", "lengths", "cache"), _constant(None)),
+    **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
+    "context": _made(lambda place: place.source),
+    "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
+    "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),
+    "cos": _any_of(_from_file(0), _COS),
+    "sin": _any_of(_from_file(1), _SIN),
+    "positions": _made(lambda place: place.positions[None], lambda place: place.positions),
+    "embedding": _made(
+        lambda place: _sinusoids(place).expand_as(place.x), lambda place: _sinusoids(place)[None]
+    ),
+    "start": _made(lambda place: place.start),
+    "height": _made(lambda place: place.x.shape[-2]),
+    "width": _constant(1),
+    "grid": _made(lambda place: (place.x.shape[-2], 1)),
+    "limit": _constant(LENGTH),
+    "batch": _made(lambda place: len(place.x)),
+    "tokens": _made(lambda place: place.x.shape[-2]),
+    "dropout": _constant(0.0),
+}
+"""By role, what an argument gets. Roles that are not here have to be asked for."""
+
+
+def left_out(place: Place) -> None:
+    """Stand for an argument that is not given."""
+
+
+OPTIONAL = ("rotary", "complex", "cos", "sin")
+"""Roles of arguments that are filled even where the call could do without."""
