@@ -17,6 +17,13 @@ UNNAMED = "definition"
 COMPARING = {"context", "dropout"}
 """Rules of handling that compare numbers with others, and so fail where these are wrong."""
 
+SURROUNDED = {
+    "order": "It knows positions, so the order of tokens counts.",
+    "equal-tokens": "The input is added to its output, so that equal values do not give equal outputs.",
+    "one-token": "A norm stands around it.",
+}
+"""What has reasons where the definition gives the same numbers."""
+
 
 def joined(named: list[Finding], probed: list[Finding]) -> tuple[Finding, ...]:
     """Give all results, in the order in which to read them.
@@ -48,8 +55,8 @@ def _explained(one: Finding, reason: str, certain: bool) -> Finding:
     definition gives the same numbers, positions and all, order counts by right."""
     if not _bad(one):
         return one
-    if certain and one.rule == "order":
-        return skipped("order", "It knows positions, so the order of tokens counts.")
+    if certain and one.rule in SURROUNDED:
+        return skipped(one.rule, SURROUNDED[one.rule])
     if reason and (RULES[one.rule].about == "numbers" or one.rule in COMPARING):
         return replace(one, explained_by=reason)
     return one

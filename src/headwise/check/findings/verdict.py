@@ -24,6 +24,9 @@ COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "d
 Nested = list[Any]
 """Nested lists of numbers, as `Tensor.tolist()` gives them."""
 
+UNTRIED = "No form was found"
+"""How a finding on a mask begins that could not be passed."""
+
 SHOWN = 4
 """Features of a token that are printed; all of them are in the JSON."""
 
@@ -101,6 +104,12 @@ class Finding:
     example: Example | None = None
     explained_by: str | None = None
 
+    @property
+    def open(self) -> bool:
+        """Whether it says that something that matters could not be checked."""
+        mask = self.rule in ("mask", "padding") and UNTRIED in self.message
+        return self.severity == "skipped" and (self.rule == "definition" or mask)
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
@@ -146,6 +155,12 @@ class Verdict:
     def warnings(self) -> tuple[Finding, ...]:
         return self._of("warning")
 
+    @property
+    def unchecked(self) -> tuple[Finding, ...]:
+        """What stays open where nothing is wrong: the definition, or a mask, that was not tried."""
+        closed = self.errors or not any(one.rule == "definition" for one in self.results)
+        return () if closed else tuple(one for one in self.results if one.open)
+
     def _of(self, severity: Severity) -> tuple[Finding, ...]:
         found = (one for one in self.results if one.explained_by is None)
         return tuple(one for one in found if one.severity == severity)
@@ -159,10 +174,11 @@ class Verdict:
         raise KeyError(f"{rule!r} was not tried here; tried were {tried}")
 
     def to_json(self) -> str:
-        """The verdict for programs: `subject`, `passed`, `findings`, `results` and `notes`."""
+        """The verdict for programs: `subject`, `passed`, `unchecked` (rules), `findings`, `results` and `notes`."""
         data = {
             "subject": self.subject,
             "passed": self.passed,
+            "unchecked": [one.rule for one in self.unchecked],
             "findings": [asdict(one) for one in self.findings],
             "results": [asdict(one) for one in self.results],
             "notes": list(self.notes),
@@ -183,10 +199,12 @@ class Verdict:
         """One line: right or not, and how many of each."""
         errors, warnings = len(self.errors), len(self.warnings)
         kept = sum(one.severity == "passed" for one in self.results)
-        right = "right, with advice" if warnings else "right"
+        right = "right as far as seen" if self.unchecked else "right"
+        right += ", with advice" * bool(warnings)
         said = "not right yet" if errors else right
         counts = [f"{errors} ❌"] * bool(errors) + [f"{warnings} ⚠"] * bool(warnings)
-        return f"{self.subject}: {said} ({', '.join([*counts, f'{kept} ✅'])})"
+        counted = f"{self.subject}: {said} ({', '.join([*counts, f'{kept} ✅'])})"
+        return " ".join([f"{counted}." if self.unchecked else counted, *map(_open, self.unchecked)])
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -224,13 +242,18 @@ class Verdict:
         """The same lines in colour, for `rich`."""
         from rich.text import Text
 
+        whole = "red" if self.errors else "cyan" if self.unchecked else "green"
         colours = {sign: COLOURS[severity] for severity, sign in SIGNS.items()}
         text = Text()
         for number, line in enumerate(self.lines()):
-            style = "bold" if number == 0 else colours.get(line[:1], "")
+            style = f"bold {whole}" if number == 0 else colours.get(line[:1], "")
             text.append(line + "\n", style=style)
         text.rstrip()
         return text
+
+
+def _open(one: Finding) -> str:
+    return f"Not checked: {one.rule}. {one.message}"
 
 
 def _html_rows(findings: Sequence[Finding]) -> str:

@@ -168,6 +168,8 @@ def equal_tokens(ctx: ProbeContext) -> Finding | None:
     """Rows of weights sum to 1, so equal values are their own mean."""
     if named(ctx, SINKS):
         return skipped("equal-tokens", "It has keys that belong to no token.")
+    if ctx.mixes_heads:
+        return skipped("equal-tokens", "It mixes the weights of its heads.")
     same = ctx.x[:, :1].expand(-1, ctx.tokens, -1)
     out, one = ctx.call(same), ctx.call(ctx.x[:, :1])
     if ctx.near(out, one.expand_as(out)):

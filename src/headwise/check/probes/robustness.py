@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, copied, randomise, told
+from ..target.checked_target import Broken, randomise, told
 from ..target.introspect import unregistered
 from .behaviour import bent
+from .devices import Elsewhere, everything
 from .probe_context import Failed, ProbeContext, failing
 
 
@@ -99,8 +100,8 @@ def _constants(ctx: ProbeContext) -> list[str]:
 
 
 def move(ctx: ProbeContext) -> Finding | None:
-    """To the device `meta`, to float64 and to bfloat16."""
-    fault = _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16) or _meta(ctx)
+    """To another device, to float64 and to bfloat16."""
+    fault = _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16) or _elsewhere(ctx)
     return fault or passed("move")
 
 
@@ -113,15 +114,19 @@ def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
     return None if out.dtype == dtype else found("move", "stays", dtype=short, out=out.dtype)
 
 
-def _meta(ctx: ProbeContext) -> Finding | None:
-    target = copied(ctx.random.caller.target)
-    if isinstance(target, nn.Module):
-        target = target.to("meta")
-    own = replace(ctx.random, caller=replace(ctx.random.caller, target=target))
+def _elsewhere(ctx: ProbeContext) -> Finding | None:
+    own = ctx.random.fresh()
+    x = own.input()
+    given = own.mask_for(x)
+    there = [x, given, *(everything(own.module) if own.module is not None else ())]
     try:
-        own.result(own.input().to("meta"))
-    except Exception as error:  # only another device is a fault: `meta` has no numbers to decide on
-        if "device" in str(error) and "Cannot copy out" not in str(error):
+        with torch.no_grad(), Elsewhere(there):
+            if own.projections is None:
+                own.caller(x, **given)
+            else:
+                own.result(x)
+    except Exception as error:  # only another device is a fault
+        if "device" in str(error):
             return found("move", "device", error=told(error))
     return None
 

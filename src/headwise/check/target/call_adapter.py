@@ -205,8 +205,8 @@ class Caller:
         """
         values = {**self.extra, **keywords}
         if self.separate:
-            for place, (name, tensor) in enumerate(zip(self.inputs, feeds, strict=True)):
-                if cross or place == 0 or self.required(name):
+            for number, (name, tensor) in enumerate(zip(self.inputs, feeds, strict=True)):
+                if cross or number == 0 or self.required(name):
                     values[name] = tensor
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]

@@ -192,18 +192,23 @@ class Target:
 
         By the Jacobian where there are gradients, otherwise by nudging the inputs.
         """
-        x = x[:1].detach().clone().requires_grad_(True)
-        tokens = x.shape[1]
-        out = self(x)
+        x = x[:1].detach()
+        try:
+            found = self._jacobian(x.clone().requires_grad_(True))
+        except (RuntimeError, AttributeError):  # a backward of its own that runs only once, perhaps
+            found = None
+        return self._nudged(x) if found is None else found
+
+    def _jacobian(self, x: Tensor) -> Tensor | None:
+        tokens, out = x.shape[1], self(x)
         if not out.requires_grad:
-            return self._nudged(x.detach())
+            return None
         draw = torch.Generator().manual_seed(self.seed + 1)
         along = torch.randn(out.shape[-1], generator=draw, dtype=torch.float64).to(out)
         found = torch.zeros(tokens, tokens, dtype=torch.float64)
         for i in range(tokens):
-            slope = torch.autograd.grad(out[0, i] @ along, x, retain_graph=True, allow_unused=True)[
-                0
-            ]
+            of = out[0, i] @ along
+            slope = torch.autograd.grad(of, x, retain_graph=True, allow_unused=True)[0]
             if slope is not None:
                 found[i] = slope[0].detach().double().norm(dim=-1)
         return found

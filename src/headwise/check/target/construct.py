@@ -24,7 +24,7 @@ CONTEXT = 16
 
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
-USUAL |= {"device": None, "dtype": None, "scale": 1.0}
+USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT}
 """What other roles get."""
 
 

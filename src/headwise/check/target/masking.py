@@ -9,12 +9,17 @@ from torch import Tensor, nn
 
 from .call_adapter import SHAPES, Caller, MaskForm
 from .checked_target import Target
-from .construct import name_of
+from .construct import name_of, signature
 
 ZERO = 1e-12
 """An influence below this share of the largest is none."""
 SMALL = 0.1
 """Size of the inputs here: scores stay small, so that no weight is 0 but by a mask."""
+
+CONTEXTS = set(
+    "context_length context_len context_size ctx_len ctx_length ctx_size block_size".split()
+)
+"""Arguments of constructors that speak of text, read from left to right."""
 
 
 def learn_causality(subject: Target, wanted: bool | None) -> None:
@@ -111,7 +116,10 @@ def _named_causal(subject: Target) -> bool:
     name = name_of(target).lower()
     if any(word in name for word in ("causal", "masked", "decoder")):
         return True
-    if "context" in subject.roles or subject.roles.get("causal") is True:
+    if subject.roles.get("causal") is not None:
+        return bool(subject.roles["causal"])
+    made = {parameter.name.lower() for parameter in signature(type(target))}
+    if made & CONTEXTS and "context" in subject.roles:
         return True
     if not isinstance(target, nn.Module):
         return False

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import LAYOUTS, Caller, MaskForm, UnusableResult, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
+from .checked_target import BATCH, TOKENS, Broken, Target, copied, is_users, told
 from .construct import (
     BuildSizes,
     build,
@@ -319,7 +320,7 @@ def _first_call(subject: Target) -> None:
             subject.notes.append("it takes one sequence [T, E] at a time, without a batch")
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
-    if caller.custom is None and (_made_up(caller) or _other_axes(error)):
+    if caller.custom is None and (_made_up(caller) or _of_guess(subject, error)):
         raise _question(subject, error) from error
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
@@ -417,11 +418,26 @@ _OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
     r"number of dims|must be \d-?D|No query sequence"
 )
+_SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
 
 
-def _other_axes(error: BaseException) -> bool:
-    """Whether an error says that x has another number of axes than is wanted."""
-    return bool(_OTHER_AXES.search(str(error)))
+def _of_guess(subject: Target, error: BaseException) -> bool:
+    """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
+    argument that was left out; or comes from a library, of whose layer x alone is no call."""
+    if isinstance(error, UnusableResult):
+        return False
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if not frames or _OTHER_AXES.search(str(error)):
+        return True
+    known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
+    wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c} - {TOKENS**2}
+    sizes = {int(n) for pair in _SIZES.findall(str(error)) for n in pair if n}
+    if sizes and TOKENS in sizes and sizes - wide:
+        return True
+    caller = subject.caller
+    words = set(re.findall(r"\w+", frames[-1].line or ""))
+    left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
+    return bool(words & set(left))
 
 
 def _question(subject: Target, error: BaseException) -> ValueError:
