@@ -22,7 +22,13 @@ from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
 from .search import FITS_LARGE, leaking, named, stated, textbook
-from .static_checks import dropout_in_eval, no_output_projection, plain_lists, shared_heads
+from .static_checks import (
+    dropout_in_eval,
+    no_output_projection,
+    one_small_linear,
+    plain_lists,
+    shared_heads,
+)
 from .variants import Variant, error, rebuild
 
 OTHER_INGREDIENTS = re.compile(
@@ -54,7 +60,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
         case = case_of(subject, drops)
     except Unreadable as reason:
-        return [] if unread else [_unread(str(reason))]
+        small = one_small_linear(subject)
+        return small or ([] if unread else [_unread(str(reason))])
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
     right = next((base for base in bases if case.fits(base)), None)

@@ -139,7 +139,7 @@ def _for_one_token(variant: Variant) -> Variant:
         roles="qk" + variant.roles[2],
         split="heads" if split == "view" else split,
         share="repeat" if variant.share == "first keys" else variant.share,
-        scale=variant.scale if variant.scale == "after" else "√D",
+        scale=variant.scale if str(variant.scale).startswith("after") else "√D",
         softcap=None,
         mask="none",
         fill="-inf",

@@ -267,7 +267,8 @@ def _heads_together(found: list[Matrix]) -> list[Matrix]:
         groups.setdefault(stem, []).append(matrix)
     together = []
     for stem, group in groups.items():
-        if "*" not in stem or len({matrix.weight.shape for matrix in group}) > 1:
+        alone = len(group) == 1 or len({matrix.weight.shape for matrix in group}) > 1
+        if "*" not in stem or alone:
             together += group
             continue
         biases = [matrix.bias for matrix in group if matrix.bias is not None]

@@ -64,11 +64,13 @@ def textbook(subject: Target, reading: Projections) -> Iterator[Variant]:
         yield base
         if rope is not None and reading.norms:
             yield replace(base, normed="after")
+        if {"q", "k"} <= set(reading.norms):  # normed with gains: their product needs no root
+            yield replace(base, scale="nothing")
 
 
 def _surroundings(reading: Projections) -> tuple[str, ...]:
     """Ways in which a norm of the whole width may stand around the attention."""
-    return ("", "x, then norm", "norm", "before", "before and x") if "x" in reading.norms else ("",)
+    return ("", "x, then norm", "norm", "before", "before queries", "before and x") if "x" in reading.norms else ("",)
 
 
 Known = Mapping[Variant, Sequence[Fault]]  # the faults that can be made on each base
@@ -142,6 +144,8 @@ def stated(case: Case, scale: float) -> float | None:
     """This scale as an attribute of the module says it outright, itself or as a divisor."""
     module = case.subject.module
     said = [] if module is None else list(numbers_in(module, SCALING.pattern))
+    if module is not None and any(vars(m).get("scale") is False for m in module.modules()):
+        said.append(1.0)
     said += [1 / number for number in said if number]
     return next((number for number in said if math.isclose(scale, number, rel_tol=1e-3)), None)
 

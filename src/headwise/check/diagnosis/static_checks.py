@@ -10,7 +10,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.introspect import unregistered
 from .call_lines import FUSED, Calls, LineCall, quoted
-from .projections import Projections
+from .projections import Projections, parts_of
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -48,6 +48,20 @@ def shared_heads(reading: Projections) -> list[Finding]:
     """Heads that are one object."""
     shared = [source.name for source in reading.sources if source.shared]
     return [found("shared-heads", "same", H=reading.num_heads, name=shared[0])] if shared else []
+
+
+def one_small_linear(subject: Target) -> list[Finding]:
+    """A projection as wide as one head, which all heads are put through."""
+    module, heads = subject.module, subject.num_heads
+    if module is None or heads == 1 or subject.embed_dim % heads:
+        return []
+    wide = subject.embed_dim // heads
+    for name, child in module.named_modules():
+        weight = getattr(child, "weight", None)
+        square = isinstance(child, nn.Linear) and weight is not None and weight.shape == (wide, wide)
+        if square and parts_of(name.split(".")[-1]) in ("q", "k", "v"):
+            return [found("shared-heads", "small", H=heads, name=name, D=wide, E=subject.embed_dim)]
+    return []
 
 
 def no_output_projection(subject: Target, reading: Projections) -> list[Finding]:

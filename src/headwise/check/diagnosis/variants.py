@@ -113,6 +113,7 @@ SCALES: dict[str, Callable[[Numbers], float]] = {
     "√D √T": lambda n: (n.D * n.T) ** -0.5,
     "√D √E": lambda n: (n.D * n.E) ** -0.5,
     "after": lambda n: n.D**-0.5,
+    "after √E": lambda n: n.E**-0.5,
 }
 """What a score is multiplied by; `after` multiplies the weights instead."""
 
@@ -199,9 +200,12 @@ def rebuild(
 
 def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     """Queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normed and rotated."""
-    if variant.residual in ("before", "before and x"):
+    plain = x
+    if variant.residual.startswith("before"):
         x = reading.norms["x"](x)
     features = _features(reading, x, variant)
+    if variant.residual == "before queries":
+        features |= {part: f for part, f in _features(reading, plain, variant).items() if part != "q"}
     split = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
     heads = []
     for part, whose, how in zip("qkv", variant.roles, split, strict=True):
@@ -209,7 +213,7 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
         number = reading.num_kv_heads if grouped else reading.num_heads
         feature = features[whose]
         norm = reading.norms.get(part)
-        if norm is not None and _width(norm) != feature.shape[-1] // number:
+        if norm is not None and _width(norm) != feature.shape[-1] // number and not _for_heads(norm):
             feature, norm = norm(feature), None
         head = _split(feature, number, how)
         if variant.normed == "before" and norm is not None:
@@ -234,7 +238,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Numbers) ->
     scale = _scale(variant.scale, sizes)
     allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
     plain = (variant.softmax, variant.fill, variant.values) == ("keys", "-inf", "weights")
-    if plain and variant.turned_keys == "transposed" and variant.scale != "after":
+    if plain and variant.turned_keys == "transposed" and not _after(variant):
         mask = None if variant.mask == "none" else Dense(allowed[None, None])
         out = attention(q, k, v, mask=mask, scale=scale, softcap=variant.softcap).out
     else:
@@ -313,6 +317,10 @@ def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
     return part.repeat_interleave(heads // groups, dim=1)
 
 
+def _after(variant: Variant) -> bool:
+    return isinstance(variant.scale, str) and variant.scale.startswith("after")
+
+
 def _scale(scale: str | float, sizes: Numbers) -> float:
     return SCALES[scale](sizes) if isinstance(scale, str) else scale
 
@@ -321,7 +329,7 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Varia
     """What the values are weighted with, with all that the definition does not do."""
     turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
     scores = q @ (turned if variant.turned_keys == "reshaped" else k.mT)
-    scores = scores if variant.scale == "after" else scores * scale
+    scores = scores if _after(variant) else scores * scale
     if variant.softcap is not None:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     hidden = ~allowed
@@ -332,7 +340,7 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Varia
     weights = SOFTMAXES[variant.softmax](scores)
     if variant.fill == "after":
         weights = weights.masked_fill(hidden, 0.0)
-    return weights * scale if variant.scale == "after" else weights
+    return weights * scale if _after(variant) else weights
 
 
 def _projected(out: Matrix | None, heads: Tensor, variant: Variant) -> Tensor:
@@ -351,6 +359,11 @@ def _with(x: Tensor, out: Tensor, variant: Variant, norm: nn.Module | None = Non
     if norm is not None and variant.residual == "norm":
         return norm(out)
     return out
+
+
+def _for_heads(norm: nn.Module) -> bool:
+    """Whether its gains have an axis for the heads."""
+    return any(one.ndim >= 2 for one in norm.parameters())
 
 
 def _width(norm: nn.Module) -> int:

@@ -61,6 +61,12 @@ class Source:
         return found
 
     @cached_property
+    def relative(self) -> int:
+        """How many folders up its relative imports reach, `from .parts import Head` one."""
+        levels = (n.level for n in ast.walk(self.tree) if isinstance(n, ast.ImportFrom))
+        return max(levels, default=0)
+
+    @cached_property
     def bound(self) -> set[str]:
         """Names that the file gives a meaning to, by import, definition or assignment."""
         module = symtable.symtable(self.text, self.file, "exec")

@@ -66,7 +66,7 @@ def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -
     """Where no mistake could be named, what else was seen says more, and comes first."""
 
     def may_explain(rule: str) -> bool:
-        return RULES[rule].about == "numbers" or rule == "reload"
+        return RULES[rule].about == "numbers" or rule in ("reload", "deterministic", "registered")
 
     seen = [one for one in results if _bad(one) and one.explained_by is None]
     told = [one for one in seen if one not in probed or may_explain(one.rule)]

@@ -12,12 +12,14 @@ from torch import Tensor
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
-from ..target.checked_target import Target
+from ..target.checked_target import Target, told
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
 
 HIDDEN = 2
 """The key that is hidden in the second sequence; lengths hide all from the fifth on."""
+SLIPS = (AttributeError, NameError)
+"""Errors of misspelt names, whatever goes in."""
 KINDS = ("may", "hidden", "added", "ones", "later")
 
 
@@ -85,6 +87,7 @@ class Effect:
         right: the hidden key counts for nothing, all others as before, other sequences as well.
         elsewhere: outputs of the first sequence change, in which nothing is hidden.
         queries: only the hidden token's own output changes, as if it were a query.
+        error: where no form goes in, for a slip of the pen.
     """
 
     form: MaskForm
@@ -92,6 +95,7 @@ class Effect:
     right: bool = False
     elsewhere: bool = False
     queries: bool = False
+    error: str = ""
 
 
 def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
@@ -103,6 +107,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
             said.append(name)
         elif seen.right:
             return passed(rule, f"What it hides counts for nothing: {seen.form}.")
+        elif seen.error:
+            return found(rule, "fails", name=name, error=seen.error)
         elif not seen.any:
             return found(rule, "ignored", name=name)
         else:
@@ -116,15 +122,19 @@ def _best(ctx: ProbeContext, name: str) -> Effect | None:
     if name in ctx.effects:
         return ctx.effects[name]
     best: Effect | None = None
+    errors: list[Exception] = []
     for form, alone in _forms(ctx.subject.caller, name):
         try:
             seen = _effect(ctx, form, alone)
-        except Failed:
+        except Failed as failure:
+            errors.append(failure.error)
             continue
         if best is None or _rank(seen) > _rank(best):
             best = seen
         if seen.right:
             break
+    if best is None and errors and all(isinstance(e, SLIPS) for e in errors):
+        best = Effect(MaskForm(name, "may"), any=False, error=told(errors[0]))
     ctx.effects[name] = best
     return best
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
@@ -75,9 +76,26 @@ def registered(ctx: ProbeContext) -> Finding | None:
         what = "module" if any(isinstance(m, nn.Module) for m in members) else "parameter"
         wanted = "ModuleList" if what == "module" else "ParameterList"
         return found("registered", "list", name=name, what=what, wanted=wanted)
+    if made := _made_in_call(ctx):
+        return found("registered", "made", name=made, last=made.lower())
     for name in _constants(ctx):
         return found("registered", "tensor", name=name, last=name.split(".")[-1])
     return passed("registered")
+
+
+def _made_in_call(ctx: ProbeContext) -> str:
+    """The class of a module with parameters that a call makes; empty where it makes none."""
+    made: list[str] = []
+
+    def note(module: nn.Module, name: str, parameter: Any) -> None:
+        made.append(type(module).__name__)
+
+    hook = register_module_parameter_registration_hook(note)
+    try:
+        ctx.call(ctx.x)
+    finally:
+        hook.remove()
+    return made[0] if made else ""
 
 
 def _constants(ctx: ProbeContext) -> list[str]:
