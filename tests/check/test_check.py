@@ -171,6 +171,7 @@ def test_what_cannot_be_worked_out_is_asked_for_once_by_name() -> None:
         (lambda: check(3), "this is a int; give a module"),
         (lambda: check(nn.Module()), "embed_dim=24"),
         (lambda: explain("colour"), "no such rule; known are"),
+        (lambda: explain("head-splitt"), "did you mean head-split"),
         (lambda: check(nn.MultiheadAttention(24, 3, device="meta")), "have no numbers"),
         (
             lambda: check(nn.MultiheadAttention(24, 3, kdim=10, vdim=10, batch_first=True)),

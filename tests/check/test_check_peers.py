@@ -180,7 +180,7 @@ def test_hugging_faces_layers_are_right(
         return  # without a mask these hide later tokens by themselves: there is nothing to ask
     layer = layers(implementation)[name]
     verdict = check(layer, causal=causal)
-    assert_right(verdict, "causality", "cross", "cache", "one-token", "dropout", "context")
+    assert_right(verdict, "causality", "cross", "cache", "one-token", "dropout", "context", "order")
     assert verdict["definition"].severity == "passed"
     returns = {one.rule for one in verdict.results if one.rule == "weights"}
     assert bool(returns) == (implementation == "eager")

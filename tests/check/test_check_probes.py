@@ -407,6 +407,32 @@ class CachedInFront(Cached):
         return out, (k.flip(2), v)
 
 
+class Rotary(Right):
+    turned = "qk"
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = {"q": self.query, "k": self.key, "v": self.value}
+        heads = {
+            name: part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for name, part in parts.items()
+        }
+        for name in self.turned:
+            first, second = heads[name].chunk(2, dim=-1)
+            heads[name] = heads[name] * cos + torch.cat((-second, first), dim=-1) * sin
+        scores = heads["q"] @ heads["k"].mT / heads["q"].shape[-1] ** 0.5
+        later = torch.ones(scores.shape[-2:], device=x.device, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return self.out((weights @ heads["v"]).transpose(1, 2).flatten(2))
+
+
+class QueriesTurned(Rotary):
+    turned = "q"
+
+
+class NothingTurned(Rotary):
+    turned = ""
+
+
 @functools.cache
 def results_of(thing: Any) -> list[Finding]:
     return probes.run(resolve(thing))
@@ -419,7 +445,7 @@ def found(thing: Any, rule: str) -> Finding:
 
 
 RIGHT: dict[str, type[nn.Module]] = {rule.id: Right for rule in PROBE_RULES}
-RIGHT |= {"mask": Masked, "padding": Padded, "cross": Cross, "cache": Cached}
+RIGHT |= {"mask": Masked, "padding": Padded, "cross": Cross, "cache": Cached, "rotary": Rotary}
 RIGHT |= {"assert": Right, "weights": Cached, "half": Right}
 
 
@@ -480,6 +506,8 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("padding", PaddingOnFirst, "error", "no form in which it hides"),
     ("cross", CrossWithQueriesLength, "error", "7 queries with 11 keys"),
     ("cross", CrossThatLooksBack, "error", "changes nothing"),
+    ("rotary", QueriesTurned, "error", "5 further on"),
+    ("rotary", NothingTurned, "error", "any positions"),
     ("cache", CachedWithSquareMask, "error", "differs from token 3 on"),
     ("cache", CachedInFront, "error", "differs from token"),
 ]

@@ -43,6 +43,10 @@ def check(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An argument, in another way; may be given again."),
     ] = None,
+    call: Annotated[
+        str | None,
+        typer.Option(metavar="LAMBDA", help='How it is called: "lambda layer, x: layer(x, …)".'),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds the file may take. [default: 60]")
     ] = None,
@@ -55,8 +59,8 @@ def check(
 ) -> int:
     """Say what is wrong with an attention that you wrote, where it shows, and what to change.
 
-    The file is run in a process of its own. 0: right; 1: not right; 2: what was asked for makes no
-    sense.
+    The file is run in a process of its own. 0: right, or right as far as
+    seen; 1: not right; 2: what was asked for makes no sense, or its call has to be shown.
 
     Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
     """
@@ -78,6 +82,8 @@ def check(
         print(lesson(explain))
         return 0
     target, given = parsed(words or [], arg or [])
+    if call is not None and asked:
+        raise ValueError(f"{asked[0]}: takes no --call; leave it out")
     if given and asked:
         raise ValueError(
             f"{asked[0]}: takes no arguments of a constructor; leave out {', '.join(given)}"
@@ -97,7 +103,7 @@ def check(
         if step is not None:
             verdict = check_step(step, target, limited(usual_limits(step, target)), report)
         else:
-            verdict = check_file(target, given, limited(Limits()), report)
+            verdict = check_file(target, given, limited(Limits()), report, call)
     show(verdict, as_json)
     return 0 if verdict.passed else 1
 

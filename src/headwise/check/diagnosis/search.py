@@ -70,7 +70,19 @@ def textbook(subject: Target, reading: Projections) -> Iterator[Variant]:
 
 def _surroundings(reading: Projections) -> tuple[str, ...]:
     """Ways in which a norm of the whole width may stand around the attention."""
-    return ("", "x, then norm", "norm", "before", "before queries", "before and x") if "x" in reading.norms else ("",)
+    return (
+        (
+            "",
+            "x, then norm",
+            "norm",
+            "before",
+            "before queries",
+            "before and x",
+            "before queries and x",
+        )
+        if "x" in reading.norms
+        else ("",)
+    )
 
 
 Known = Mapping[Variant, Sequence[Fault]]  # the faults that can be made on each base

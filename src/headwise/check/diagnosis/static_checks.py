@@ -58,7 +58,9 @@ def one_small_linear(subject: Target) -> list[Finding]:
     wide = subject.embed_dim // heads
     for name, child in module.named_modules():
         weight = getattr(child, "weight", None)
-        square = isinstance(child, nn.Linear) and weight is not None and weight.shape == (wide, wide)
+        square = (
+            isinstance(child, nn.Linear) and weight is not None and weight.shape == (wide, wide)
+        )
         if square and parts_of(name.split(".")[-1]) in ("q", "k", "v"):
             return [found("shared-heads", "small", H=heads, name=name, D=wide, E=subject.embed_dim)]
     return []

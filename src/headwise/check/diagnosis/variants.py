@@ -204,8 +204,10 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     if variant.residual.startswith("before"):
         x = reading.norms["x"](x)
     features = _features(reading, x, variant)
-    if variant.residual == "before queries":
-        features |= {part: f for part, f in _features(reading, plain, variant).items() if part != "q"}
+    if variant.residual.startswith("before queries"):
+        features |= {
+            part: f for part, f in _features(reading, plain, variant).items() if part != "q"
+        }
     split = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
     heads = []
     for part, whose, how in zip("qkv", variant.roles, split, strict=True):
@@ -213,7 +215,11 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
         number = reading.num_kv_heads if grouped else reading.num_heads
         feature = features[whose]
         norm = reading.norms.get(part)
-        if norm is not None and _width(norm) != feature.shape[-1] // number and not _for_heads(norm):
+        if (
+            norm is not None
+            and _width(norm) != feature.shape[-1] // number
+            and not _for_heads(norm)
+        ):
             feature, norm = norm(feature), None
         head = _split(feature, number, how)
         if variant.normed == "before" and norm is not None:
@@ -352,7 +358,7 @@ def _projected(out: Matrix | None, heads: Tensor, variant: Variant) -> Tensor:
 
 def _with(x: Tensor, out: Tensor, variant: Variant, norm: nn.Module | None = None) -> Tensor:
     """What stands around the attention in a block: a residual and a norm."""
-    if variant.residual in ("x", "before and x"):
+    if variant.residual.endswith("x"):
         return out + x
     if norm is not None and variant.residual == "x, then norm":
         return norm(out + x)

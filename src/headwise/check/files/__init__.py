@@ -11,9 +11,11 @@ import ast
 import linecache
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .. import check
@@ -33,19 +35,22 @@ def check_file(
     arguments: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     report: Report = lambda seconds: None,
+    call: str | None = None,
 ) -> Verdict:
     """Check the attention in a file.
 
     Args:
         target: `FILE.py`, or `FILE.py:Name` where it holds several.
         arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
+        call: how it is called, as typed: `"lambda layer, x: layer(x, x.shape[1])"`. It may use
+            `torch` and the names of the file.
 
     Raises:
         ValueError: no such file; no, or more than one, attention in it; an argument that is needed
             and cannot be worked out.
     """
     path, name = split_target(target)
-    job = {"file": str(path), "name": name}
+    job = {"file": str(path), "name": name, "call": call}
     job |= {"arguments": {key: literal(text) for key, text in (arguments or {}).items()}}
     done = run(f"{__name__}:_child", job, limits, report=report)
     return judged(done, path, limits or Limits())
@@ -148,6 +153,7 @@ def _child(
     file: str,
     name: str | None,
     arguments: Mapping[str, Any],
+    call: str | None = None,
 ) -> None:
     path = Path(file)
     with telling(send, path):
@@ -155,11 +161,28 @@ def _child(
         try:
             thing = chosen(module, path, name)
             send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
-            verdict = check(thing, **arguments)
+            own = {} if call is None else {"call": _typed(call, module)}
+            verdict = check(thing, **arguments, **own)
         except ValueError as error:
             send({"refused": f"{path.name}: {error}"})
         else:
             send({"verdict": verdict.to_json(), "subject": verdict.subject})
+
+
+def _typed(call: str, module: ModuleType) -> Callable[..., Any]:
+    """The function that somebody typed.
+
+    Raises:
+        ValueError: it is none.
+    """
+    usual = 'as in --call "lambda layer, x: layer(x)"'
+    try:
+        made = eval(call, {"torch": sys.modules["torch"], **vars(module)})
+    except Exception as error:
+        raise ValueError(f"--call {call!r}: {type(error).__name__}: {error}; {usual}") from error
+    if not callable(made):
+        raise ValueError(f"--call {call!r}: is no function; {usual}")
+    return made
 
 
 @contextmanager

@@ -58,7 +58,9 @@ def load(path: Path) -> ModuleType:
     folder, name, level = path.parent, path.stem, parsed(path).relative
     while (folder / "__init__.py").exists() or (level > 0 and folder.name.isidentifier()):
         folder, name, level = folder.parent, f"{folder.name}.{name}", level - 1
-    root = next((one for one in path.parents if any((one / mark).exists() for mark in MARKS)), folder)
+    root = next(
+        (one for one in path.parents if any((one / mark).exists() for mark in MARKS)), folder
+    )
     places = dict.fromkeys(map(str, (folder, root, root / "src")))
     sys.path[:0] = [one for one in places if Path(one).is_dir()]
     sys.path.append(str(path.parent))

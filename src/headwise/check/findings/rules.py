@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
@@ -86,10 +87,10 @@ def explain(rule: str) -> str:
     """Give the lesson on one rule.
 
     Raises:
-        ValueError: an unknown rule; the known ones are listed.
+        ValueError: an unknown rule; the nearest ones are named, or all of them.
     """
     if rule not in RULES:
-        raise ValueError(f"explain({rule!r}): there is no such rule; known are {', '.join(RULES)}")
+        raise ValueError(f"explain({rule!r}): there is no such rule; {_nearest(rule, RULES)}")
     return lesson(rule)
 
 
@@ -105,7 +106,10 @@ def lesson(rule: str) -> str:
     A matrix times a vector: number i of the result is row i times x, added up.
     """
     if rule not in ALL:
-        near = difflib.get_close_matches(rule, ALL, n=3)
-        said = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(ALL)}"
-        raise ValueError(f"--explain {rule}: there is no such rule; {said}")
+        raise ValueError(f"--explain {rule}: there is no such rule; {_nearest(rule, ALL)}")
     return f"{rule}: {ALL[rule].says}\n\n{ALL[rule].lesson}"
+
+
+def _nearest(rule: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(rule, list(known), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"

@@ -19,7 +19,7 @@ COMPARING = {"context", "dropout"}
 
 SURROUNDED = {
     "order": "It knows positions, so the order of tokens counts.",
-    "equal-tokens": "The input is added to its output, so that equal values do not give equal outputs.",
+    "equal-tokens": "The input is added at the end, so equal values give no equal outputs.",
     "one-token": "A norm stands around it.",
 }
 """What has reasons where the definition gives the same numbers."""

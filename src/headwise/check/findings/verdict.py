@@ -174,7 +174,8 @@ class Verdict:
         raise KeyError(f"{rule!r} was not tried here; tried were {tried}")
 
     def to_json(self) -> str:
-        """The verdict for programs: `subject`, `passed`, `unchecked` (rules), `findings`, `results` and `notes`."""
+        """The verdict for programs: `subject`, `passed`, `unchecked` (names of rules), `findings`,
+        `results` and `notes`."""
         data = {
             "subject": self.subject,
             "passed": self.passed,

@@ -7,7 +7,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import UnusableResult
 from ..target.checked_target import Target
 from .advice import assert_, buffer, context, half, heads_divide, init, parameter_count
-from .arguments import cache, cross
+from .arguments import cache, cross, rotary
 from .behaviour import (
     batch,
     causality,
@@ -56,6 +56,7 @@ NUMBERS = _by_rule(
     mask,
     padding,
     cross,
+    rotary,
     cache,
     gradients,
     large_inputs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,8 +16,12 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Target, told
+from ..target.fills import reversed_rows
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
+
+BUILT_FOR = re.compile("cross|decoder|self_att|is_")
+"""Names that say that a layer was built to attend to one sequence or to another."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -43,7 +48,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
         return found("cross", "shape", out=list(out.shape), **sizes)
     if ctx.near(ctx.result(x, subject, source + 1.0).out, out):
-        if not caller.separate:
+        if not caller.separate and named(ctx, BUILT_FOR):
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
     moved = x.clone()
@@ -54,6 +59,24 @@ def cross(ctx: ProbeContext) -> Finding | None:
     if not named(ctx, POSITIONS) and not ctx.near(flipped, out):
         return found("cross", "order")
     return passed("cross")
+
+
+def rotary(ctx: ProbeContext) -> Finding | None:
+    """Rotary tables that are handed in: they count, and only by the distance of tokens."""
+    caller = ctx.exact.caller
+    if caller.custom is not None or not caller.tables or ctx.tokens < 4:
+        return None
+    others = {name: reversed_rows(fill) for name, fill in caller.tables.items()}
+    moved = replace(ctx.exact, caller=replace(caller, start=5))
+    other = replace(ctx.exact, caller=replace(caller, fills={**caller.fills, **others}))
+    try:
+        here, there = ctx.call(ctx.x, moved.fresh()), ctx.call(ctx.x, other.fresh())
+    except Failed:  # the table holds no more positions
+        return None
+    names = ", ".join(caller.tables)
+    if ctx.near(there, ctx.out):
+        return found("rotary", "unused", names=names)
+    return passed("rotary") if ctx.near(here, ctx.out) else found("rotary", "shift", names=names)
 
 
 # --- caches ---------------------------------------------------------------------------------------

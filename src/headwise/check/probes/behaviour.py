@@ -189,7 +189,9 @@ def _equal_values(ctx: ProbeContext, same: Tensor, expected: Tensor) -> Finding 
         return None
     with failing(f"queries and keys {list(ctx.x.shape)} and equal values"), torch.no_grad():
         out = subject.of_values(ctx.x, same)
-    return None if ctx.near(out, expected) else found("equal-tokens", "values")
+    added = ctx.near(out - ctx.x, expected - same) if out.shape == ctx.x.shape else False
+    near = ctx.near(out, expected) or added or bool(bent(ctx))  # x may be added at the end
+    return None if near else found("equal-tokens", "values")
 
 
 def one_token(ctx: ProbeContext) -> Finding | None:

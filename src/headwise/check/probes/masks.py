@@ -1,4 +1,4 @@
-"""Probe masks: in every form that people give them, does one hide the keys that it says, and only those?"""
+"""Probe masks in every form that people give them: do they hide the keys that they say?"""
 
 from __future__ import annotations
 
@@ -178,6 +178,8 @@ def _effect(ctx: ProbeContext, form: MaskForm, alone: bool) -> Effect:
         given = torch.tensor([tokens, 4])
         if form.kind != "lengths":
             given = form.make(allowed, x.dtype, ctx.subject.num_heads)
+        if form.kind == "added":  # −inf would hide in an arithmetic that is wrong for numbers
+            given = given.clamp(min=-1e4)
         return ctx.result(x, **{form.argument: given}).out
 
     changed = ctx.x.clone()

@@ -32,7 +32,8 @@ _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[B, 1, S]": lambda allowed, heads: allowed[:, :1],
     "[B·H, T, S]": lambda allowed, heads: allowed.repeat_interleave(heads, 0),
     "[H·B, T, S]": lambda allowed, heads: allowed.repeat(heads, 1, 1),
-    "[B, T, S, 1]": lambda allowed, heads: allowed[..., None],
+    "[T, S, B]": lambda allowed, heads: allowed.permute(1, 2, 0),
+    "[T, S, 1]": lambda allowed, heads: allowed[0, ..., None],
 }
 SHAPES = tuple(_SHAPED)[:6]
 """Shapes of masks of queries and keys; the others are for padding, or odd."""
@@ -133,6 +134,9 @@ class Caller:
         names = [p.name for p in parameters if p.kind in usual]
         self.positional = [name for name in names if name not in self.extra]
         self.inputs = self._inputs([name for name in names if self.required(name)])
+        if len(self.inputs) == 1 and not self.named("value"):  # of (Q, K): values are made of K
+            pairs = [n for n in self.named("key") if n not in self.inputs]
+            self.roles |= dict.fromkeys(pairs, "context")
 
     def _inputs(self, required: list[str]) -> list[str]:
         """The parameters that take x: one, or query, key and value."""
@@ -147,6 +151,16 @@ class Caller:
         if set(first) == {"query", "key", "value"} or set(first[1:]) == {"key", "value"}:
             return sorted(names, key=lambda name: {"key": 1, "value": 2}.get(self.roles[name], 0))
         return names[:1]
+
+    @property
+    def tables(self) -> dict[str, Fill]:
+        """The rotary tables that are handed in, by the argument's name."""
+        found = {}
+        for name, role in self.roles.items():
+            if role in OPTIONAL and name not in self.extra:
+                usual = next(FILLS[role](self.target, self.head_dim), left_out)
+                found[name] = self.fills.get(name, usual)
+        return {name: fill for name, fill in found.items() if fill is not left_out}
 
     def named(self, role: str) -> list[str]:
         """The parameters of one role, in order."""
@@ -189,7 +203,7 @@ class Caller:
             )
         turn = LAYOUTS[self.layout][1]
         feeds = turn(x), turn(memory), turn(memory)
-        place = Place(x, memory, self.start)
+        place = Place(x, memory, self.start, feeds[1])
         return self.read(self.feed(feeds, cross, place, **keywords), x, memory)
 
     def feed(
@@ -218,7 +232,9 @@ class Caller:
                 if self.fills[name] is not left_out:
                     values[name] = self.fills[name](place)
             elif self.required(name) or role in OPTIONAL:
-                fill = next(FILLS[role](self.target, self.head_dim), None) if role in FILLS else None
+                fill = (
+                    next(FILLS[role](self.target, self.head_dim), None) if role in FILLS else None
+                )
                 values[name] = None if fill is None else fill(place)
         if cross and not self.separate:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])

@@ -283,7 +283,9 @@ class _Constructor:
             if inspect.isclass(one) and _can_be_built(one):
                 return one
         home = vars(sys.modules.get(self.factory.__module__, typing))
-        kinds = [one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")]
+        kinds = [
+            one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")
+        ]
         own = [one for one in kinds if hasattr(one, "model_type") and one.model_type]
         self.choices = max(self.choices, len(own))
         return own[self.place % len(own)] if own else None

@@ -31,6 +31,7 @@ class Place:
     x: Tensor
     source: Tensor
     start: int = 0
+    keys: Tensor | None = None  # the source in the layout of the call
 
     @property
     def positions(self) -> Tensor:
@@ -222,19 +223,42 @@ def _sinusoids(place: Place) -> Tensor:
     return _real(table, place)
 
 
+def _distances(place: Place) -> Tensor:
+    """`[1, 2 T − 1, E]`: of every distance between two tokens, the largest first."""
+    most = place.x.shape[-2] - 1
+    around = torch.empty(1, 2 * most + 1, place.x.shape[-1], dtype=place.x.dtype)
+    return _sinusoids(Place(around, around, -most)).flip(0)[None].to(place.x.device)
+
+
+def reversed_rows(fill: Fill) -> Fill:
+    """The same table with its rows in the opposite order: other positions."""
+
+    def turned(given: Any, tokens: int) -> Any:
+        if isinstance(given, (tuple, list)):
+            return type(given)(turned(one, tokens) for one in given)
+        axes = [axis for axis, size in enumerate(given.shape) if size == tokens]
+        return given.flip(axes[0]) if axes else given
+
+    return lambda place: turned(fill(place), place.x.shape[-2])
+
+
 FILLS: Mapping[str, Options] = {
     **dict.fromkeys(("mask", "padding", "lengths", "cache"), _constant(None)),
     **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
-    "context": _made(lambda place: place.source),
+    "context": _made(lambda place: place.source if place.keys is None else place.keys),
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),
     "cos": _any_of(_from_file(0), _COS),
     "sin": _any_of(_from_file(1), _SIN),
     "positions": _made(lambda place: place.positions[None], lambda place: place.positions),
     "embedding": _made(
-        lambda place: _sinusoids(place).expand_as(place.x), lambda place: _sinusoids(place)[None]
+        lambda place: _sinusoids(place).expand_as(place.x),
+        lambda place: _sinusoids(place)[None],
+        lambda place: _distances(place).expand(len(place.x), -1, -1),
     ),
-    "start": _made(lambda place: place.start),
+    "start": _made(
+        lambda place: place.start, lambda place: torch.full((len(place.x),), place.start)
+    ),
     "height": _made(lambda place: place.x.shape[-2]),
     "width": _constant(1),
     "grid": _made(lambda place: (place.x.shape[-2], 1)),

@@ -16,7 +16,9 @@ _BUILD, _CALL = (
     for kind in ("build", "call")
 )
 
-_OTHER_MASKS = re.compile(r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos")
+_OTHER_MASKS = re.compile(
+    r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos"
+)
 """Names of masks that do not say which keys of x a query sees."""
 
 

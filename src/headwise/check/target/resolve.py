@@ -209,8 +209,9 @@ def _of_factory(
     except (Broken, ValueError) as first:
         if args or arguments or request.call or request.sizes.num_heads or request.sizes.embed_dim:
             raise
-        for heads in (4, 8):  # some insist on such numbers
-            request = replace(request, sizes=replace(request.sizes, num_heads=heads))
+        for heads, groups in ((4, None), (8, None), (6, 3)):  # some insist on such numbers
+            sizes = replace(request.sizes, num_heads=heads, num_kv_heads=groups)
+            request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
                 return make()
         fault = first.__cause__
@@ -302,6 +303,8 @@ def _first_call(subject: Target) -> None:
         way.set(subject)
         try:
             result = subject.result(subject.input())
+            if way.form is not None and not bool(result.out.isfinite().all()):
+                raise UnusableResult("is not finite with a mask that hides nothing")
         except Exception as error:
             errors.append(error)
             if time.monotonic() > until or (way.plain and isinstance(error, UnusableResult)):
@@ -456,8 +459,11 @@ def _question(subject: Target, error: BaseException) -> ValueError:
 def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
     names = [n for n in [*caller.named("mask"), *caller.named("padding")] if n in among]
-    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]")
-    return [MaskForm(*form) for form in product(names, ("may", "added", "ones"), shapes)]
+    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]", "[T, S, 1]")
+    return [
+        MaskForm(*form)
+        for form in product(names, ("may", "added", "ones", "hidden", "later"), shapes)
+    ]
 
 
 def _is_time_first(subject: Target) -> bool:
