@@ -147,7 +147,11 @@ def test_positions_that_say_nothing_are_passed() -> None:
     class Rotated(Layer):
         def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
             cos, sin = position_embeddings
-            turn = lambda t: t * cos + torch.roll(t, 1, -1) * sin  # noqa: E731
+
+            def turn(t: Tensor) -> Tensor:
+                first, second = t.chunk(2, dim=-1)
+                return t * cos + torch.cat((-second, first), dim=-1) * sin
+
             q, k = turn(self.split(self.q(x))), turn(self.split(self.k(x)))
             return self.finish(q, k, self.split(self.v(x)), causal)
 

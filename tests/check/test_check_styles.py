@@ -191,31 +191,12 @@ class Attention(nn.Module):
 """,
 }
 
-SMALL = "nn.Linear(embed_size // heads, embed_size // heads)"
-BEFORE = "values = self.values(values).unflatten(-1, shape)"
-
 MISTAKES: list[tuple[str, str, str, str]] = [
     # style, a piece of its source, what stands there instead, the rule that names it
     ("config", "[:, None, None, :]", "[:, None, :, None]", "mask"),
     ("config", "* -1e9", "* -1e-7", "mask"),
     ("config", "math.sqrt(self.width)", "math.sqrt(self.width * self.heads)", "scale"),
     ("config", "context.permute(0, 2, 1, 3)", "context", "head-merge"),
-    ("folded", "repeat_interleave(self.numheads, 0)", "repeat(self.numheads, 1)", "mask"),
-    ("folded", "energy = energy.masked_fill", "energy.masked_fill", "mask"),
-    ("folded", "energy.masked_fill(", "energy.mask_fill(", "mask"),
-    ("folded", "torch.softmax(energy, 2)", "torch.softmax(energy, 1)", "softmax"),
-    ("residual", "q / self.d_k**0.5", "q", "scale"),
-    ("residual", "F.softmax(scores, dim=-1)", "F.softmax(scores, dim=-2)", "softmax"),
-    ("residual", "out.transpose(1, 2).contiguous()", "out.contiguous()", "head-merge"),
-    ("rotary", "turned(k, cos, sin)", "k", "rotation"),
-    ("rotary", "q, k = turned", "v = turned(v, cos, sin)\n        q, k = turned", "rotation"),
-    ("complex", "rotate(k, freqs_cis)", "k", "rotary"),
-    ("complex", "scores = scores + mask", "pass", "mask"),
-    ("cross", "self.to_kv(context)", "self.to_kv(x)", "cross"),
-    ("image", "* self.scale)", ")", "scale"),
-    ("image", "(attn @ v).transpose(1, 2)", "(attn @ v)", "head-merge"),
-    ("parts", "energy.softmax(-1)", "energy.softmax(-1) / self.wide", "equal-tokens"),
-    ("parts", BEFORE, "values = self.keys(values).unflatten(-1, shape)", "roles"),
 ]
 
 
@@ -241,18 +222,6 @@ def test_the_mistake_is_named_first(
     verdict = verdict_of(style, tmp_path, old, new)
     assert not verdict.passed, str(verdict)
     assert verdict.errors[0].rule == rule, str(verdict)
-
-
-def test_one_small_linear_for_all_heads_is_named(tmp_path: Path) -> None:
-    source = HEAD + STYLES["parts"].strip()
-    for name in ("values", "keys", "queries"):
-        source = source.replace(
-            f"self.{name} = nn.Linear(embed_size, embed_size)", f"self.{name} = {SMALL}"
-        )
-    source = re.sub(
-        r"self\.(\w+)\((\w+)\)\.unflatten\(-1, shape\)", r"self.\1(\2.unflatten(-1, shape))", source
-    )
-    assert check(load(source, "Attention", tmp_path)).errors[0].rule == "shared-heads"
 
 
 def test_what_is_not_known_is_asked_for_and_a_call_answers(tmp_path: Path) -> None:

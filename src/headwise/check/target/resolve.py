@@ -383,9 +383,14 @@ def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
         if not caller.required(name):
             options.insert(1, left_out)
     most = max(map(len, each.values()), default=0)
+    short = max((len(options) for options in each.values() if len(options) < most), default=1)
+
+    def chosen(options: list[Fill], n: int) -> Fill:  # tables of one kind go together
+        return options[(n if len(options) == most else n // most) % len(options)]
+
     return [
-        {name: options[n % len(options)] for name, options in each.items() if options}
-        for n in range(min(most, WAYS))
+        {name: chosen(options, n) for name, options in each.items() if options}
+        for n in range(min(most * short, WAYS))
     ]
 
 
