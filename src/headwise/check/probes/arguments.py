@@ -16,6 +16,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Target, told
+from ..target.construct import signature
 from ..target.fills import reversed_rows
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
@@ -47,8 +48,10 @@ def cross(ctx: ProbeContext) -> Finding | None:
         return found("cross", "fails", error=failure, **sizes)
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
         return found("cross", "shape", out=list(out.shape), **sizes)
-    if ctx.near(ctx.result(x, subject, source + 1.0).out, out):
-        if not caller.separate and named(ctx, BUILT_FOR):
+    if ctx.near(ctx.result(x, subject, -source).out, out):
+        made = [parameter.name for parameter in signature(type(caller.target))]
+        built = named(ctx, BUILT_FOR) or any("cross" in name for name in made)
+        if not caller.separate and built:
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
     moved = x.clone()
