@@ -161,7 +161,7 @@ def _child(
         try:
             thing = chosen(module, path, name)
             send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
-            own = {} if call is None else {"call": _typed(call, module)}
+            own: dict[str, Any] = {} if call is None else {"call": _typed(call, module)}
             verdict = check(thing, **arguments, **own)
         except ValueError as error:
             send({"refused": f"{path.name}: {error}"})

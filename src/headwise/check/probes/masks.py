@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +181,8 @@ def _effect(ctx: ProbeContext, form: MaskForm, alone: bool) -> Effect:
             given = form.make(allowed, x.dtype, ctx.subject.num_heads)
         if form.kind == "added":  # −inf would hide in an arithmetic that is wrong for numbers
             given = given.clamp(min=-1e4)
-        return ctx.result(x, **{form.argument: given}).out
+        named: dict[str, Any] = {form.argument: given}
+        return ctx.result(x, **named).out
 
     changed = ctx.x.clone()
     changed[1, hidden] = 3.0

@@ -286,7 +286,7 @@ class _Constructor:
         kinds = [
             one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")
         ]
-        own = [one for one in kinds if hasattr(one, "model_type") and one.model_type]
+        own = [one for one in kinds if getattr(one, "model_type", None)]
         self.choices = max(self.choices, len(own))
         return own[self.place % len(own)] if own else None
 
@@ -332,8 +332,7 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
 
 def _first_choice(annotation: Any) -> Any:
     """The first member of an enumeration; None for all else."""
-    is_enum = inspect.isclass(annotation) and issubclass(annotation, enum.Enum)
-    return next(iter(annotation)) if is_enum else None
+    return next(iter(annotation)) if isinstance(annotation, enum.EnumMeta) else None
 
 
 def _can_be_built(kind: type) -> bool:
