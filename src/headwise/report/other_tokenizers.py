@@ -4,7 +4,7 @@ and decodes, or a string for each id."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .text import Encoded, LookError, Vocabulary, pieces_by_decoding
 __all__ = ["TokenStrings", "Words", "ids_of", "words_of"]
 
 
+@runtime_checkable
 class Words(Protocol):
     """How texts become ids, and ids texts; `Vocabulary` says what each of these gives."""
 
