@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from over_ranks import RANKS, on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,11 +192,6 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "float32": check_float32,
     "refusals": check_refusals,
 }
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def told(request: pytest.FixtureRequest) -> dict[str, str]:
-    return on_ranks(__name__, request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from moved import Moved
-from over_ranks import RANKS, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -104,11 +103,6 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "monitor": check_monitor,
     "split keys": check_split_keys,
 }
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def told(request: pytest.FixtureRequest) -> dict[str, str]:
-    return on_ranks(__name__, request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from over_ranks import RANKS, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
@@ -105,11 +104,6 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     for dtype, size in ((torch.float64, 1.0), (torch.float32, 1.0), (torch.float32, 100.0))
 }
 CHECKS["refusals"] = check_refusals
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def told(request: pytest.FixtureRequest) -> dict[str, str]:
-    return on_ranks(__name__, request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)

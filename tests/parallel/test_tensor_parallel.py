@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from over_ranks import RANKS, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -189,11 +188,6 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "cache": check_cache,
     "refusals": check_refusals,
 }
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def told(request: pytest.FixtureRequest) -> dict[str, str]:
-    return on_ranks(__name__, request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)

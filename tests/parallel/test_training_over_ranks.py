@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from over_ranks import RANKS, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -338,11 +337,6 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "ablation": check_ablation,
     "lacking": check_lacking,  # the last: ranks have made different numbers of monitors after it
 }
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def told(request: pytest.FixtureRequest) -> dict[str, str]:
-    return on_ranks(__name__, request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)
