@@ -32,6 +32,11 @@ class Looking:
     gradients: bool = False
     padding: bool = True
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What of it `observe()` takes by the same names."""
+        return {"queries": self.queries, "seed": self.seed, "gradients": self.gradients}
+
     def looked_at(self, queries: int) -> int:
         """At how many of a call's queries."""
         if self.queries is None:
@@ -187,11 +192,9 @@ class HeadsCall(AttentionCall):
                 self.k,
                 self.v,
                 *statistics,
-                queries=looking.queries,
-                seed=looking.seed,
-                gradients=looking.gradients,
                 output=output,
                 projection=self.projection,
+                **looking.keywords,
                 **keywords,
             )
         return dict(seen.readings)

@@ -192,10 +192,8 @@ class ServedCall(HeadsCall):
             softcap=call.softcap,
             dropout=call.dropout,
             sinks=call.sinks,
-            queries=looking.queries,
-            seed=looking.seed,
-            gradients=looking.gradients,
             projection=self.projection,
+            **looking.keywords,
         )
         self.made = seen.out
         return dict(seen.readings)

@@ -41,10 +41,8 @@ class OwnCall(HeadsCall):
             self.k,
             self.v,
             *statistics,
-            queries=looking.queries,
-            seed=looking.seed,
-            gradients=looking.gradients,
             projection=self.projection,
+            **looking.keywords,
             **self.keywords,
         )
         self.made = seen.out
