@@ -13,8 +13,6 @@ from .core.mask_algebra import Mask
 from .core.shapes import as_given
 from .core.unknown import refuse_unknown
 
-_ARGUMENTS = ("mask", "scale", "softcap", "dropout", "sinks", "first_query", "backend")
-
 
 def attend(
     q: Float[Tensor, "B H T D"],
@@ -68,7 +66,7 @@ def attend(
     Source: Vaswani et al. 2017, §3.2; grouped heads: Ainslie et al. 2023; sinks: GPT-OSS 2025.
     """
     if unknown:
-        refuse_unknown("attend(q, k, v", unknown, _ARGUMENTS)
+        refuse_unknown("attend(q, k, v", attend, unknown)
     call = Call.of(
         q,
         k,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
 __all__ = ["refuse_unknown"]
@@ -40,16 +41,20 @@ _WRITE = {
 }
 
 
-def refuse_unknown(function: str, given: Mapping[str, object], known: Sequence[str]) -> None:
-    """Raise TypeError for the first of the arguments given that `function` does not have.
+def refuse_unknown(said: str, function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raise TypeError for the first of the arguments given, of which `function` has none.
 
-    >>> refuse_unknown("attend(…", {"is_causal": True}, ["mask"])
+    `said` is the beginning of the call. Suggested are the parameters that have a default.
+
+    >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
     Traceback (most recent call last):
     TypeError: attend(…, is_causal=…): there is no such argument; for a causal mask write
         mask=hw.Causal().
     """
+    parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.default is not one.empty]
     for name in given:
         near = get_close_matches(name, known, n=1)
         told = f"did you mean {near[0]}=?" if near else f"there are: {', '.join(known)}."
         told = f"{_WRITE[name]}." if name in _WRITE else told
-        raise TypeError(f"{function}, {name}=…): there is no such argument; {told}")
+        raise TypeError(f"{said}, {name}=…): there is no such argument; {told}")

@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
                 says what is written for it here.
         """
         if unknown:
-            refuse_unknown("MultiHeadAttention.forward(x", unknown, ("context", "mask", "cache"))
+            refuse_unknown("MultiHeadAttention.forward(x", MultiHeadAttention.forward, unknown)
         self._check_call(x, context, cache)
         if self.observer is not None:
             self.own_positions = context is None

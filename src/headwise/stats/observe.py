@@ -27,10 +27,6 @@ from .results import VIA, Reading, of_some, table_rows
 from .sampling import draw
 from .view import View
 
-_ARGUMENTS = (
-    "mask scale softcap dropout sinks first_query backend queries seed output gradients projection"
-).split()
-
 
 def observe(
     q: Float[Tensor, "B H T D"],
@@ -87,7 +83,7 @@ def observe(
     tensor([1., 2., 3., 4.])
     """
     if unknown:
-        refuse_unknown("observe(q, k, v", unknown, _ARGUMENTS)
+        refuse_unknown("observe(q, k, v", observe, unknown)
     call = Call.of(
         q,
         k,
@@ -455,7 +451,7 @@ def explain(
     max_logit: rows of scores: those whose log-sum-exp can still win
     """
     if unknown:
-        refuse_unknown("explain(q, k, v", unknown, _ARGUMENTS)
+        refuse_unknown("explain(q, k, v", explain, unknown)
     call = Call.of(
         q,
         k,
