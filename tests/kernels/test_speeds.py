@@ -57,19 +57,19 @@ def test_the_fastest_unit_of_a_dtype_is_taken() -> None:
         row("bfloat16", 512, avx512bf16=0.5, avx512=1.5),
         row("float32", avx512=1.0),
     )
-    assert found.unit("bfloat16", UNITS, "plain") == "avx512bf16"  # by the geometric mean
-    assert found.unit("bfloat16", UNITS[1:], "plain") == "avx512"  # of those that there are
-    assert found.unit("float16", UNITS, "plain") == "plain"  # nothing is known
+    assert found.unit(torch.bfloat16, UNITS, "plain") == "avx512bf16"  # by the geometric mean
+    assert found.unit(torch.bfloat16, UNITS[1:], "plain") == "avx512"  # of those that there are
+    assert found.unit(torch.float16, UNITS, "plain") == "plain"  # nothing is known
 
 
 def test_the_speed_is_that_of_the_nearest_call() -> None:
     found = table(
         row(size=64, avx512=1.2), row(size=2048, avx512=0.8), row(training=True, avx512=3)
     )
-    assert found.speed("float32", False, (100, 100, 64), "avx512") == 1.2
-    assert found.speed("float32", False, (1000, 4000, 32), "avx512") == 0.8
-    assert found.speed("float32", True, (1000, 4000, 32), "avx512") == 3
-    assert found.speed("float32", False, (100, 100, 64), "avx2") is None
+    assert found.speed(torch.float32, False, (100, 100, 64), "avx512") == 1.2
+    assert found.speed(torch.float32, False, (1000, 4000, 32), "avx512") == 0.8
+    assert found.speed(torch.float32, True, (1000, 4000, 32), "avx512") == 3
+    assert found.speed(torch.float32, False, (100, 100, 64), "avx2") is None
 
 
 @needs_library

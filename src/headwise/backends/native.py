@@ -124,8 +124,8 @@ def measured(call: Call) -> str:
 
 def _speed(call: Call) -> float | None:
     sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
-    dtype = str(call.q.dtype).removeprefix("torch.")
-    return cpu.table().speed(dtype, call.needs_grad, sizes, cpu.unit(call.q.dtype))
+    dtype = call.q.dtype
+    return cpu.table().speed(dtype, call.needs_grad, sizes, cpu.unit(dtype))
 
 
 def _problem(call: Call, v: Tensor | None) -> Problem:

@@ -163,7 +163,7 @@ def _beside_others(
 def _assert_equal(found: dict[str, tuple[torch.Tensor, ...]]) -> None:
     for name, mine in found.items():
         for one, other in zip(mine, found["sdpa"], strict=True):
-            tolerance = TOLERANCES[str(one.dtype).removeprefix("torch.")]
+            tolerance = TOLERANCES[speeds.name_of(one.dtype)]
             if not torch.allclose(one, other, tolerance, tolerance * float(other.abs().max())):
                 raise AssertionError(f"tune: {name} and sdpa give other numbers; nothing is timed")
 

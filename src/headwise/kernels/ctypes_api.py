@@ -188,15 +188,14 @@ def unit(dtype: torch.dtype) -> str:
     """
     loaded = _loaded()
     number = _forced if _forced >= 0 else _fastest(table(), DTYPES[dtype])
-    return speeds.units_for(str(dtype).removeprefix("torch."), loaded.sets[number:])[0]
+    return speeds.units_for(speeds.name_of(dtype), loaded.sets[number:])[0]
 
 
 @functools.cache
 def _fastest(measured: speeds.Table, dtype: int) -> int:
     loaded = _loaded()
-    name = next(str(x) for x, number in DTYPES.items() if number == dtype)
-    found = measured.unit(name.removeprefix("torch."), loaded.usable, loaded.best)
-    return loaded.sets.index(found)
+    kind = next(x for x, number in DTYPES.items() if number == dtype)
+    return loaded.sets.index(measured.unit(kind, loaded.usable, loaded.best))
 
 
 def _loaded() -> Library:

@@ -59,18 +59,18 @@ class Table:
     rows: tuple[Row, ...]
 
     @functools.cache  # noqa: B019 (tables live as long as the process)
-    def unit(self, dtype: str, usable: tuple[str, ...], otherwise: str) -> str:
+    def unit(self, dtype: torch.dtype, usable: tuple[str, ...], otherwise: str) -> str:
         """The fastest usable unit for a dtype; `otherwise` where none was measured."""
         found: dict[str, list[float]] = {}
         for row in self.rows:
             for name, speed in row.speeds.items():
-                if row.dtype == dtype and name in usable:
+                if row.dtype == name_of(dtype) and name in usable:
                     found.setdefault(name, []).append(math.log(speed))
         return max(found, key=lambda name: sum(found[name]) / len(found[name]), default=otherwise)
 
     @functools.cache  # noqa: B019
     def speed(
-        self, dtype: str, training: bool, sizes: tuple[int, int, int], unit: str
+        self, dtype: torch.dtype, training: bool, sizes: tuple[int, int, int], unit: str
     ) -> float | None:
         """The unit's speed in the call nearest in queries, keys and dim; `None` if not measured."""
 
@@ -78,7 +78,7 @@ class Table:
             pairs = zip((row.queries, row.keys, row.dim), sizes, strict=True)
             return sum(math.log(a / b) ** 2 for a, b in pairs)
 
-        kind = (dtype, training)
+        kind = (name_of(dtype), training)
         alike = [r for r in self.rows if (r.dtype, r.training) == kind and unit in r.speeds]
         return min(alike, key=away).speeds[unit] if alike else None
 
@@ -90,7 +90,13 @@ def processor() -> tuple[str, str]:
     except OSError:
         lines = []
     said = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
-    return said.get("vendor_id", ""), said.get("model name") or platform.machine()
+    model = said.get("model name") or platform.processor() or platform.machine()
+    return said.get("vendor_id", ""), model
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype's name in tables, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def units_for(dtype: str, usable: Iterable[str]) -> list[str]:

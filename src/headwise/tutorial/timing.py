@@ -27,6 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..kernels.speeds import processor
+
 Work = Callable[[], Any]
 Clock = Callable[[], float]
 
@@ -202,12 +204,6 @@ def python_peak_bytes(work: Work) -> int:
 
 def machine() -> dict[str, Any]:
     """Where and with what this runs."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     versions = {}
     for package in ("headwise", "torch", "transformers", "x-transformers"):
         try:
@@ -215,7 +211,7 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "cpu": cpu,
+        "cpu": processor()[1],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
