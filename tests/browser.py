@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from ci import in_ci
 
 FLAGS = [
     "--headless",
@@ -33,7 +34,7 @@ def chromium() -> Iterator[Any]:
     """Debian's Chromium; a skip where there is none, but a failure under CI."""
     path = shutil.which("chromium") or "/usr/bin/chromium"
     if not Path(path).exists():
-        if os.environ.get("CI") == "true":
+        if in_ci():
             pytest.fail("Chromium is missing: apt-get install chromium")
         pytest.skip("needs Chromium")
     from playwright.sync_api import sync_playwright
@@ -47,7 +48,7 @@ def chromium() -> Iterator[Any]:
 def axe_core() -> str:
     """The script of axe-core; a skip where it is not installed, but a failure under CI."""
     if find_spec("axe_playwright_python") is None:
-        if os.environ.get("CI") == "true":
+        if in_ci():
             pytest.fail("axe-core is missing: pip install axe-playwright-python")
         pytest.skip("needs axe-playwright-python")
     return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")

@@ -70,8 +70,3 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fresh.ready()
     monkeypatch.setattr(sandbox.subprocess, "Popen", fresh.Keeper)
-
-
-def in_ci() -> bool:
-    """Under CI a missing tool is a failure, not a skip."""
-    return os.environ.get("CI") == "true"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from conftest import in_ci
+from ci import in_ci
 from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
 from headwise.capture.effects import HeadEffects, join_tables

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fresh
 import headwise as hw
-from conftest import in_ci
+from ci import in_ci
 from headwise.capture import io as seen_file
 from headwise.capture.captured import Watched, load_seen
 from headwise.stats.results import Reading

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import in_ci
+from ci import in_ci
 from headwise.kernels import ctypes_api as cpu
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 import headwise as hw
-from conftest import in_ci
+from ci import in_ci
 from fuzz.case import Case
 from fuzz.drawing import cases
 from fuzz.large import EDGE, far_apart, zeros

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fresh
 import headwise as hw
-from conftest import in_ci
+from ci import in_ci
 from headwise.backends import Call
 from headwise.backends import native as native_module
 from headwise.backends.eager import Eager

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from conftest import in_ci
+from ci import in_ci
 from headwise.backends import Call
 from headwise.backends.blocked import Blocked
 from headwise.backends.native import Native, _problem

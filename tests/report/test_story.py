@@ -281,9 +281,9 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
 
 
 def test_a_copied_link_says_where_it_opens(tab: Tab) -> None:
-    button = tab.page.locator("#glance + .save button").last
-    button.click()
-    assert button.text_content().startswith("copied; it opens on this machine only.")
+    buttons = tab.page.locator("#glance + .save button")
+    buttons.last.click()
+    buttons.filter(has_text=re.compile("^copied; it opens on this machine only")).wait_for()
 
 
 def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import fresh
-from conftest import in_ci
+from ci import in_ci
 from headwise.cli.main import main
 from headwise.report.page import PageError
 from headwise.report.page.ladder import render_ladder, write_ladder
