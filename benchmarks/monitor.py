@@ -120,7 +120,8 @@ def main() -> None:
     timing.show(title, ["", "ms", "× plain"], lines)
     if not chosen.no_record:
         settings = {"rounds": chosen.rounds, "queries": 64, "cpu_time": chosen.cpu_time}
-        print(f"kept in {timing.record('monitor', settings, rows, RESULTS)}")
+        name = "monitor" if chosen.part is None else f"monitor_{chosen.part}"
+        print(f"kept in {timing.record(name, settings, rows, RESULTS)}")
 
 
 if __name__ == "__main__":

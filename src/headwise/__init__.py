@@ -31,12 +31,14 @@ from .report.head_labels import HeadName, Label, is_delimiter, name_heads, namin
 from .report.page.timeline import timeline
 from .stats.accumulate import Running
 from .stats.base import Statistic
+from .stats.explain import Explanation, explain
 from .stats.needs import RowSum
-from .stats.observe import Explanation, Seen, explain, observe
+from .stats.observe import observe
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
 from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
 from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
 from .stats.results import Reading
+from .stats.seen import Seen
 from .telemetry import (
     Alarm,
     History,

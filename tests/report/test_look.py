@@ -18,8 +18,7 @@ from torch import Tensor
 
 from headwise.models.data import TextError, repeated_tokens, train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, load
-from headwise.report import LookError, look, token_texts
-from headwise.report import schema as looked
+from headwise.report import LookError, budget, look, token_texts
 from headwise.report.columns import COLUMNS
 from headwise.report.head_labels import NO_LABEL, label_head
 from headwise.report.label_styles import LABEL_STYLES
@@ -173,7 +172,7 @@ def test_figures_on_random_repeats_equal_attention_written_by_hand(model: GPT, t
 def test_a_long_text_is_shown_in_blocks(
     model: GPT, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looked, "MAP_SIDE", 5)
+    monkeypatch.setattr(budget, "MAP_SIDE", 5)
     seen = look(model, tokenizer, TEXT)
     ids = torch.tensor(tokenizer.encode(TEXT).ids[:CONTEXT])[None]
     block = [i * 5 // CONTEXT for i in range(CONTEXT)]

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headwise.report.budget import budget
 from headwise.report.codec import pack, pack_whole, squeeze, stretch, unpack
 from headwise.report.page import write_page
-from headwise.report.schema import Look, LookFileError, budget, load
+from headwise.report.schema import Look, LookFileError, load
 from looks import decoder, encoder_decoder, image, large
 
 LOOKS = {"decoder": decoder(), "encoder and decoder": encoder_decoder(), "image": image()}

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.mask_algebra import Mask
 from ..core.numbers import said
 from ..stats.base import Statistic
-from ..stats.observe import Seen, observe
+from ..stats.observe import observe
 from ..stats.patterns import At, First, Previous, Self
 from ..stats.per_head import MaxLogit, Norms
 from ..stats.per_query import LSE, Distance, Entropy, Mass, Sink
 from ..stats.results import Reading, table_rows
+from ..stats.seen import Seen
 
 __all__ = ["SeenOfAll", "observe_split_keys"]
 

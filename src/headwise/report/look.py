@@ -19,6 +19,7 @@ from .._text import escaped
 from ..capture.importance import ablation_scan
 from ..capture.importance import importance as importance_of
 from ..capture.modules import evaluating
+from .budget import budget, short_period
 from .collect import (
     Drawing,
     Found,
@@ -35,7 +36,7 @@ from .head_labels import RULES
 from .rows import columns_of, rows_of
 from .sample import RANDOM_ROWS, LookError, Sample, Subject, TokenSubject
 from .samples import Samples
-from .schema import Look, Stream, budget, short_period
+from .schema import Look, Stream
 from .shared import ALONE, Shared
 from .similar import FORMULA, similarity
 from .subjects import subject_of

@@ -16,16 +16,15 @@ import numpy as np
 
 from .._io import write_whole
 from .._text import Brief, escaped
+from .budget import budget
 from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
 from .notebook import InNotebooks
 
 __all__ = [
-    "Budget",
     "Layer",
     "Look",
     "LookFileError",
     "Stream",
-    "budget",
     "finite",
     "load",
     "titles",
@@ -36,12 +35,6 @@ FORMAT = "headwise look 1"
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a document that is none raises."""
 
-MAP_SIDE = 256  # the most cells on a side of a map
-MAP_CELLS = 800_000  # of all maps together: 27 × 27 for each of 1,024 heads
-TOP_ENTRIES = 600_000  # of all heads together: one a query for 1,024 heads on 512 tokens
-MOST_KEYS = 8
-SHORT_PERIOD = 14  # random tokens that come twice, of the piece that is shown
-POSITIONS = 50_000
 FINE_ENTRIES = 150_000  # up to so many top weights, each is kept to 1/65534
 FINE_PAIRS = 512 * 512 // 2  # up to so many pairs of heads, likeness is kept to 1/254
 
@@ -251,45 +244,6 @@ def _said(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-
-
-# --- how much of it is kept ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How fine a look is, so that its page stays below 5 MB.
-
-    map_side: the most cells on a side of a map. top_keys: how many keys a query keeps.
-    positions: the most entries of `entropy` and `received` of a head.
-    """
-
-    map_side: int
-    top_keys: int
-    positions: int
-
-
-def short_period(heads: int) -> int:
-    """Of how many tokens the short piece that comes twice is, for a model of so many heads.
-
-    >>> short_period(16), short_period(1024), short_period(4096)
-    (14, 13, 6)
-    """
-    return max(2, min(SHORT_PERIOD, math.isqrt(MAP_CELLS // heads) // 2))
-
-
-def budget(heads: int, tokens: int) -> Budget:
-    """What can be kept of each of `heads` heads (of all layers together) on `tokens` tokens.
-
-    >>> budget(12, 128)
-    Budget(map_side=128, top_keys=8, positions=128)
-    >>> budget(12 * 12, 1024), budget(32 * 32, 512)
-    (Budget(map_side=74, top_keys=4, positions=347), Budget(map_side=27, top_keys=1, positions=48))
-    """
-    most = max(2, min(MAP_SIDE, math.isqrt(MAP_CELLS // heads)))
-    side = math.ceil(tokens / math.ceil(tokens / most))  # blocks of sizes as equal as can be
-    keys = min(MOST_KEYS, TOP_ENTRIES // (heads * tokens))
-    return Budget(side, keys, max(2, min(tokens, POSITIONS // heads)))
 
 
 # --- as a document ---------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .observe import Seen
 from .results import Reading, figure_rows
 from .running_sums import KINDS, OfQueries, Part, kind_of
+from .seen import Seen
 
 
 class Running:

@@ -1,0 +1,127 @@
+"""Who would serve a call, and how statistics of it would be read: `explain()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..backends import Call, Choice, choose, consider, measured
+from ..core.mask_algebra import Mask
+from ..core.unknown import refuse_unknown
+from .base import Statistic, needs_of
+from .engine import Engine
+from .observe import planned
+from .results import VIA
+from .sampling import draw
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who would serve a call, and why the others would not; how statistics would be read.
+
+    `measured` says what was measured of the native kernel in calls like this one, and on which CPU;
+    `"auto"` takes it only where it was the fastest. `statistics` says by name by which road each
+    comes: `"identity: one more call"`, `"a pass over the scores"`, …, and where there is a choice,
+    why.
+    """
+
+    chosen: str
+    choices: tuple[Choice, ...]
+    statistics: dict[str, str] = field(default_factory=dict)
+    measured: str = ""
+
+    def __str__(self) -> str:
+        lines = []
+        for choice in self.choices:
+            verdict = "; ".join(choice.reasons) or "can serve this call"
+            if choice.name == "native" and self.measured:
+                verdict += f", {self.measured}"
+            arrow = "→" if choice.name == self.chosen else " "
+            lines.append(f"{arrow} {choice.name:8} {verdict}")
+        wide = max((len(name) for name in self.statistics), default=0)
+        lines += [f"  {name:{wide}}  {way}" for name, way in self.statistics.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *statistics: Statistic,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: Float[Tensor, " H"] | None = None,
+    first_query: int | None = None,
+    backend: str = "auto",
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    output: bool = True,
+    gradients: bool = True,
+    projection: Float[Tensor, "O HDv"] | None = None,
+    **unknown: object,
+) -> Explanation:
+    """Every backend with its reasons for refusing the call, and the one that is taken.
+
+    With statistics, also how `observe()` would read each of them; arguments are as there. Nothing
+    is computed.
+
+    Raises:
+        ValueError: as `observe()`.
+
+    >>> import torch
+    >>> q = k = v = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
+    >>> print(explain(q, k, v, softcap=30.0))
+      native   ...
+      sdpa     softcap is not linear in the scores
+    → blocked  can serve this call
+      eager    can serve this call
+    >>> from headwise.stats.per_head import MaxLogit
+    >>> from headwise.stats.per_query import Entropy
+    >>> for name, way in explain(q, k, v, Entropy(), MaxLogit(), softcap=30.0).statistics.items():
+    ...     print(f"{name}: {way}")
+    entropy: a pass over the scores: softcap is not linear in the scores
+    entropy_share: a pass over the scores: softcap is not linear in the scores
+    max_logit: rows of scores: those whose log-sum-exp can still win
+    """
+    if unknown:
+        refuse_unknown("explain(q, k, v", explain, unknown)
+    call = Call.of(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        sinks=sinks,
+        first_query=first_query,
+        function="explain",
+    )
+    chosen, choices = choose(call, backend), tuple(consider(call))
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
+    engine = Engine(
+        call,
+        chosen,
+        call.needs_grad,
+        rows=None if sample is None else sample.rows,
+        drawn=None if sample is None else sample.weights,
+        gradients=gradients,
+        output=output,
+        projection=projection,
+    )
+    routes = planned(engine, statistics, "explain").routes
+    said: dict[str, str] = {}
+    for statistic in statistics:
+        said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
+        for name, need in needs_of(statistic).items():
+            route = routes[need]
+            if route.kind == VIA and need.via is not None:
+                route = routes[need.via]
+            said[name] = str(need.told(route, engine))
+    native = next(choice for choice in choices if choice.name == "native")
+    return Explanation(chosen.name, choices, said, "" if native.reasons else measured(call))

@@ -1,0 +1,212 @@
+"""What one call gave: its output, its log-sum-exp, and the statistics that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .._tables import HeadTable
+from ..core.shapes import as_given
+from .base import Statistic, needs_of
+from .detached import without_graph
+from .entries import entries
+from .execute import Pass
+from .results import Reading, of_some, table_rows
+
+
+class Readings(Mapping[str, Reading]):
+    """What statistics make of a pass, by name.
+
+    Those that are formulas on its figures are worked out when somebody asks, the others at once;
+    all at once where a graph is kept, or where the mask's tensors may have changed by then.
+    """
+
+    def __init__(self, found: Pass, statistics: Sequence[Statistic]) -> None:
+        self._found, self._statistics = found, statistics
+        self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
+        self._owner: dict[str, int] = {}
+        view = found.view
+        whole = view.gradients or torch.compiler.is_compiling() or not view.mask.free
+        for number, statistic in enumerate(statistics):
+            for name in statistic.names:
+                if name in self._owner:
+                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                self._owner[name] = number
+            if whole or not getattr(statistic, "formula", False):
+                self._part(number)
+
+    def _part(self, number: int) -> dict[str, Reading]:
+        """The readings of one statistic."""
+        part = self._parts[number]
+        if part is None:
+            statistic = self._statistics[number]
+            part = statistic.read(self._found)
+            needs = needs_of(statistic).values()
+            of_some_queries = not needs or any(need.scores for need in needs)
+            if self._found.view.rows is not None and of_some_queries:
+                every = self._of_every_query(statistic)
+                drawn = self._found.view.drawn
+                part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
+            self._parts[number] = part
+        return part
+
+    def _of_every_query(self, statistic: Statistic) -> dict[str, Reading]:
+        """The readings of all queries, where drawn ones are looked at and those are at hand."""
+        every, needs = self._found.every, needs_of(statistic).values()
+        if every is None or not needs or not all(need in every.answers for need in needs):
+            return {}
+        with torch.no_grad():
+            return statistic.read(every)
+
+    def __getitem__(self, name: str) -> Reading:
+        if name not in self._owner:  # such as the contribution, where a projection is known
+            self._owner |= {x: n for n in range(len(self._parts)) for x in self._part(n)}
+        return self._part(self._owner[name])[name]
+
+    def values_of(self, name: str) -> Tensor | None:
+        """A figure's values, where they are the answer to a need as it stands."""
+        number = self._owner.get(name)
+        statistic = None if number is None else self._statistics[number]
+        if name not in getattr(statistic, "as_found", ()):
+            return None
+        need = statistic.needs[name]  # type: ignore[union-attr]
+        every = self._found.every
+        return None if every and need in every.answers else self._found.answers[need]
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names that were asked for; none is worked out."""
+        return tuple(self._owner)
+
+    def __repr__(self) -> str:
+        return f"<Readings: {', '.join(self.known)}>"
+
+    def __iter__(self) -> Iterator[str]:
+        for number in range(len(self._parts)):
+            yield from self._part(number)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Seen(HeadTable):
+    """What one call gave: the output, its log-sum-exp, and every statistic asked for.
+
+    `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
+    queries, n of them stand in place of T. The first and the last of drawn queries stand for
+    themselves, the others for more (`seen.reading(name).weights`), so that a plain mean over n is
+    none over T; what is per key or head, and `table()`, weighs them. `lse` is that of all queries
+    where the output was computed with it, else of those looked at.
+    """
+
+    found: Pass = field(repr=False)
+    readings: Readings = field(repr=False)
+    output: Float[Tensor, "B H T Dv"] | None = None
+    lost: bool = False
+    """Whether statistics could have had a gradient, and were asked for without."""
+
+    def __repr__(self) -> str:
+        e = self.found.extent
+        sizes = f"batch {e.batch}, {e.heads} heads, {e.queries} queries, {e.keys} keys"
+        return f"<Seen: {sizes}; {', '.join(('lse', *self.readings.known))}>"
+
+    @property
+    def lse(self) -> Float[Tensor, "B H _"]:
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        with self._as_given():
+            return self.found.lse
+
+    @property
+    def out(self) -> Float[Tensor, "B H T Dv"]:
+        """The attention output.
+
+        Raises:
+            ValueError: it was observed with `output=False`.
+        """
+        if self.output is None:
+            raise ValueError("seen.out: observed with output=False, so there is no output")
+        return self.output
+
+    def _as_given(self) -> AbstractContextManager[object]:
+        """What is worked out later is so without autocast too."""
+        if torch._C._is_any_autocast_enabled():
+            return as_given(self.found.view.device)
+        return nullcontext()
+
+    @property
+    def rows(self) -> Tensor:
+        """Which of the queries looked at may attend to anything; broadcasts to `[B, H, n]`."""
+        return self.found.valid_rows
+
+    @property
+    def queries(self) -> Int[Tensor, " n"]:
+        """The numbers of the queries looked at, in order."""
+        return self.found.view.queries
+
+    def weights(
+        self,
+        heads: int | Sequence[int] | slice | None = None,
+        queries: int | Sequence[int] | slice | None = None,
+        keys: int | Sequence[int] | slice | None = None,
+    ) -> Float[Tensor, "B h t s"]:
+        """Exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
+
+        Args:
+            heads, queries, keys: numbers or slices; default all. Of sampled queries, their places
+                in `seen.queries`.
+
+        Raises:
+            ValueError: a number that there is not.
+
+        >>> import headwise as hw
+        >>> q = k = v = torch.randn(1, 2, 300, 8)
+        >>> seen = hw.observe(q, k, v, mask=hw.Causal())
+        >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
+        tensor(1.)
+        """
+        with torch.no_grad(), as_given(self.found.view.device):
+            return entries(self.found.view, self.found.of_rows, heads, queries, keys)
+
+    def __getitem__(self, name: str) -> Tensor:
+        values = self.readings.values_of(name)
+        return without_graph(self.reading(name).values if values is None else values, self.lost)
+
+    def reading(self, name: str) -> Reading:
+        """A statistic with the rows that count in its mean.
+
+        Raises:
+            KeyError: a name that was not asked for; the message lists those that were.
+        """
+        if name == "lse" and name not in self.readings:
+            with self._as_given():
+                some = self.found.view.rows is not None
+                return Reading(self.found.of_rows, self.rows, sampled=some)
+        if name not in self.readings:
+            known = ", ".join(["lse", *self.readings])
+            raise KeyError(f"{name!r} was not observed; there are: {known}")
+        return self.readings[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics at hand."""
+        return tuple(self.readings)
+
+    def table(self) -> list[dict[str, float | int]]:
+        """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
+
+        Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
+        of the kernel's own pass, of masses on single keys beside the log-sum-exp of all queries,
+        and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
+        the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
+        may be higher. A mass whose pattern has no target on some rows is averaged over the others,
+        and `<name>_coverage` is their share.
+        """
+        readings = {name: [reading] for name, reading in self.readings.items()}
+        rows = table_rows(readings, self.found.extent.heads)
+        return [{"head": h, **row} for h, row in enumerate(rows)]
