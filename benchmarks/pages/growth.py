@@ -28,6 +28,8 @@ COLOURS = {
 NAMES = {"clip": "clipping", "floor": "the floor", "clip and floor": "both"}
 FLAT = 0.1
 """Of the entropy that even attention would have: under this a head has collapsed."""
+EARLY = 50
+"""By this step an alarm comes early enough to act on."""
 
 # What a user writes; it runs in the tests with the rest of the page.
 SNIPPET = """
@@ -171,6 +173,14 @@ def _page(run: dict[str, Any]) -> str:
         f"![Largest logit and loss over training, by method]({PICTURE})",
         "## What it says",
         *(prose(_verdict(run, rate)) for rate in settings["rates"]),
+        "## When heads are named",
+        prose(
+            f"""`hw.Monitor` with the rules it has by default, every {settings["every"]}th step
+            recorded, on the plain runs; losses are means of {settings["every"]} steps. The clipped
+            run has the same weights and batches, and goes on to learn."""
+        ),
+        table(ALARM_HEAD, _alarm_rows(run)),
+        prose(_silent(run)),
         prose(
             """High rates amplify rounding: on another CPU the same seeds give other digits. One
             small model and one text: the figures say what these means do here, and not which limit
@@ -178,6 +188,50 @@ def _page(run: dict[str, Any]) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+ALARM_HEAD = [
+    "learning rate",
+    "seed",
+    "first alarm",
+    "at step",
+    f"heads named by step {EARLY}",
+    "loss then",
+    "of the clipped run",
+]
+
+
+def _alarm_rows(run: dict[str, Any]) -> list[list[str]]:
+    """The first alarm of each plain run, beside the losses of that moment."""
+    rows = []
+    for rate in run["settings"]["rates"]:
+        for plain, held in zip(chosen(run, rate, "plain"), chosen(run, rate, "clip"), strict=True):
+            place = ["" if plain["seed"] else f"{rate:g}", str(plain["seed"])]
+            if not plain["alarms"]:
+                rows.append([*place, "none", "–", "0", "–", "–"])
+                continue
+            first = plain["alarms"][0]
+            early = {one["head"] for one in plain["alarms"] if one["step"] <= EARLY}
+            then = [f"{loss_at(one, first['step']):.3f}" for one in (plain, held)]
+            rule = f"{first['rule']} ({first['head']})"
+            rows.append([*place, rule, str(first["step"]), str(len(early)), *then])
+    return rows
+
+
+def loss_at(one: dict[str, Any], step: int) -> float:
+    """A run's loss when a step was recorded."""
+    return next(mark["loss"] for mark in one["marks"] if mark["step"] >= step)
+
+
+def _silent(run: dict[str, Any]) -> str:
+    """What the alarms did where nothing went wrong."""
+    settings = run["settings"]
+    healthy = chosen(run, settings["healthy"], "plain")
+    named = sum(bool(one["alarms"]) for one in healthy)
+    said = f"""Plain runs at {settings["healthy"]:g}, where the largest logit ends at
+        {_range(last(healthy, "max_logit"))} and the held-out loss at
+        {_range(losses(healthy), "{:.3f}".format)}: """
+    return said + (f"an alarm in {named} of {len(healthy)}." if named else "no alarm in any.")
 
 
 def _cells(some: list[dict[str, Any]], heads: int) -> list[str]:

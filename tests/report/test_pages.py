@@ -266,12 +266,21 @@ def grown() -> dict[str, Any]:
 
 
 def test_logits_grow_and_are_held(grown: dict[str, Any]) -> None:
-    tops = {one["method"]: growth.last([one], "max_logit")[0] for one in grown["runs"]}
+    runs = [one for one in grown["runs"] if one["rate"] in growth.toy().rates]
+    tops = {one["method"]: growth.last([one], "max_logit")[0] for one in runs}
     assert list(tops) == list(logit_growth.METHODS)
     assert tops["plain"] > 300
     assert max(top for name, top in tops.items() if name != "plain") < 0.5 * tops["plain"]
-    entropies = {one["method"]: growth.shares([one])[0] for one in grown["runs"]}
+    entropies = {one["method"]: growth.shares([one])[0] for one in runs}
     assert min(entropies["floor"], entropies["clip"]) > 2 * entropies["plain"]
+
+
+def test_heads_whose_logits_grow_are_named_and_no_others(grown: dict[str, Any]) -> None:
+    plain, *_, healthy = grown["runs"]
+    assert healthy["alarms"] == []
+    assert {one["rule"] for one in plain["alarms"]} >= {"max_logit > 100"}
+    step = next(m["step"] for m in plain["marks"] if m["max_logit"] > 100)
+    assert plain["alarms"][0]["step"] == step
 
 
 def test_means_that_do_nothing_change_nothing() -> None:
@@ -301,6 +310,13 @@ def test_the_page_of_logit_growth_says_what_came_out(grown: dict[str, Any], tmp_
         growth.render(run)[growth.PAGE].split()
     )
     assert "nan" not in drawn[growth.PICTURE]
+    first = run["runs"][0]["alarms"][0]
+    assert f"| {first['rule']} ({first['head']}) | {first['step']} |" in drawn[growth.PAGE]
+    assert "no alarm in any." in " ".join(drawn[growth.PAGE].split())
+    run["runs"][0]["alarms"], run["runs"][-1]["alarms"] = [], [first]
+    silent = " ".join(growth.render(run)[growth.PAGE].split())
+    assert "| none | – | 0 | – | – |" in silent
+    assert "an alarm in 1 of 1." in silent
 
 
 def test_the_recorded_growth_has_the_settings_in_the_code(tmp_path: Path) -> None:
@@ -317,7 +333,8 @@ def test_the_example_of_logit_growth_tells_its_runs(capsys: pytest.CaptureFixtur
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[1:]] == [
-        f"0.01, 0, {name}" for name in logit_growth.METHODS
+        *(f"0.01, 0, {name}" for name in logit_growth.METHODS),
+        "0.001, 0, plain",
     ]
 
 

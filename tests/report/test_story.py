@@ -291,6 +291,8 @@ def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None
         tab.page.locator("#search").fill(text)
         tab.press("Enter")
 
+    tab.page.locator("#search").fill("cat")
+    assert tab.text("#found-by-search") == "2 found: Enter"
     find("cat")
     assert tab.page.url.split("#")[1] == "heads/0.0/1"
     assert tab.text("#found-by-search") == "1 of 2"

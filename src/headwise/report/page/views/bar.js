@@ -83,6 +83,14 @@ async function search() {
   await chooseToken(token, "to");
 }
 
+/** Says while a word is typed how many heads or tokens it names. */
+function sayFound() {
+  searching.text = "";
+  const text = $("search").value.trim();
+  const { length } = text ? searchWord(text) : [];
+  $("found-by-search").textContent = length ? `${whole(length)} found: Enter` : "";
+}
+
 /** Shows what an address names. */
 function goTo(hash) {
   const before = data;
@@ -100,7 +108,7 @@ function connectBar() {
   $("previous-head").addEventListener("click", () => choose((state.row || data.rows.length) - 1));
   $("next-head").addEventListener("click", () => choose((state.row + 1) % data.rows.length));
   $("search-form").addEventListener("submit", (event) => { event.preventDefault(); search(); });
-  $("search").addEventListener("input", () => { searching.text = ""; $("found-by-search").textContent = ""; });
+  $("search").addEventListener("input", sayFound);
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") $("more").open = false;
     if (event.key !== "/" || event.target.matches("input, select, textarea")) return;
