@@ -79,6 +79,6 @@ def attend(
         first_query=first_query,
     )
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
-        out, lse = choose(call, backend).run(call.drawn())
+        out, lse = choose(call, backend).run(call.drawn() if dropout else call)
     check_scores(call, lse)
     return out

@@ -51,7 +51,7 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     if call.kind is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    table = cpu.table() if cpu.library() else None  # it may become another when processes join
+    table = cpu.table()  # it may become another when processes join
     asked = ("backend", name, graph, call.sinks is None, table)
     chosen = call.kind.known.get(asked)
     if chosen is None:

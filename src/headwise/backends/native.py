@@ -109,7 +109,7 @@ def faster(call: Call) -> bool:
 
     Where nothing was measured, it is taken for faster.
     """
-    if cpu.library() is None or torch.compiler.is_compiling():  # a traced choice would be for ever
+    if torch.compiler.is_compiling():  # a traced choice would be for ever
         return True
     return (_speed(call) or 1.0) >= 1.0
 
@@ -117,15 +117,16 @@ def faster(call: Call) -> bool:
 def measured(call: Call) -> str:
     """How fast the kernel was in the calls most like this one, by which unit, on what, and when."""
     unit, table, speed = cpu.unit(call.q.dtype), cpu.table(), _speed(call)
+    assert table is not None
     if speed is None:
         return f"by {unit}; not measured for {call.q.dtype} on {table.cpu}"
     return f"by {unit}, measured {speed:.2f} × as fast as the others: {table.cpu}, {table.measured}"
 
 
 def _speed(call: Call) -> float | None:
+    table, dtype = cpu.table(), call.q.dtype
     sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
-    dtype = call.q.dtype
-    return cpu.table().speed(dtype, call.needs_grad, sizes, cpu.unit(dtype))
+    return table and table.speed(dtype, call.needs_grad, sizes, cpu.unit(dtype))
 
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
@@ -138,7 +139,7 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
             known = None
         if known is not None:
             known["terms"] = terms
-    dropped = 0 if v is None else dropped_of(call.dropout)
+    dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
     return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, known)
 

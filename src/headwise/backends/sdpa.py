@@ -112,8 +112,12 @@ def _bias_bytes(call: Call) -> int:
 
 def _only(call: Call) -> Tile | None:
     """The one tile that is the whole call, if there is such a one."""
-    only = whole(call.mask, call.extent, call.q.device)
+    known = {} if call.kind is None else call.kind.known
+    only = known.get("whole")
+    if only is None:
+        only = whole(call.mask, call.extent, call.q.device)
     if only is not None:
+        known["whole"] = only
         return only
     for tile in cut(call.mask, call.extent, call.q):
         if only is not None or not tile.covers(call.extent):

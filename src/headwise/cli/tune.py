@@ -69,6 +69,7 @@ def tune(
         write_whole(path.parent, {path.name: lambda part: part.write_text(text, "utf-8")})
     speeds.forget()
     table = cpu.table()
+    assert table is not None
     if table.rows:
         console().print(_shown(table))
     at = path if path.exists() else f"shipped with headwise; `headwise tune` would write {path}"

@@ -155,12 +155,12 @@ class Call:
         return not self.mask.free and any(x.requires_grad for x in self.mask.tensors())
 
     def drawn(self) -> Call:
-        """The same call with a seed of its own for its dropout, if it has any.
+        """The same call with a seed of its own for its dropout.
 
         The seed is one draw from the default generator of PyTorch for its device: `manual_seed`
         and the random state that checkpoints keep say what is dropped.
         """
-        return replace(self, seed=draw_seed(self.q.device)) if self.dropout else self
+        return replace(self, seed=draw_seed(self.q.device))
 
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""

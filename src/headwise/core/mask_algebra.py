@@ -123,6 +123,13 @@ def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
 
 
+def _all_free(parts: tuple[Mask, ...]) -> bool:
+    for part in parts:  # noqa: SIM110 (torch.compile follows no generator here)
+        if not part.free:
+            return False
+    return True
+
+
 def _must_be_mask(sign: str, left: object, right: object) -> None:
     if isinstance(right, Mask):
         return
@@ -140,12 +147,8 @@ class And(Mask):
 
     parts: tuple[Mask, ...]
 
-    @property
-    def free(self) -> bool:  # type: ignore[override]
-        for part in self.parts:  # noqa: SIM110 (torch.compile follows no generator here)
-            if not part.free:
-                return False
-        return True
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", _all_free(self.parts))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         answers = [part.allowed(i, j, extent) for part in self.parts]
@@ -193,12 +196,8 @@ class Or(Mask):
 
     from_first_key = True
 
-    @property
-    def free(self) -> bool:  # type: ignore[override]
-        for part in self.parts:  # noqa: SIM110 (torch.compile follows no generator here)
-            if not part.free:
-                return False
-        return True
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", _all_free(self.parts))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         result = None

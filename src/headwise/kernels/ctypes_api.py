@@ -170,14 +170,9 @@ def instructions(name: str) -> Iterator[None]:
         _forced = before
 
 
-def table() -> speeds.Table:
-    """The measurements that the choice of units rests on.
-
-    Raises:
-        RuntimeError: there is no library.
-    """
-    loaded = _loaded()
-    return speeds.table(loaded.usable, loaded.best)
+def table() -> speeds.Table | None:
+    """The measurements that the choice of units rests on; `None` where there is no library."""
+    return None if isinstance(_found, str) else speeds.table(_found.usable, _found.best)
 
 
 def unit(dtype: torch.dtype) -> str:
@@ -187,13 +182,19 @@ def unit(dtype: torch.dtype) -> str:
         RuntimeError: there is no library.
     """
     loaded = _loaded()
-    number = _forced if _forced >= 0 else _fastest(table(), DTYPES[dtype])
+    number = _number(DTYPES[dtype])
     return speeds.units_for(speeds.name_of(dtype), loaded.sets[number:])[0]
 
 
+def _number(dtype: int) -> int:
+    """The place of a dtype's instruction set among those that the library was built for."""
+    return _forced if _forced >= 0 else _fastest(table(), dtype)
+
+
 @functools.cache
-def _fastest(measured: speeds.Table, dtype: int) -> int:
+def _fastest(measured: speeds.Table | None, dtype: int) -> int:
     loaded = _loaded()
+    assert measured is not None
     kind = next(x for x, number in DTYPES.items() if number == dtype)
     return loaded.sets.index(measured.unit(kind, loaded.usable, loaded.best))
 
@@ -221,8 +222,7 @@ _NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
 def _run(function: str, call: CCall) -> int:
     """Run the call; a signal's exception, such as KeyboardInterrupt, is raised from within."""
     loaded = _loaded()
-    number = _forced if _forced >= 0 else _fastest(table(), call.dtype)
-    code = getattr(loaded.handle, function)(ctypes.byref(call), number)
+    code = getattr(loaded.handle, function)(ctypes.byref(call), _number(call.dtype))
     if code == _NO_MEMORY:
         raise MemoryError(f"the native kernel found no memory for {_describe(call)}")
     if code & ~(_NO_NUMBER | _OVERFLOW):

@@ -99,7 +99,7 @@ def observe(
         )
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     made = output if isinstance(output, Tensor) else None
-    if output is True:
+    if output is True and dropout:
         call = call.drawn()
     keeps_graph = call.needs_grad
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
