@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import learn, paths, runs, shared, sixteenth, specialise, wrapper
+from . import learn, paths, relations, runs, shared, sixteenth, specialise, wrapper
 from .words import prose, table
 
 EXPERIMENTS: dict[str, ModuleType] = {
@@ -15,6 +15,7 @@ EXPERIMENTS: dict[str, ModuleType] = {
     "shared": shared,
     "learn": learn,
     "specialise": specialise,
+    "relations": relations,
     "paths": paths,
 }
 DOCS = Path(__file__).parents[2] / "docs"
