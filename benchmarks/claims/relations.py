@@ -1,9 +1,9 @@
 """Do heads catch relations between words? Their strongest keys beside marked sentences.
 
-As Clark et al. 2019, "What Does BERT Look At?", section 4, did: a head is taken as a guess, for each
-word the other word that it looks at most, and the guess is held to what was marked. Weights on the
-tokens of a word are summed, those from the tokens of a word averaged; tokens that the tokenizer adds
-are left out.
+As Clark et al. 2019, "What Does BERT Look At?", section 4, did: a head is taken as a guess, for
+each word the other word that it looks at most, and the guess is held to what was marked. Weights on
+the tokens of a word are summed, those from the tokens of a word averaged; tokens that the tokenizer
+adds are left out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ from .words import and_list, percent, prose, table
 
 OFFSETS = (*range(-15, 0), *range(1, 16))
 """The fixed offsets that heads are held to: so many words on."""
+COLOURS = dict(
+    zip(
+        ("best head, 95 % interval", "best offset", "best head of random weights"),
+        (draw.COLOURS[0], draw.COLOURS[1], "#555555"),
+        strict=True,
+    )
+)
 FEWEST = 20  # words with a target in either half, below which nothing is said
 
 
@@ -66,7 +73,7 @@ class Settings:
     seed: int = 0
 
 
-TOY = Settings(models=("built-in",), sentences=60, draws=20)
+TOY = Settings(models=("built-in",), sentences=50, draws=20)
 
 
 def minilm() -> tuple[nn.Module, Any]:
@@ -95,12 +102,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 def word_weights(model: nn.Module, tokenizer: Any, sentence: Sentence) -> Tensor:
-    """The weights of every head between the words of a sentence, `[layers, heads, words, words]`."""
+    """The weights of every head between the words of a sentence, `[layers, heads, words, words]`.
+
+    A map of as many blocks as there are tokens is the weights themselves, of all layers at once.
+    """
     ids, words = tokens(tokenizer, sentence)
-    with hw.watch(model, hw.LSE()) as seen, torch.no_grad():
+    with hw.watch(model, hw.Map(ids.shape[1])) as seen, torch.no_grad():
         model(ids)
-    weights = torch.cat([hw.attention_of(model, ids, layer) for layer in seen.modules])
-    return of_words(weights, words)
+    return of_words(torch.cat([seen[layer]["map"] for layer in seen.modules]), words)
 
 
 def looks(
@@ -201,9 +210,7 @@ def trials(
     if not where:
         shape = guesses[0].shape[:-1]
         return Trials(torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, len(OFFSETS)))
-    return Trials(
-        torch.tensor(where), torch.stack(heads).double(), torch.stack(offsets).double()
-    )
+    return Trials(torch.tensor(where), torch.stack(heads).double(), torch.stack(offsets).double())
 
 
 def best_head(chosen_on: Trials) -> tuple[int, int]:
@@ -257,7 +264,7 @@ def measure(settings: Settings, told: Callable[[str], None] = print) -> dict[str
         told(f"relations: {name}, {len(sentences)} sentences")
         model, tokenizer = MODELS[name]()
         weights = [[word_weights(model, tokenizer, one) for one in half] for half in halves]
-        causal = all(not one.triu(1).any() for half in weights for one in half)
+        causal = all(bool((one.triu(1) < 1e-4).all()) for half in weights for one in half)
         guesses = [[strongest(one) for one in half] for half in weights]
         torch.manual_seed(settings.seed)
         drawn: Any = type(model)(cast(Any, model).config)  # the same model with random weights
@@ -309,7 +316,8 @@ def section(run: dict[str, Any]) -> str:
     marked = and_list(f"{count} of {_pair_of(name)}" for name, count in run["pairs"].items())
     parts = []
     for name, model in run["models"].items():
-        parts += [_about(name, model), table(HEAD, map(_line, *zip(*model["rows"].items())))]
+        lines = [_line(title, row) for title, row in model["rows"].items()]
+        parts += [_about(name, model), table(HEAD, lines)]
     return "\n\n".join(
         [
             '## "One head catches subject and verb, another adjective and noun"',
@@ -384,86 +392,97 @@ def _with_ends(found: Sequence[float]) -> str:
 def _points(found: Sequence[float]) -> str:
     """A difference of shares in points.
 
-    >>> _points([0.1, -0.02, 0.22])
-    '+10 (−2 to +22)'
+    >>> _points([0.1, -0.02, 0.001])
+    '+10 (−2 to 0)'
     """
-    middle, low, high = (f"{100 * value:+.0f}".replace("-", "−") for value in found)
+    rounded = (round(100 * value) for value in found)
+    middle, low, high = (f"{one:+d}".replace("-", "−") if one else "0" for one in rounded)
     return f"{middle} ({low} to {high})"
 
 
 def verdict(run: dict[str, Any]) -> str:
     """What came out, in words that follow the figures."""
-    every = [row for model in run["models"].values() for row in model["rows"].values()]
-    better = sum(row["gain"][1] > 0 for row in every)
-    answer = "Not here." if not better else "Some do." if better < len(every) else "Yes, here."
-    said = [answer, *(_of_model(name, model) for name, model in run["models"].items())]
+    short = [f"{_word(model['rows'])} in {name}" for name, model in run["models"].items()]
+    answer = ", ".join(short)
+    said = [f"{answer[0].upper()}{answer[1:]}."]
+    said += [_of_model(name, model["rows"]) for name, model in run["models"].items()]
     said.append(
-        """A head that hits where its offset misses goes by more than the place; that it does so by
-        grammar is not shown: these sentences are short, and the relation's words are often the
-        likeliest ones in reach."""
+        """To hit a target is not to know grammar: a head that looks at the next noun finds objects
+        and the nouns of determiners alike. Clark et al. report more than 75 % for heads of a larger
+        BERT on objects, determiners and prepositions; these are small models, plain sentences, and
+        marks of one reader."""
     )
     return " ".join(said)
 
 
-def _of_model(name: str, model: dict[str, Any]) -> str:
-    rows = model["rows"]
-    if not rows:
-        return f"On {name} there are too few words to tell."
-    better = {title: row for title, row in rows.items() if row["gain"][1] > 0}
-    worse = [title for title, row in rows.items() if row["gain"][2] < 0]
-    said = f"In {name} the best head beats the best offset in {len(better)} of {len(rows)} directions"
+def _sorted_out(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[str], list[str]]:
+    """The directions where the head is better than the offset, most first; even; worse."""
+    most = sorted(rows, key=lambda title: -rows[title]["gain"][0])
+    better = [title for title in most if rows[title]["gain"][1] > 0]
+    worse = [title for title in most if rows[title]["gain"][2] < 0]
+    return better, [title for title in most if title not in (*better, *worse)], worse
+
+
+def _word(rows: dict[str, dict[str, Any]]) -> str:
+    """Whether heads catch relations, in a word."""
+    better = len(_sorted_out(rows)[0])
+    if not better:
+        return "no"
+    return "yes" if better == len(rows) else "mostly" if 2 * better > len(rows) else "partly"
+
+
+def _of_model(name: str, rows: dict[str, dict[str, Any]]) -> str:
+    """What came out in one model."""
+    better, even, worse = _sorted_out(rows)
+    said = f"In {name} the best head beats the best offset in {len(better)} of {len(rows)} lines"
     if better:
-        most = sorted(better.items(), key=lambda pair: -pair[1]["gain"][0])
-        named = and_list(
-            f"{title} ({row['head']}, {percent(row['hits'][0])} beside {percent(row['offset_hits'][0])})"
-            for title, row in most
-        )
-        said += f": {named}"
-    said += f"; an offset beats it in {len(worse)}"
-    said += f" ({and_list(worse)})." if worse else "."
-    by_head: dict[str, list[str]] = {}
+        told = [
+            f"{title} (head {rows[title]['head']}: {percent(rows[title]['hits'][0])} beside "
+            f"{percent(rows[title]['offset_hits'][0])})"
+            for title in better[:3]
+        ]
+        said += f", most in {and_list(told)}"
+    said += f"; no difference is shown in {and_list(even)}" if even else ""
+    said += f"; the offset is better in {and_list(worse)}" if worse else ""
+    lines_of: dict[str, list[str]] = {}
     for title, row in rows.items():
-        by_head.setdefault(row["head"], []).append(title)
-    shared = [f"{head} for {and_list(titles)}" for head, titles in by_head.items() if titles[1:]]
-    said += f" The best of the {len(rows)} are {len(by_head)} heads"
-    return said + (f", {and_list(shared)}." if shared else ", another for each.")
+        lines_of.setdefault(row["head"], []).append(title)
+    shared = [f"{head} for {and_list(of)}" for head, of in lines_of.items() if len(of) > 1]
+    said += f". The best of the {len(rows)} lines are {len(lines_of)} heads"
+    return said + (f": {'; '.join(shared)}." if shared else ", another in each line.")
 
 
 def pictures(run: dict[str, Any]) -> dict[str, str]:
     """A panel a model, a line a direction: the best head with its interval, and the best offset."""
     titles = [direction.title for direction in DIRECTIONS]
     height, left, wide = 22, 190, 300
-    count = len(run["models"])
-    picture = draw.Picture(left + (wide + 40) * count, 110 + height * len(titles))
-    head, offset, luck = draw.COLOURS[0], draw.COLOURS[1], "#555555"
-    names = {"best head": head, "best offset": offset, "best head of random weights": luck}
-    draw.legend(picture, left, 24, names)
+    picture = draw.Picture(left + (wide + 40) * len(run["models"]), 110 + height * len(titles))
+    draw.legend(picture, left, 24, COLOURS)
     for row, title in enumerate(titles):
         picture.text(left - 12, 70 + height * (row + 0.5) + 4, title, "end")
     for number, (name, model) in enumerate(run["models"].items()):
-        axes = draw.Axes(left + (wide + 40) * number, 70, wide, height * len(titles), (0, 1), (0, 1))
+        axes = draw.Axes(
+            left + (wide + 40) * number, 70, wide, height * len(titles), (0, 1), (0, 1)
+        )
         draw.frame(picture, axes, name, (0, 0.25, 0.5, 0.75, 1), (), "words whose target is hit")
         for row, title in enumerate(titles):
-            y = axes.top + height * (row + 0.5)
-            _draw_row(picture, axes, y, model["rows"].get(title), (head, offset, luck))
+            _draw_row(picture, axes, axes.top + height * (row + 0.5), model["rows"].get(title))
     return {"claims-relations.svg": picture.svg()}
 
 
-def _draw_row(
-    picture: draw.Picture,
-    axes: draw.Axes,
-    y: float,
-    row: dict[str, Any] | None,
-    colours: tuple[str, str, str],
-) -> None:
+def _draw_row(picture: draw.Picture, axes: draw.Axes, y: float, row: dict[str, Any] | None) -> None:
     """The marks of one direction; of none, that there is nothing to tell."""
     picture.line([(axes.left, y), (axes.left + axes.width, y)], draw.GREY, 1)
     if row is None:
-        picture.text(axes.left + 4, y - 2, "too few", size=9)
+        picture.text(axes.left + 4, y - 2, "too few words", size=10)
         return
-    head, offset, luck = colours
-    x, low, high = (axes.at(value, 0)[0] for value in row["hits"])
+
+    def at(share: float) -> float:
+        return axes.at(share, 0)[0]
+
+    head, offset, luck = COLOURS.values()
+    middle, low, high = map(at, row["hits"])
+    picture.box(at(row["untrained"]) - 2, y - 7, 4, 14, luck)
+    picture.box(at(row["offset_hits"][0]) - 2, y - 9, 4, 18, offset)
     picture.line([(low, y), (high, y)], head, 2)
-    for value, colour in ((row["untrained"], luck), (row["offset_hits"][0], offset)):
-        picture.box(axes.at(value, 0)[0] - 2, y - 7, 4, 14, colour)
-    picture.box(x - 5, y - 5, 10, 10, head)
+    picture.box(middle - 4, y - 4, 8, 8, head)

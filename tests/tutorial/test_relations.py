@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import headwise as hw
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
-from benchmarks.claims import relation_page, relations, runs, sentences  # noqa: E402
-from benchmarks.claims.relations import OFFSETS, Direction, Settings, Trials  # noqa: E402
-from benchmarks.claims.sentences import RELATIONS, Sentence, sentence_of  # noqa: E402
+from benchmarks.claims import relation_page, relations, runs, sentences
+from benchmarks.claims.relations import OFFSETS, Direction, Settings, Trials
+from benchmarks.claims.sentences import RELATIONS, Sentence, sentence_of
 
 SENTENCES = sentences.read()
 DETERMINERS = set(
@@ -28,8 +30,8 @@ DETERMINERS = set(
 ARTICLES = {"the", "a", "an"}
 PREPOSITIONS = set(
     "about above across after against along among at before behind below beneath beside between "
-    "beyond by during for from in into like near of on over since than through to toward under "
-    "until with within without".split()
+    "beyond by during for from in into like near of on outside over since than through to toward "
+    "under until with within without".split()
 )
 PRONOUNS = set("he him his himself she her herself it its itself they them their".split())
 KNOWN = {"determiner": DETERMINERS, "preposition": PREPOSITIONS, "coreference": PRONOUNS}
@@ -170,7 +172,11 @@ def test_heads_that_always_never_and_by_place_hit_are_told_apart() -> None:
     assert found.heads[:, 0].mean(0).tolist() == [1.0, 0.0, 0.5]
     assert found.sentence.tolist() == [0, 0, 1, 1]
     by_offset = dict(zip(OFFSETS, found.offsets.mean(0).tolist(), strict=True))
-    assert {offset: share for offset, share in by_offset.items() if share} == {1: 0.5, 2: 0.25, 3: 0.25}
+    assert {offset: share for offset, share in by_offset.items() if share} == {
+        1: 0.5,
+        2: 0.25,
+        3: 0.25,
+    }
     row = relations.outcome(found, found, SMALL)
     assert (row["head"], row["offset"]) == ("0.0", 1)
     assert (row["hits"], row["offset_hits"][0], row["gain"][0]) == ([1.0, 1.0, 1.0], 0.5, 0.5)
@@ -205,7 +211,7 @@ def test_pieces_of_a_word_are_summed_as_keys_and_averaged_as_queries() -> None:
     assert made.shape == (2, 4, 4)
     torch.testing.assert_close(made[:, 1, 0], weights[:, 3, 1] + weights[:, 3, 2])
     torch.testing.assert_close(made[:, 0, 2], (weights[:, 1, 4] + weights[:, 2, 4]) / 2)
-    with pytest.raises(ValueError, match="no token is of ran"):
+    with pytest.raises(ValueError, match="no token is of Ann"):
         relations.word_of_tokens(["Ann ran", " far", "."], sentence)
 
 
@@ -236,6 +242,20 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
         _, low, high = relations.interval_of(hit[:, None], sentence, settings)[0]
         covered += low <= 0.3 <= high
     assert 178 <= covered <= 198
+
+
+def test_weights_are_those_of_the_model_and_looks_their_strongest() -> None:
+    model, tokenizer = relations.MODELS["built-in"]()
+    sentence = SENTENCES[0]
+    ids, words = relations.tokens(tokenizer, sentence)
+    found = relations.word_weights(model, tokenizer, sentence)
+    exact = relations.of_words(hw.attention_of(model, ids, 1), words)[0]
+    torch.testing.assert_close(found[1], exact, atol=1e-5, rtol=0)
+    looks = relations.looks(model, tokenizer, sentence, 1, 2)
+    assert [key for key, _ in looks] == relations.strongest(found[1, 2]).tolist()
+    assert [share for _, share in looks] == pytest.approx(
+        [float(exact[2, word, key]) for word, (key, _) in enumerate(looks)]
+    )
 
 
 # --- the page of a head ---------------------------------------------------------------------------
