@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     if best is None:
         parser.error(f"{chosen.model} has no head on record for {direction.title}")
     sentence = example(direction) if chosen.text is None else sentence_of(chosen.text)
+    if len(sentence.spans) < 2:
+        parser.error(f"--text {chosen.text!r}: a head's strongest key needs two words at least")
     model, tokenizer = MODELS[chosen.model]()
     found = looks(model, tokenizer, sentence, *best)
     targets = sentence.targets(direction.relation, direction.backward)

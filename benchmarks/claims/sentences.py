@@ -23,7 +23,7 @@ RELATIONS = {
 HALVES = ("choose", "score")
 """What a sentence is for: heads are chosen on one half, and scored on the other."""
 
-_WORD = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*|[^\w\s]")
+_WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
 _PAIR = re.compile(r"([^>/]+)(?:/(\d+))?>([^>/]+)(?:/(\d+))?")
 
 
@@ -95,10 +95,10 @@ def sentence_of(text: str, half: str = HALVES[1], **pairs: str) -> Sentence:
 
 
 def spans_of(text: str) -> tuple[tuple[int, int], ...]:
-    """Where words and punctuation marks stand; a word with hyphens is one.
+    """Where words and punctuation marks stand; what a hyphen or an apostrophe joins is one word.
 
-    >>> [("A well-known man, Ann."[start:stop]) for start, stop in spans_of("A well-known man.")]
-    ['A', 'well-known', 'man', ',']
+    >>> sentence_of("A well-known man's 2 hats.").words
+    ['A', 'well-known', "man's", '2', 'hats', '.']
     """
     return tuple(word.span() for word in _WORD.finditer(text))
 
