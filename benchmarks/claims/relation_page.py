@@ -9,8 +9,8 @@ import headwise as hw
 from headwise.report.page import write_page
 
 from . import runs
-from .relations import DIRECTIONS, MODELS, Direction, looks, tokens
-from .sentences import HALVES, Sentence, read, sentence_of
+from .relations import MODELS, looks, tokens
+from .sentences import DIRECTIONS, HALVES, Direction, Sentence, read, sentence_of
 
 NAMES = {"-".join(direction.ends): direction for direction in DIRECTIONS}
 

@@ -54,6 +54,31 @@ class Sentence:
         return found
 
 
+@dataclass(frozen=True)
+class Direction:
+    """A relation, read from the first word of its pairs to the second, or backward."""
+
+    relation: str
+    backward: bool = False
+
+    @property
+    def title(self) -> str:
+        """
+        >>> Direction("subject", backward=True).title
+        'verb → subject'
+        """
+        return " → ".join(self.ends)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the word is that looks, and what its target is."""
+        first, second = RELATIONS[self.relation]
+        return (second, first) if self.backward else (first, second)
+
+
+DIRECTIONS = tuple(Direction(name, back) for name in RELATIONS for back in (False, True))
+
+
 def read(file: Path = FILE) -> list[Sentence]:
     """Every sentence, in the order of the file.
 

@@ -18,9 +18,9 @@ import headwise as hw
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is not installed
 
-from benchmarks.claims import relation_page, relations, runs, sentences
-from benchmarks.claims.relations import OFFSETS, Direction, Settings, Trials
-from benchmarks.claims.sentences import RELATIONS, Sentence, sentence_of
+from benchmarks.claims import relation_page, relations, relations_told, runs, sentences
+from benchmarks.claims.relations import OFFSETS, Settings, Trials
+from benchmarks.claims.sentences import RELATIONS, Direction, Sentence, sentence_of
 
 SENTENCES = sentences.read()
 DETERMINERS = set(
@@ -269,6 +269,14 @@ def test_weights_are_those_of_the_model_and_looks_their_strongest() -> None:
     )
 
 
+def test_a_difference_counts_where_both_halves_show_it() -> None:
+    up, none, down = [0.2, 0.1, 0.3], [0.0, -0.1, 0.1], [-0.2, -0.3, -0.1]
+    pairs = {"a": (up, up), "b": (up, none), "c": (none, up), "d": (down, down), "e": (up, down)}
+    rows = {name: {"gain": one, "swapped": {"gain": two}} for name, (one, two) in pairs.items()}
+    better, even, worse = relations_told.sorted_out(rows)
+    assert (better, sorted(even), worse) == (["a"], ["b", "c", "e"], ["d"])
+
+
 # --- the page of a head ---------------------------------------------------------------------------
 
 
@@ -306,7 +314,7 @@ def test_weights_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatc
         relations.minilm()
 
 
-@pytest.mark.parametrize("module", [relation_page, relations, sentences])
+@pytest.mark.parametrize("module", [relation_page, relations, relations_told, sentences])
 def test_examples_in_the_code_run(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted
