@@ -21,6 +21,7 @@ from .call_lines import lines_of
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
+from .scores import named_by_scores
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
@@ -77,7 +78,11 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     if mistaken is not None:
         base, faults = mistaken
         return findings + [_finding(case, subject, base, one) for one in faults]
-    return findings or [_unexplained(case, subject, bases[0])]
+    named_alone = [
+        _finding(case, subject, None, one)
+        for one in named_by_scores(case, bases, subject.causal_from not in ("seen", "unknown"))
+    ]
+    return findings or named_alone or [_unexplained(case, subject, bases[0])]
 
 
 def _passed(reading: Projections, base: Variant) -> Finding:
@@ -108,15 +113,17 @@ def _unread(reason: str) -> Finding:
 
 
 def _finding(
-    case: Case, subject: Target, base: Variant, fault: Fault, large: bool = False
+    case: Case, subject: Target, base: Variant | None, fault: Fault, large: bool = False
 ) -> Finding:
+    """What is said of a fault; with no base there is no right output to show beside it."""
     names = words_of(case.reading, case.inputs[1].shape[1])
     message, hint = fault.message.format(**names), fault.hint.format(**names)
     line = lines_of(case.subject, case.inputs[1], fault.rule)
     severity = fault.severity
     if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"
-    return Finding(fault.rule, severity, message, hint + line, _example(case, subject, base, large))
+    example = None if base is None else _example(case, subject, base, large)
+    return Finding(fault.rule, severity, message, hint + line, example)
 
 
 def _example(case: Case, subject: Target, base: Variant, large: bool = False) -> Example | None:

@@ -26,6 +26,7 @@ class LineCall:
     place: tuple[str, int] | None
     square: bool  # whether its result is [..., T, T], as scores and weights are
     drops: bool  # whether it drops numbers
+    scores: Tensor | None = None  # what a softmax is taken of
 
 
 class Calls(TorchFunctionMode):
@@ -51,8 +52,22 @@ class Calls(TorchFunctionMode):
                 return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
-        self.made.append(LineCall(name, _users_line(), square, drops))
+        scores = _scores(name, args, kwargs) if square or name == FUSED else None
+        self.made.append(LineCall(name, _users_line(), square, drops, scores))
         return result
+
+
+def _scores(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What a softmax is taken of, or what the fused function takes its own of."""
+    if name == "softmax":
+        return args[0] if args else kwargs.get("input")
+    if name != FUSED or len(args) < 2:
+        return None
+    q, k = args[:2]
+    if q.ndim == 4 and q.shape[1] % k.shape[1] == 0:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scale = kwargs.get("scale")
+    return q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def lines_of(subject: Target, x: Tensor, rule: str) -> str:

@@ -72,6 +72,8 @@ def case_of(subject: Target, drops: bool = False) -> Case:
     """
     trial = subject.randomised().double()
     reading = read_off(trial)
+    if trial.only:
+        raise Unreadable(f"it takes {trial.most_tokens} tokens, and no other number")
     lengths = _lengths(trial, reading)
     inputs = tuple(trial.input(tokens=t, batch=_batch(reading), seed=t) for t in lengths)
     try:

@@ -331,10 +331,16 @@ def _scale(scale: str | float, sizes: Numbers) -> float:
     return SCALES[scale](sizes) if isinstance(scale, str) else scale
 
 
+def products(q: Tensor, k: Tensor, variant: Variant) -> Tensor:
+    """`[B, H, T, S]`: queries times keys, before any scale."""
+    k = _shared(k, q.shape[1], variant.share, "keys")
+    turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
+    return q @ (turned if variant.turned_keys == "reshaped" else k.mT)
+
+
 def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Variant) -> Tensor:
     """What the values are weighted with, with all that the definition does not do."""
-    turned = k.reshape(*k.shape[:2], k.shape[3], k.shape[2])
-    scores = q @ (turned if variant.turned_keys == "reshaped" else k.mT)
+    scores = products(q, k, variant)
     scores = scores if _after(variant) else scores * scale
     if variant.softcap is not None:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)

@@ -53,7 +53,8 @@ class CheckRule:
 
 def _rule(name: str, row: dict[str, Any]) -> CheckRule:
     usual = {"message": row.get("message", "")}
-    tables = {way: text for way, text in row.items() if isinstance(text, dict)}
+    others = _ROWS[row["like"]] if "like" in row else {}
+    tables = {way: text for way, text in (others | row).items() if isinstance(text, dict)}
     ways = {way: Wording(**usual | text) for way, text in tables.items() if way != "suspects"}
     texts = name, row["says"], row["lesson"], row["evidence"], row.get("about", "numbers")
     explains = tuple(row.get("explains", ()))

@@ -69,6 +69,9 @@ NUMBERS = _by_rule(
     context,
 )
 
+OTHER_LENGTHS = {"prefix", "equal-tokens", "one-token", "cross", "cache", "context"}
+"""Rules that are told by calls with another number of tokens."""
+
 ALWAYS = _by_rule(
     registered,
     move,
@@ -96,6 +99,9 @@ def run(subject: Target) -> list[Finding]:
     for rule, probe in PROBES.items():
         if stopped and rule in NUMBERS:
             results.append(skipped(rule, f"Not looked at before {stopped} is right."))
+            continue
+        if subject.only and rule in OTHER_LENGTHS:
+            results.append(skipped(rule, f"It takes {ctx.tokens} tokens, and no other number."))
             continue
         try:
             one = probe(ctx)

@@ -43,7 +43,10 @@ def cross(ctx: ProbeContext) -> Finding | None:
     try:
         out = ctx.result(x, subject, source).out
     except Failed as failure:
-        if (context and not caller.separate) or isinstance(failure.error, (ValueError, TypeError)):
+        if _keys_from_queries(ctx, subject, source[:, :tokens]):
+            return found("cross", "queries")
+        refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
+        if refused or (context and not caller.separate):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
         return found("cross", "fails", error=failure, **sizes)
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
@@ -54,14 +57,25 @@ def cross(ctx: ProbeContext) -> Finding | None:
         if not caller.separate and built:
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
-    moved = x.clone()
-    moved[:, 0] += 1.0
-    if not ctx.near(ctx.result(moved, subject, source).out[:, 1:], out[:, 1:]):
+    if _keys_from_queries(ctx, subject, source):
+        if not caller.separate:
+            return skipped("cross", "It attends to its own tokens as well as to others.")
         return found("cross", "queries")
     flipped = ctx.result(x, subject, source.flip(1)).out
     if not named(ctx, POSITIONS) and not ctx.near(flipped, out):
         return found("cross", "order")
     return passed("cross")
+
+
+def _keys_from_queries(ctx: ProbeContext, subject: Target, source: Tensor) -> bool:
+    """Whether an output changes with another token of the sequence that queries are made of."""
+    moved = ctx.x.clone()
+    moved[:, 0] += 1.0
+    try:
+        out, after = (ctx.result(x, subject, source).out for x in (ctx.x, moved))
+    except Failed:
+        return False
+    return out.shape[1] == ctx.tokens and not ctx.near(after[:, 1:], out[:, 1:])
 
 
 def rotary(ctx: ProbeContext) -> Finding | None:
@@ -70,7 +84,7 @@ def rotary(ctx: ProbeContext) -> Finding | None:
     if caller.custom is not None or not caller.tables or ctx.tokens < 4:
         return None
     others = {name: reversed_rows(fill) for name, fill in caller.tables.items()}
-    moved = replace(ctx.exact, caller=replace(caller, start=5))
+    moved = replace(ctx.exact, caller=caller.shifted())
     other = replace(ctx.exact, caller=replace(caller, fills={**caller.fills, **others}))
     try:
         here, there = ctx.call(ctx.x, moved.fresh()), ctx.call(ctx.x, other.fresh())

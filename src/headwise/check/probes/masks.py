@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,7 +35,7 @@ def mask(ctx: ProbeContext) -> Finding | None:
         return _judged(ctx, "mask", names)
     if form.kind == "headwise":
         return None
-    tokens = min(5, ctx.tokens)
+    tokens = ctx.tokens if ctx.subject.only else min(5, ctx.tokens)
     draw = torch.Generator().manual_seed(3)
     allowed = torch.rand(1, tokens, tokens, generator=draw) > 0.5
     allowed |= torch.eye(tokens, dtype=torch.bool)
@@ -89,6 +90,7 @@ class Effect:
         elsewhere: outputs of the first sequence change, in which nothing is hidden.
         queries: only the hidden token's own output changes, as if it were a query.
         error: where no form goes in, for a slip of the pen.
+        single: the error of two sequences, where the form goes in for one.
     """
 
     form: MaskForm
@@ -97,6 +99,7 @@ class Effect:
     elsewhere: bool = False
     queries: bool = False
     error: str = ""
+    single: str = ""
 
 
 def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
@@ -108,6 +111,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
             said.append(name)
         elif seen.right:
             return passed(rule, f"What it hides counts for nothing: {seen.form}.")
+        elif seen.single:
+            return found(rule, "single", name=name, form=seen.form, error=seen.single)
         elif seen.error:
             return found(rule, "fails", name=name, error=seen.error)
         elif not seen.any:
@@ -136,8 +141,24 @@ def _best(ctx: ProbeContext, name: str) -> Effect | None:
             break
     if best is None and errors and all(isinstance(e, SLIPS) for e in errors):
         best = Effect(MaskForm(name, "may"), any=False, error=told(errors[0]))
+    if best is None:
+        best = _alone(ctx, name)
     ctx.effects[name] = best
     return best
+
+
+def _alone(ctx: ProbeContext, name: str) -> Effect | None:
+    """The effect of a mask that goes in for one sequence, though for two it does not."""
+    for form, alone in _forms(ctx.subject.caller, name):
+        if "B" not in form.shape:
+            continue
+        with contextlib.suppress(Failed):
+            if _effect(ctx, form, alone, rows=1).right:
+                try:
+                    _effect(ctx, form, alone)
+                except Failed as failure:
+                    return Effect(form, any=False, single=told(failure.error))
+    return None
 
 
 def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:
@@ -157,26 +178,27 @@ def _forms(caller: Caller, name: str) -> Iterator[tuple[MaskForm, bool]]:
         yield MaskForm(name, kind, shape), alone
 
 
-def _effect(ctx: ProbeContext, form: MaskForm, alone: bool) -> Effect:
+def _effect(ctx: ProbeContext, form: MaskForm, alone: bool, rows: int = 2) -> Effect:
     """What hiding a key of the second sequence does.
 
     Args:
         alone: the mask speaks of padding alone; else of later tokens as well.
+        rows: 1: the second sequence is given alone.
     """
     tokens = ctx.tokens
     hidden = list(range(4, tokens)) if form.kind == "lengths" else [HIDDEN]
     others = [i for i in range(tokens) if i not in hidden]
-    keep = torch.ones(2, tokens, dtype=torch.bool)
-    keep[1, hidden] = False
+    keep = torch.ones(rows, tokens, dtype=torch.bool)
+    keep[-1, hidden] = False
     later = torch.ones(tokens, tokens, dtype=torch.bool)
     if ctx.subject.causal and not alone:
         later = later.tril()
     if "B" not in form.shape:  # the same for all sequences
-        keep = keep[1:].expand(2, -1)
+        keep = keep[-1:].expand(rows, -1)
 
     def out(x: Tensor, keep: Tensor) -> Tensor:
         allowed = keep[:, None] & later
-        given = torch.tensor([tokens, 4])
+        given = torch.tensor([tokens, 4][-rows:])
         if form.kind != "lengths":
             given = form.make(allowed, x.dtype, ctx.subject.num_heads)
         if form.kind == "added":  # −inf would hide in an arithmetic that is wrong for numbers
@@ -184,14 +206,14 @@ def _effect(ctx: ProbeContext, form: MaskForm, alone: bool) -> Effect:
         named: dict[str, Any] = {form.argument: given}
         return ctx.result(x, **named).out
 
-    changed = ctx.x.clone()
-    changed[1, hidden] = 3.0
-    after, moved = out(ctx.x, keep), out(changed, keep)
-    full = ctx.out
-    kept = ctx.near(moved[1, others], after[1, others])
-    same = ctx.near(after[1, others], full[1, others])
-    first = "B" not in form.shape or ctx.near(after[0], full[0])
-    own = ctx.near(after[1, hidden], full[1, hidden])
+    x, full = ctx.x[-rows:], ctx.out[-rows:]
+    changed = x.clone()
+    changed[-1, hidden] = 3.0
+    after, moved = out(x, keep), out(changed, keep)
+    kept = ctx.near(moved[-1, others], after[-1, others])
+    same = ctx.near(after[-1, others], full[-1, others])
+    first = rows == 1 or "B" not in form.shape or ctx.near(after[0], full[0])
+    own = ctx.near(after[-1, hidden], full[-1, hidden])
     return Effect(
         form,
         any=not (same and first and own),

@@ -11,7 +11,6 @@ to start from are in `../templates/`.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from ..files.sandbox import Limits, run
 from ..files.syntax import Blank, Source
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
+from ..target.checked_target import told
 from .base import Step, StepPart, Trial
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
@@ -250,9 +250,4 @@ def _tried(
     except MemoryError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame for frame in frames if frame.filename == str(trial.path)]
-        at = f" at line {lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
-        text = " ".join(str(error).split())
-        said = f"`{part.short}` fails{at}: {type(error).__name__}: {text}"
-        yield Finding(part.rule, "error", said.rstrip(".: ") + ".", part.hint)
+        yield Finding(part.rule, "error", f"`{part.short}` fails: {told(error)}.", part.hint)

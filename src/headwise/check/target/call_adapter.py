@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[H·B, T, S]": lambda allowed, heads: allowed.repeat(heads, 1, 1),
     "[T, S, B]": lambda allowed, heads: allowed.permute(1, 2, 0),
     "[T, S, 1]": lambda allowed, heads: allowed[0, ..., None],
+    "[B, S - 1]": lambda allowed, heads: allowed[:, 0, 1:],
 }
 SHAPES = tuple(_SHAPED)[:6]
 """Shapes of masks of queries and keys; the others are for padding, or odd."""
@@ -161,6 +162,11 @@ class Caller:
                 usual = next(FILLS[role](self.target, self.head_dim), left_out)
                 found[name] = self.fills.get(name, usual)
         return {name: fill for name, fill in found.items() if fill is not left_out}
+
+    def shifted(self, positions: int = 5) -> Caller:
+        """The same call with tables of later positions; a cache of its own still starts at 0."""
+        starts = dict.fromkeys(self.named("start"), 0)
+        return replace(self, start=positions, extra={**starts, **self.extra})
 
     def named(self, role: str) -> list[str]:
         """The parameters of one role, in order."""

@@ -10,8 +10,9 @@ import contextlib
 import copy
 import inspect
 import linecache
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -74,9 +75,10 @@ class Target:
     roles: dict[str, Any] = field(default_factory=dict)
     mask_form: MaskForm | None = None
     open_form: MaskForm | None = None
-    axes: str = "heads"  # of a function's tensors, a name of `resolve.AXES`
+    axes: str = "heads"  # of a function's tensors, a name of `functions.AXES`
     factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not
+    only: bool = False  # whether no other number of tokens than `room` goes in
     notes: list[str] = field(default_factory=list)
 
     # --- calling ----------------------------------------------------------------------------------
@@ -174,9 +176,12 @@ class Target:
     ) -> Tensor:
         """Random x `[batch, tokens, embed_dim]` in the subject's dtype, the same every time.
 
-        No more tokens than the context holds, unless `beyond` asks for them.
+        No more tokens than the context holds, unless `beyond` asks for them; always as many as it
+        insists on.
         """
-        if not beyond:
+        if self.only:
+            tokens = self.most_tokens
+        elif not beyond:
             tokens = min(tokens, self.most_tokens)
         draw = torch.Generator().manual_seed(seed)
         shape = (batch, tokens, self.embed_dim)
@@ -336,19 +341,34 @@ def _own(value: Tensor) -> Tensor:
 
 
 def told(error: BaseException) -> str:
-    """An exception in one line: what, and where in the user's own file.
+    """An exception in one line: what, where in the user's own file, and what stood there.
 
     >>> told(ValueError("too long"))
     'ValueError: too long'
     """
     text = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [place for place in frames if is_users(place[0].f_code.co_filename)]
     if not own:
         return said
-    line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
-    code = f": `{line}`" if line else ""
-    return f"{said} (line {own[-1].lineno} of {Path(own[-1].filename).name}{code})"
+    (frame, number), file = own[-1], own[-1][0].f_code.co_filename
+    line = linecache.getline(file, number, frame.f_globals).strip()
+    code = f": `{line}`{''.join(_had(line, frame.f_locals))}" if line else ""
+    return f"{said} (line {number} of {Path(file).name}{code})"
+
+
+def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
+    """What the tensors of a line are, and how many features its layers take."""
+    for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", line)):
+        first, *parts = name.split(".")
+        value = known.get(first)
+        for part in parts:
+            value = value._modules.get(part) if isinstance(value, nn.Module) else None
+        if isinstance(value, Tensor):
+            yield f"; {name} is {list(value.shape)}"
+        elif isinstance(value, nn.Linear):
+            yield f"; {name} takes {value.in_features} features"
 
 
 @cache

@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .names import building_role
 
@@ -24,8 +27,10 @@ CONTEXT = 16
 
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
-USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT}
+USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT, "window": 4}
 """What other roles get."""
+WINDOWS = (USUAL["window"], (2, 5))
+"""What a window is tried with that must be given: its length, or its height and width."""
 
 
 @dataclass
@@ -46,7 +51,7 @@ class BuildSizes:
         if heads is None and embed is None:
             heads = 6 if grouped else 3
             heads = heads if groups is None else 2 * groups
-            embed = 24 if 24 % heads == 0 and heads * heads != 24 else 8 * heads
+            embed = 24 if 24 % heads == 0 and not grouped else 8 * heads
         elif heads is None:
             assert embed is not None
             wanted = (3, 2, 4, 6, 5, 7, 8, 12, 1) if groups is None else (2 * groups, groups, 1)
@@ -65,6 +70,7 @@ class BuildSizes:
             "heads": heads,
             "kv_heads": self.num_kv_heads or (heads // 2 if heads % 2 == 0 else heads),
             "head_dim": self.head_dim or max(1, embed // heads),
+            "rotary_width": max(2, (self.head_dim or embed // heads) // 4 * 2),
             "context": self.context_length or CONTEXT,
             "causal": bool(self.causal),
         }
@@ -156,7 +162,8 @@ def build(
     while True:  # a file may speak of several configurations
         kwargs = made.work_out(sizes)
         try:
-            thing = factory(*args, **kwargs)
+            with nullcontext() if torch.cuda.is_available() else _OnCPU():
+                thing = factory(*args, **kwargs)
             break
         except Missing as missing:
             raise made.question([missing.args[0]], "config field") from None
@@ -167,6 +174,20 @@ def build(
                 raise errors[0] from None
     named = made.placed | kwargs
     return thing, named, _by_role(_flat(named))
+
+
+class _OnCPU(TorchFunctionMode):
+    """Leaves on the CPU what a constructor moves to a GPU that is not there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -234,7 +255,9 @@ class _Constructor:
         pairs |= {"head_dim": "head_dim", "context_length": "context"}
         unknown = [name for name in pairs if getattr(sizes, name) is None]
         known = {name: numbers.get(pairs[name]) for name in unknown}
-        grouped = any(building_role(name) == "kv_heads" for name in self.names)
+        code = getattr(getattr(self.factory, "__init__", None), "__code__", None)
+        read = [name for name in getattr(code, "co_names", ()) if len(name) > 1]
+        grouped = any(building_role(name) == "kv_heads" for name in (*self.names, *read))
         return dataclasses.replace(sizes, **known).settle(grouped)
 
     def work_out(self, sizes: BuildSizes) -> dict[str, Any]:
@@ -256,9 +279,12 @@ class _Constructor:
                 continue
             elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
                 value = sizes.value(role)
+                if role == "window":
+                    self.choices = max(self.choices, len(WINDOWS))
+                    value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
-            elif required and (choice := _first_choice(parameter.annotation)) is not None:
+            elif required and (choice := _first_choice(self.factory, parameter)) is not None:
                 kwargs[name] = choice
             elif required:
                 unknown.append(name)
@@ -320,19 +346,30 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     if role == "causal":
         return sizes.causal is not None and isinstance(default, bool)
     if role == "kv_heads":
-        return sizes.num_kv_heads is not None or default is not None
+        return True
     if role == "layer":
         return default is None
     if role == "head_dim":
         return sizes.head_dim is not None or isinstance(default, int)
-    if role == "out_width":
+    if role in ("out_width", "rotary_width"):
         return isinstance(default, int)
     return role in SET_ALWAYS and default is not None
 
 
-def _first_choice(annotation: Any) -> Any:
-    """The first member of an enumeration; None for all else."""
-    return next(iter(annotation)) if isinstance(annotation, enum.EnumMeta) else None
+def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The first member of an enumeration, False for a flag, or the first word that the code
+    compares an argument with; None where nothing tells.
+    """
+    if isinstance(parameter.annotation, enum.EnumMeta):
+        return next(iter(parameter.annotation))
+    if parameter.annotation in (bool, "bool"):
+        return False
+    try:
+        source = inspect.getsource(factory)
+    except (OSError, TypeError):
+        return None
+    words = re.search(rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']", source)
+    return None if words is None else words[1]
 
 
 def _can_be_built(kind: type) -> bool:

@@ -223,6 +223,11 @@ def _sinusoids(place: Place) -> Tensor:
     return _real(table, place)
 
 
+def _no_bias(place: Place) -> Tensor:
+    """`[T, S]`: nothing is added to the scores."""
+    return place.x.new_zeros(place.x.shape[-2], place.source.shape[-2])
+
+
 def _distances(place: Place) -> Tensor:
     """`[1, 2 T − 1, E]`: of every distance between two tokens, the largest first."""
     most = place.x.shape[-2] - 1
@@ -256,6 +261,7 @@ FILLS: Mapping[str, Options] = {
         lambda place: _sinusoids(place)[None],
         lambda place: _distances(place).expand(len(place.x), -1, -1),
     ),
+    "bias": _made(*(lambda place, shape=shape: shape(_no_bias(place)) for shape in SHAPES[1::-1])),
     "start": _made(
         lambda place: place.start, lambda place: torch.full((len(place.x),), place.start)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
@@ -114,7 +115,7 @@ def _named_causal(subject: Target) -> bool:
     """Whether its name, its arguments or a triangular buffer say that it should be causal."""
     target = subject.caller.target
     name = name_of(target).lower()
-    if any(word in name for word in ("causal", "masked", "decoder")):
+    if re.search(r"(?<!non)(?<!non_)causal|(?<!un)masked|decoder", name):
         return True
     if subject.roles.get("causal") is not None:
         return bool(subject.roles["causal"])

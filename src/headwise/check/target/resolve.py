@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -18,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
-from .call_adapter import LAYOUTS, Caller, MaskForm, UnusableResult, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, copied, is_users, told
+from .call_adapter import Caller, tensors_in
+from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import (
     BuildSizes,
     build,
@@ -30,16 +26,10 @@ from .construct import (
     shown,
     signature,
 )
-from .fills import FILLS, OPTIONAL, Fill, left_out
-from .masking import ZERO, learn_causality
+from .first_call import first_call
+from .functions import of_function
+from .masking import learn_causality
 from .names import building_role, calling_role
-
-AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
-"""Which axes a function's tensors have."""
-MASKS = ("mask", "padding", "lengths", "cache")
-"""Roles of arguments that are learnt apart."""
-WAYS, SECONDS = 150, 3.0
-"""How many tables are tried on a call, and for how long calls are tried."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ def resolve(
         )
     width = request.sizes.embed_dim or 24
     if _is_function_of_qkv(thing, arguments):
-        return _of_function(thing, arguments, request)
+        return of_function(thing, arguments, sizes, causal, seed)
     if _is_function_of_x(thing, width, arguments):
         sizes = replace(request.sizes, embed_dim=width)
         return _of_instance(thing, replace(request, sizes=sizes))
@@ -195,7 +185,7 @@ def _of_factory(
             kind = type(target).__name__
             raise Broken(found("builds", "result", label=label, kind=kind))
         if not isinstance(target, nn.Module) and _is_function_of_qkv(target, {}):
-            return _of_function(target, {}, replace(request, call=None))
+            return of_function(target, {}, request.sizes, request.causal, request.seed)
         known = facts(target)
         heads = roles.get("heads") or known.get("heads") or _heads_of(target) or 1
         known |= roles
@@ -209,7 +199,7 @@ def _of_factory(
     except (Broken, ValueError) as first:
         if args or arguments or request.call or request.sizes.num_heads or request.sizes.embed_dim:
             raise
-        for heads, groups in ((4, None), (8, None), (6, 3)):  # some insist on such numbers
+        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3)):  # some insist on such numbers
             sizes = replace(request.sizes, num_heads=heads, num_kv_heads=groups)
             request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
@@ -261,7 +251,7 @@ def _settled(
     )
     if call is None:
         _refuse_other_calls(subject, known.get("kv_width", width))
-    _first_call(subject)
+    first_call(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
@@ -283,293 +273,3 @@ def _refuse_other_calls(subject: Target, kv_width: int) -> None:
             "cannot attend to its own input; say how to call it: hw.check(…, call=lambda layer, "
             f"x: layer({', '.join(feeds)}))"
         )
-
-
-# --- the first call -------------------------------------------------------------------------------
-
-
-def _first_call(subject: Target) -> None:
-    """Find how it is called: the layout of x, what other arguments get, the width of the output.
-
-    Raises:
-        Broken: the call fails, and nothing in it was made up.
-        ValueError: it fails, and the call may be at fault.
-    """
-    caller, errors = subject.caller, list[BaseException]()
-    if getattr(caller.target, "batch_first", True) is False:
-        caller.layout = "time"
-    until = time.monotonic() + SECONDS
-    for way in _ways(caller):
-        way.set(subject)
-        try:
-            result = subject.result(subject.input())
-            if way.form is not None and not bool(result.out.isfinite().all()):
-                raise UnusableResult("is not finite with a mask that hides nothing")
-        except Exception as error:
-            errors.append(error)
-            if time.monotonic() > until or (way.plain and isinstance(error, UnusableResult)):
-                break
-            continue
-        subject.out_dim = result.out.shape[-1]
-        if not caller.settled:
-            _choose_table(subject)
-        if subject.bare and _is_time_first(subject):
-            caller.layout = "time"
-        if caller.layout not in ("batch", "single"):
-            subject.notes.append(f"it takes x as {LAYOUTS[caller.layout][0]}")
-        if way.room is not None:
-            subject.notes.append(f"it takes no more than about {way.room} tokens")
-        if caller.layout == "single":
-            subject.notes.append("it takes one sequence [T, E] at a time, without a batch")
-        return
-    error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
-    if caller.custom is None and (_made_up(caller) or _of_guess(subject, error)):
-        raise _question(subject, error) from error
-    if isinstance(error, UnusableResult):
-        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
-    raise _not_run(f"x {shape}", error) from error
-
-
-@dataclass(frozen=True)
-class _Way:
-    """One way to make the first call."""
-
-    layout: str
-    room: int | None = None
-    form: MaskForm | None = None
-    fills: Mapping[str, Fill] = field(default_factory=dict)
-
-    @property
-    def plain(self) -> bool:
-        return self.form is None and not self.fills
-
-    def set(self, subject: Target) -> None:
-        """Let a subject be called so."""
-        subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
-        subject.room, subject.open_form = self.room, self.form
-
-
-def _ways(caller: Caller) -> Iterator[_Way]:
-    """Ways to make the first call, the likeliest first."""
-    usual = caller.layout
-    wanted = [name for name in caller.parameters if caller.required(name)]
-    given = [_options(caller, wanted), _options(caller, list(caller.parameters))]
-    forms = (None, *_open_forms(caller, wanted))
-    layouts = dict.fromkeys((usual, "single"))
-    if caller.custom is not None:
-        yield from (_Way(layout) for layout in layouts)
-        yield from (_Way(usual, room) for room in (4, 2))
-        return
-    for layout, form in product(layouts, forms):
-        yield _Way(layout, None, form)
-    for fills, form in product(given[0], forms):
-        yield _Way(usual, None, form, fills)
-    for room, form in product((4, 2), forms):
-        yield _Way(usual, room, form)
-    for form in _open_forms(caller, list(caller.parameters)):
-        yield _Way(usual, None, form)
-    yield from (_Way(usual, None, None, fills) for fills in given[1])
-    for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
-        yield _Way(layout, None, None, fills)
-
-
-def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
-    """What arguments get that nobody gave: the first option of each, then the second, and so on."""
-    known = {*caller.inputs, *caller.extra}
-    roles = {name: caller.roles[name] for name in names if name not in known}
-    roles = {name: role for name, role in roles.items() if role in FILLS and role not in MASKS}
-    each = {name: list(FILLS[role](caller.target, caller.head_dim)) for name, role in roles.items()}
-    for name, options in each.items():
-        if not caller.required(name):
-            options.insert(1, left_out)
-    most = max(map(len, each.values()), default=0)
-    short = max((len(options) for options in each.values() if len(options) < most), default=1)
-
-    def chosen(options: list[Fill], n: int) -> Fill:  # tables of one kind go together
-        return options[(n if len(options) == most else n // most) % len(options)]
-
-    return [
-        {name: chosen(options, n) for name, options in each.items() if options}
-        for n in range(min(most * short, WAYS))
-    ]
-
-
-def _choose_table(subject: Target) -> None:
-    """Of rotary tables that go in, the first for which only the distance of tokens counts."""
-    caller = subject.caller
-    roles = {name: caller.roles[name] for name in caller.parameters}
-    tables = [n for n, role in roles.items() if role in OPTIONAL and n not in caller.extra]
-    caller.settled = True
-    if not tables:
-        return
-    first = caller.fills
-    for fills in ({}, *_options(caller, tables)):
-        caller.fills = {**first, **fills}
-        try:
-            x = subject.input()
-            here = subject(x)
-            there = replace(subject, caller=replace(caller, start=5))(x)
-        except Exception:  # of another shape than it wants
-            continue
-        if torch.allclose(here, there, atol=1e-4, rtol=1e-3):
-            return
-    caller.fills = first
-
-
-def _made_up(caller: Caller) -> bool:
-    """Whether the call holds more than x, or queries, keys and values under such names."""
-    known = {*caller.inputs, *caller.extra}
-    return any(caller.required(name) for name in caller.parameters if name not in known)
-
-
-_OTHER_AXES = re.compile(
-    r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
-    r"number of dims|must be \d-?D|No query sequence"
-)
-_SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
-
-
-def _of_guess(subject: Target, error: BaseException) -> bool:
-    """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
-    argument that was left out; or comes from a library, of whose layer x alone is no call."""
-    if isinstance(error, UnusableResult):
-        return False
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    if not frames or _OTHER_AXES.search(str(error)):
-        return True
-    known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
-    wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c} - {TOKENS**2}
-    sizes = {int(n) for pair in _SIZES.findall(str(error)) for n in pair if n}
-    if sizes and TOKENS in sizes and sizes - wide:
-        return True
-    caller = subject.caller
-    words = set(re.findall(r"\w+", frames[-1].line or ""))
-    left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
-    return bool(words & set(left))
-
-
-def _question(subject: Target, error: BaseException) -> ValueError:
-    """That somebody has to say how it is called."""
-    caller = subject.caller
-    rest = [n for n in caller.parameters if caller.required(n) and n not in caller.inputs]
-    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{name}=…" for name in rest])
-    call = f"lambda layer, x: layer({given})"
-    return ValueError(
-        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
-        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
-        f"{told(error)}"
-    )
-
-
-def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
-    """Forms of a mask that hides nothing, for calls that insist on one."""
-    names = [n for n in [*caller.named("mask"), *caller.named("padding")] if n in among]
-    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]", "[T, S, 1]")
-    return [
-        MaskForm(*form)
-        for form in product(names, ("may", "added", "ones", "hidden", "later"), shapes)
-    ]
-
-
-def _is_time_first(subject: Target) -> bool:
-    """Whether what is mixed lies along the first axis, and nothing along the second."""
-    x = subject.input().detach().requires_grad_(True)
-    try:
-        out = subject.caller(x.clone()).out
-        if not out.requires_grad:
-            return False
-        slope = torch.autograd.grad(out[-1, -1].sum(), x)[0].norm(dim=-1)
-    except Exception:
-        return False
-    return bool(slope[:-1, -1].sum() > 0) and bool((slope[:, :-1] == 0).all())
-
-
-def _not_run(what: str, error: BaseException) -> Broken:
-    """A first call that fails, with what its error says of the reason."""
-    text, way = str(error), "other"
-    if "mat1 and mat2" in text or "size mismatch" in text:
-        way = "matrices"
-    elif ("view" in text and "contiguous" in text) or "view size" in text:
-        way = "view"
-    elif "must match" in text or "shape" in text or "expected" in text.lower():
-        way = "shapes"
-    elif isinstance(error, (NameError, AttributeError)):
-        way = "name"
-    return Broken(found("runs", way, what=what, error=told(error)))
-
-
-# --- functions of q, k and v: projections of our own go before them -------------------------------
-
-
-def _of_function(
-    function: Callable[..., Any], arguments: dict[str, Any], request: Request
-) -> Target:
-    sizes = request.sizes.settle(request.sizes.num_kv_heads is not None)
-    embed, heads = sizes.embed_dim or 24, sizes.num_heads or 3
-    groups, dim = sizes.num_kv_heads or heads, max(1, embed // heads)
-    label = name_of(function)
-    caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
-    if missing := caller.missing():
-        raise ValueError(
-            f"check({label}): what it wants for {', '.join(missing)} cannot be worked out; give it "
-            f"by name: hw.check(…, {missing[0]}=…)"
-        )
-    subject = Target(
-        name=f"{label}(q, k, v{', ' * bool(arguments)}{shown(arguments)})",
-        caller=caller,
-        embed_dim=embed,
-        num_heads=heads,
-        num_kv_heads=groups,
-        head_dim=dim,
-        seed=request.seed,
-        projections=_projections(embed, heads, groups, dim, request.seed),
-    )
-    subject = _with_axes(subject)
-    learn_causality(subject, request.causal)
-    subject.out_dim = subject(subject.input()).shape[-1]
-    return subject
-
-
-def _projections(embed: int, heads: int, groups: int, dim: int, seed: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed + 2)
-    rows = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
-    scale = 1.5 / embed**0.5
-    return {
-        part: torch.randn(count, embed, generator=draw, dtype=torch.float64) * scale
-        for part, count in rows.items()
-    }
-
-
-def _with_axes(subject: Target) -> Target:
-    """The subject with the axes of its tensors: tried in turn, told by who depends on whom."""
-    errors: list[BaseException] = []
-    chosen: Target | None = None
-    for axes in AXES:
-        trial = replace(subject, axes=axes)
-        if axes in ("flat", "single"):  # one head
-            own = _projections(trial.embed_dim, 1, 1, trial.head_dim or 8, trial.seed)
-            one = replace(trial.caller, heads=1)
-            trial = replace(trial, num_heads=1, num_kv_heads=1, projections=own, caller=one)
-        try:
-            trial(trial.input())
-            mixes = _mixes_tokens(trial)
-        except Exception as error:
-            errors.append(error)
-            continue
-        chosen = trial if mixes or chosen is None else chosen
-        if mixes:
-            break
-    if chosen is None:
-        error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
-        if isinstance(error, UnusableResult):
-            raise Broken(found("shape", "function", x=shape, error=error)) from error
-        raise _not_run(f"q, k and v {shape}", error) from error
-    chosen.notes.append(f"q, k and v are given as {AXES[chosen.axes]}")
-    return chosen
-
-
-def _mixes_tokens(subject: Target) -> bool:
-    """Whether some output depends on another token: else the axes are taken for one another."""
-    influence = subject.influence(subject.input(tokens=5, batch=1)).nan_to_num(1.0)
-    off = influence.tril(-1) + influence.triu(1)
-    return bool(off.max() > ZERO * influence.max())

@@ -1,0 +1,270 @@
+"""Find how a target is called: the layout of x, what arguments get that nobody gave, a mask that
+hides nothing, a number of tokens that it insists on.
+
+A call that was made up and fails is no mistake of its author's: then somebody has to say how.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
+
+import torch
+
+from ..findings.rules import found
+from .call_adapter import LAYOUTS, Caller, MaskForm, UnusableResult
+from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
+from .fills import FILLS, OPTIONAL, Fill, left_out
+
+MASKS = ("mask", "padding", "lengths", "cache")
+"""Roles of arguments that are learnt apart."""
+WAYS, SECONDS = 150, 3.0
+"""How many tables are tried on a call, and for how long calls are tried."""
+LONGEST = 256
+"""The most tokens that are tried because an error speaks of them."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to make the first call; `room` as in `Target`."""
+
+    layout: str
+    room: int | None = None
+    form: MaskForm | None = None
+    fills: Mapping[str, Fill] = field(default_factory=dict)
+    only: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.form is None and not self.fills
+
+    def set(self, subject: Target) -> None:
+        """Let a subject be called so."""
+        subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
+        subject.room, subject.only, subject.open_form = self.room, self.only, self.form
+
+
+def first_call(subject: Target) -> None:
+    """Find how it is called: the layout of x, what other arguments get, the width of the output.
+
+    Raises:
+        Broken: the call fails, and nothing in it was made up.
+        ValueError: it fails, and the call may be at fault.
+    """
+    caller, errors = subject.caller, list[BaseException]()
+    if getattr(caller.target, "batch_first", True) is False:
+        caller.layout = "time"
+    until, usual = time.process_time() + SECONDS, caller.layout
+    for way in chain(_ways(caller), _lengths(subject, usual, errors)):
+        way.set(subject)
+        try:
+            result = subject.result(subject.input())
+            if way.form is not None and not bool(result.out.isfinite().all()):
+                raise UnusableResult("is not finite with a mask that hides nothing")
+        except Exception as error:
+            errors.append(error)
+            goes_in = isinstance(error, UnusableResult) and way.plain and way.layout == usual
+            if goes_in or time.process_time() > until:
+                break
+            continue
+        subject.out_dim = result.out.shape[-1]
+        if not caller.settled:
+            _choose_table(subject)
+        if subject.bare and _is_time_first(subject):
+            caller.layout = "time"
+        subject.notes += _notes(subject)
+        return
+    error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
+    if caller.custom is None and (_made_up(caller) or _of_guess(subject, error)):
+        raise _question(subject, error) from error
+    if isinstance(error, UnusableResult):
+        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
+    raise not_run(f"x {shape}", error) from error
+
+
+def _notes(subject: Target) -> Iterator[str]:
+    """What is to be said of a call that was found."""
+    layout = subject.caller.layout
+    if layout == "single":
+        yield "it takes one sequence [T, E] at a time, without a batch"
+    elif layout != "batch":
+        yield f"it takes x as {LAYOUTS[layout][0]}"
+    if subject.room is not None:
+        most = "it takes" if subject.only else "it takes no more than about"
+        yield f"{most} {subject.room} tokens{', and no other number' * subject.only}"
+
+
+# --- ways to call ---------------------------------------------------------------------------------
+
+
+def _ways(caller: Caller) -> Iterator[Way]:
+    """Ways to make the first call, the likeliest first."""
+    usual, every = caller.layout, list(caller.parameters)
+    layouts = dict.fromkeys((usual, "single"))
+    if caller.custom is not None:
+        yield from (Way(layout) for layout in layouts)
+        yield from (Way(usual, room) for room in (4, 2))
+        return
+    wanted = [name for name in every if caller.required(name)]
+    given = [_options(caller, wanted), _options(caller, every)]
+    forms = (None, *_open_forms(caller, wanted))
+    for layout, form in product(layouts, forms):
+        yield Way(layout, None, form)
+    for fills, form in product(given[0], forms):
+        yield Way(usual, None, form, fills)
+    for room, form in product((4, 2), forms):
+        yield Way(usual, room, form)
+    for layout, form in product((usual, "time"), _open_forms(caller, every)):
+        yield Way(layout, None, form)
+    yield from (Way(usual, None, None, fills) for fills in given[1])
+    for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
+        yield Way(layout, None, None, fills)
+
+
+def _lengths(subject: Target, layout: str, errors: Sequence[BaseException]) -> Iterator[Way]:
+    """Calls with as many tokens as the first error speaks of, and with no other number."""
+    known = _known_sizes(subject)
+    for size in dict.fromkeys(n for n in _sizes_in(errors[0]) if 1 < n <= LONGEST):
+        if size not in known:
+            yield Way(layout, size, only=True)
+
+
+def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
+    """What arguments get that nobody gave: the first option of each, then the second, and so on."""
+    known = {*caller.inputs, *caller.extra}
+    roles = {name: caller.roles[name] for name in names if name not in known}
+    roles = {name: role for name, role in roles.items() if role in FILLS and role not in MASKS}
+    each = {name: list(FILLS[role](caller.target, caller.head_dim)) for name, role in roles.items()}
+    for name, options in each.items():
+        if not caller.required(name):
+            options.insert(1, left_out)
+    most = max(map(len, each.values()), default=0)
+    short = max((len(options) for options in each.values() if len(options) < most), default=1)
+
+    def chosen(options: list[Fill], n: int) -> Fill:  # tables of one kind go together
+        return options[(n if len(options) == most else n // most) % len(options)]
+
+    return [
+        {name: chosen(options, n) for name, options in each.items() if options}
+        for n in range(min(most * short, WAYS))
+    ]
+
+
+def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
+    """Forms of a mask that hides nothing, for calls that insist on one."""
+    names = [n for n in [*caller.named("mask"), *caller.named("padding")] if n in among]
+    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]", "[T, S, 1]")
+    return [
+        MaskForm(*form)
+        for form in product(names, ("may", "added", "ones", "hidden", "later"), shapes)
+    ]
+
+
+def _choose_table(subject: Target) -> None:
+    """Of rotary tables that go in, the first for which only the distance of tokens counts."""
+    caller = subject.caller
+    tables = [n for n in caller.parameters if caller.roles[n] in OPTIONAL and n not in caller.extra]
+    caller.settled = True
+    if not tables:
+        return
+    first = caller.fills
+    for fills in ({}, *_options(caller, tables)):
+        caller.fills = {**first, **fills}
+        try:
+            x = subject.input()
+            here = subject(x)
+            there = replace(subject, caller=caller.shifted())(x)
+        except Exception:  # of another shape than it wants
+            continue
+        if torch.allclose(here, there, atol=1e-4, rtol=1e-3):
+            return
+    caller.fills = first
+
+
+def _is_time_first(subject: Target) -> bool:
+    """Whether what is mixed lies along the first axis, and nothing along the second."""
+    x = subject.input().detach().requires_grad_(True)
+    try:
+        out = subject.caller(x.clone()).out
+        if not out.requires_grad:
+            return False
+        slope = torch.autograd.grad(out[-1, -1].sum(), x)[0].norm(dim=-1)
+    except Exception:
+        return False
+    return bool(slope[:-1, -1].sum() > 0) and bool((slope[:, :-1] == 0).all())
+
+
+# --- whose fault it is ----------------------------------------------------------------------------
+
+
+def _made_up(caller: Caller) -> bool:
+    """Whether the call holds more than x, or queries, keys and values under such names."""
+    known = {*caller.inputs, *caller.extra}
+    return any(caller.required(name) for name in caller.parameters if name not in known)
+
+
+_OTHER_AXES = re.compile(
+    r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
+    r"number of dims|must be \d-?D|No query sequence"
+)
+_SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
+
+
+def _sizes_in(error: BaseException) -> list[int]:
+    """The sizes of two tensors that an error says do not fit each other."""
+    return [int(n) for pair in _SIZES.findall(str(error)) for n in pair if n]
+
+
+def _known_sizes(subject: Target) -> set[int]:
+    """The sizes that its tensors may have by right."""
+    known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
+    wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c}
+    return wide - {TOKENS**2}
+
+
+def _of_guess(subject: Target, error: BaseException) -> bool:
+    """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
+    argument that was left out; or comes from a library, of whose layer x alone is no call."""
+    if isinstance(error, UnusableResult):
+        return False
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if not frames or _OTHER_AXES.search(str(error)):
+        return True
+    sizes = set(_sizes_in(error))
+    if TOKENS in sizes and sizes - _known_sizes(subject):
+        return True
+    caller = subject.caller
+    words = set(re.findall(r"\w+", frames[-1].line or ""))
+    left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
+    return bool(words & set(left))
+
+
+def _question(subject: Target, error: BaseException) -> ValueError:
+    """That somebody has to say how it is called."""
+    caller = subject.caller
+    rest = [n for n in caller.parameters if caller.required(n) and n not in caller.inputs]
+    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{name}=…" for name in rest])
+    call = f"lambda layer, x: layer({given})"
+    return ValueError(
+        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
+        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
+        f"{told(error)}"
+    )
+
+
+def not_run(what: str, error: BaseException) -> Broken:
+    """A first call that fails, with what its error says of the reason."""
+    text, way = str(error), "other"
+    if "mat1 and mat2" in text or "size mismatch" in text:
+        way = "matrices"
+    elif ("view" in text and "contiguous" in text) or "view size" in text:
+        way = "view"
+    elif "must match" in text or "shape" in text or "expected" in text.lower():
+        way = "shapes"
+    elif isinstance(error, (NameError, AttributeError)):
+        way = "name"
+    return Broken(found("runs", way, what=what, error=told(error)))
