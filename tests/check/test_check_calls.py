@@ -159,7 +159,13 @@ def test_positions_that_say_nothing_are_passed() -> None:
         def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor) -> Tensor:
             assert start_pos == 0
             assert freqs_cis.shape == (x.shape[1], 4)
-            return self.attend(x, causal)
+
+            def turn(t: Tensor) -> Tensor:
+                pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+                return torch.view_as_real(pairs * freqs_cis).flatten(-2).to(t)
+
+            q, k = turn(self.split(self.q(x))), turn(self.split(self.k(x)))
+            return self.finish(q, k, self.split(self.v(x)), causal)
 
     class Numbered(Layer):
         def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:

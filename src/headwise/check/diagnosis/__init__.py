@@ -9,6 +9,7 @@ named.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -77,6 +78,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     mistaken = named(case, bases, subject.causal_from not in ("seen", "unknown"))
     if mistaken is not None:
         base, faults = mistaken
+        if len(faults) > 1 and {one.rule for one in faults} == {"packing"}:
+            faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
         return findings + [_finding(case, subject, base, one) for one in faults]
     named_alone = [
         _finding(case, subject, None, one)

@@ -91,7 +91,7 @@ def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:
 
 def _filled(group: dict[str, Any], rows: Iterable[Row], reading: Projections) -> Iterator[Fault]:
     severity: Severity = "error"
-    if group["field"] in ("packing", "order") and not _is_strict(reading):
+    if group["field"] == "packing" and not _is_strict(reading):
         severity = "warning"
     for value, *words in rows:
         texts = [group["message"], group["hint"]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
-from .checked_target import TOKENS, Broken, Target
+from .checked_target import BATCH, TOKENS, Broken, Target
 from .construct import BuildSizes, name_of, shown
 from .first_call import not_run
 from .masking import ZERO, learn_causality
