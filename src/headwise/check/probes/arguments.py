@@ -46,7 +46,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
         if _keys_from_queries(ctx, subject, source[:, :tokens]):
             return found("cross", "queries")
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
-        if refused or (context and not caller.separate):
+        if refused or caller.made_up or (context and not caller.separate):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
         return found("cross", "fails", error=failure, **sizes)
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:

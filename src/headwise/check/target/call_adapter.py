@@ -187,6 +187,12 @@ class Caller:
         """Whether queries, keys and values are given apart."""
         return len(self.inputs) == 3
 
+    @property
+    def made_up(self) -> bool:
+        """Whether the call holds more than x, or queries, keys and values under such names."""
+        known = {*self.inputs, *self.extra}
+        return any(self.required(name) for name in self.parameters if name not in known)
+
     def missing(self) -> list[str]:
         """Required parameters that nothing is known about."""
         known = {*self.inputs, *self.extra}

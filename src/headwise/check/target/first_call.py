@@ -79,7 +79,7 @@ def first_call(subject: Target) -> None:
         subject.notes += _notes(subject)
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
-    if caller.custom is None and (_made_up(caller) or _of_guess(subject, error)):
+    if caller.custom is None and (caller.made_up or _of_guess(subject, error)):
         raise _question(subject, error) from error
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
@@ -199,12 +199,6 @@ def _is_time_first(subject: Target) -> bool:
 
 
 # --- whose fault it is ----------------------------------------------------------------------------
-
-
-def _made_up(caller: Caller) -> bool:
-    """Whether the call holds more than x, or queries, keys and values under such names."""
-    known = {*caller.inputs, *caller.extra}
-    return any(caller.required(name) for name in caller.parameters if name not in known)
 
 
 _OTHER_AXES = re.compile(
