@@ -364,7 +364,8 @@ def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
         first, *parts = name.split(".")
         value = known.get(first)
         for part in parts:
-            value = value._modules.get(part) if isinstance(value, nn.Module) else None
+            inside = vars(value).get("_modules", {}) if isinstance(value, nn.Module) else {}
+            value = inside.get(part)  # a module whose __init__ was not called has none
         if isinstance(value, Tensor):
             yield f"; {name} is {list(value.shape)}"
         elif isinstance(value, nn.Linear):
