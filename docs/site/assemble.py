@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "build" / "site-source"
 COPIED = {".md", ".svg", ".png", ".css", ".js"}
 
+_PICTURE = re.compile(r'!\[[^]]*\]\((?!http)([^)]+)\)|<iframe[^>]* src="([^"]+)"')
 TEXT = "The cat sat on the mat because it was tired. Then the dog sat on the mat, and it was happy."
 
 
@@ -42,7 +43,10 @@ def main() -> int:
                 place.write_text(page(file.read_text("utf-8"), names), "utf-8")
             else:
                 shutil.copyfile(file, place)
-    return live(SOURCE / "live")
+    code = live(SOURCE / "live")
+    wrong = lost(SOURCE, (ROOT / "mkdocs.yml").read_text("utf-8"))
+    print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+    return code or int(bool(wrong))
 
 
 def page(text: str, names: dict[str, object]) -> str:
@@ -55,6 +59,19 @@ def page(text: str, names: dict[str, object]) -> str:
         return f"::: {path_of(name, names[name])}\n    options:\n      heading: {short}"
 
     return re.sub(r"^::: (headwise\.[\w.]+)$", entry, text, flags=re.MULTILINE)
+
+
+def lost(source: Path, nav: str) -> list[str]:
+    """What a build does not miss: pages that no one is led to, pictures that are not there."""
+    found = []
+    for file in sorted(source.rglob("*.md")):
+        name = file.relative_to(source).as_posix()
+        if not re.search(rf"[ ]{re.escape(name)}$", nav, re.MULTILINE):
+            found.append(f"docs/{name} is not in `nav` of mkdocs.yml")
+        pictures = _PICTURE.findall(file.read_text("utf-8"))
+        gone = (one for one in map("".join, pictures) if not (file.parent / one).is_file())
+        found += [f"docs/{name} shows {one}, which is not there" for one in gone]
+    return found
 
 
 def live(folder: Path) -> int:
