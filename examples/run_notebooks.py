@@ -19,9 +19,9 @@ PICTURES = {"text/html", "image/png", "image/svg+xml", "application/vnd.plotly.v
 
 def main(names: list[str]) -> int:
     """Run them; 1 where a cell fails, one is kept with outputs, or none shows a picture."""
-    import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    import nbformat  # pyright: ignore[reportMissingImports]
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
+    from nbclient.exceptions import CellExecutionError  # pyright: ignore[reportMissingImports]
 
     OUT.mkdir(parents=True, exist_ok=True)
     wrong = 0
