@@ -55,7 +55,7 @@ def page(text: str, names: dict[str, object]) -> str:
 
     def entry(found: re.Match[str]) -> str:
         name = found[1]
-        short = name.replace("headwise.", "hw.", 1)
+        short = re.sub(r"^headwise\.(?=\w+$|parallel)", "hw.", name)  # what `hw` gives by itself
         return f"::: {path_of(name, names[name])}\n    options:\n      heading: {short}"
 
     return re.sub(r"^::: (headwise\.[\w.]+)$", entry, text, flags=re.MULTILINE)
