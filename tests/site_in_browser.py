@@ -116,9 +116,9 @@ def test_the_live_pages_work_in_their_frames(browser: Any, address: str) -> None
 
 def test_the_search_finds_a_name(browser: Any, address: str) -> None:
     page = Visit(browser, address).open("index.html")
-    page.keyboard.press("/")
-    page.keyboard.type("entropy")
-    page.locator(".md-search-result__item").first.wait_for()
+    page.locator(".md-search__button").click()
+    page.get_by_role("combobox", name="Search").fill("entropy")
+    page.get_by_text("hw.EntropyFloor").first.wait_for()
 
 
 def test_a_phone_scrolls_in_one_direction(browser: Any, address: str) -> None:
