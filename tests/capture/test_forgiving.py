@@ -268,6 +268,9 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
         hw.Bias(torch.zeros(130, 130)) & hw.Padding(torch.tensor([5, 6] * 40)),
         hw.Documents(ids) | hw.Prefix(torch.arange(130)),
         hw.Mass(hw.Induction(ids)),
+        hw.explain(*torch.randn(3, 2, 3, 130, 4), hw.Entropy()),
+        hw.check(layer),
+        hw.HeadName("attn", 3),
     ]
     for thing in shown:
         assert "\n" not in repr(thing), type(thing)

@@ -221,12 +221,12 @@ class Label:
     coverage: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadName:
     """A head and its labels, none of which may hold; `missing` are labels that nothing was seen of.
 
-    >>> HeadName("attn", 3).label
-    'none of these'
+    >>> HeadName("attn", 3)
+    <HeadName: attn.3: none of these>
     """
 
     layer: str
@@ -238,6 +238,10 @@ class HeadName:
     def label(self) -> str:
         """The first label, or `none of these`."""
         return self.labels[0].label if self.labels else NO_LABEL
+
+    def __repr__(self) -> str:
+        labels = ", ".join(one.label for one in self.labels) or NO_LABEL
+        return f"<HeadName: {self.layer}.{self.head}: {labels}>"
 
 
 def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:

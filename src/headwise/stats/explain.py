@@ -18,7 +18,7 @@ from .results import VIA
 from .sampling import draw
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Who would serve a call, and why the others would not; how statistics would be read.
 
@@ -32,6 +32,9 @@ class Explanation:
     choices: tuple[Choice, ...]
     statistics: dict[str, str] = field(default_factory=dict)
     measured: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Explanation: {self.chosen} serves it; print() says why>"
 
     def __str__(self) -> str:
         lines = []

@@ -123,7 +123,7 @@ class Finding:
             yield from (f"      {line}" for line in self.example.lines())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """What `headwise.check` found about one attention.
 
@@ -206,6 +206,9 @@ class Verdict:
         counts = [f"{errors} ❌"] * bool(errors) + [f"{warnings} ⚠"] * bool(warnings)
         counted = f"{self.subject}: {said} ({', '.join([*counts, f'{kept} ✅'])})"
         return " ".join([f"{counted}." if self.unchecked else counted, *map(_open, self.unchecked)])
+
+    def __repr__(self) -> str:
+        return f"<Verdict: {self.summary()}; print() tells all>"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
