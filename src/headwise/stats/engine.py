@@ -18,7 +18,7 @@ from ..backends import Backend, Call, Figures, OnePass, choose
 from ..core.call import check_scores
 from . import identities
 from .lazy import Lazy
-from .sampling import ALL_FROM
+from .sampling import ALL_FROM, Sample
 from .score_sweep import Accumulator, sweep, tiles, whole_rows
 from .scores import RowBlock, RowFigures, Scores, near
 from .view import View
@@ -68,14 +68,14 @@ class Engine:
         chosen: Backend,
         keeps_graph: bool,
         *,
-        rows: Int[Tensor, " n"] | None = None,
-        drawn: Float[Tensor, " n"] | None = None,
+        sample: Sample | None = None,
         gradients: bool = True,
         output: bool = True,
         made: Float[Tensor, "B H T Dv"] | None = None,
         projection: Float[Tensor, "O HDv"] | None = None,
     ) -> None:
         self.keeps_graph = keeps_graph
+        rows, drawn = (None, None) if sample is None else (sample.rows, sample.weights)
         self.view = View(asked, rows, gradients and keeps_graph, drawn)
         self.chosen, self.output = chosen, output
         self.made, self.projection = made, projection

@@ -75,17 +75,18 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
             _passed(case.reading, right),
             *no_output_projection(subject, case.reading),
         ]
-    mistaken = named(case, bases, subject.causal_from not in ("seen", "unknown"))
+    sure = subject.causal_from not in ("seen", "unknown")
+    mistaken = named(case, bases, sure)
     if mistaken is not None:
         base, faults = mistaken
         if len(faults) > 1 and {one.rule for one in faults} == {"packing"}:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
         return findings + [_finding(case, subject, base, one) for one in faults]
-    named_alone = [
-        _finding(case, subject, None, one)
-        for one in named_by_scores(case, bases, subject.causal_from not in ("seen", "unknown"))
-    ]
-    return findings or named_alone or [_unexplained(case, subject, bases[0])]
+    if findings:
+        return findings
+    by_scores = named_by_scores(case, bases, sure)
+    named_alone = [_finding(case, subject, None, one) for one in by_scores]
+    return named_alone or [_unexplained(case, subject, bases[0])]
 
 
 def _passed(reading: Projections, base: Variant) -> Finding:
