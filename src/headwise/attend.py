@@ -79,6 +79,7 @@ def attend(
         first_query=first_query,
     )
     with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
-        out, lse = choose(call, backend).run(call.drawn() if dropout else call)
-    check_scores(call, lse)
+        out, lse = choose(call, backend).output(call.drawn() if dropout else call)
+    if lse is not None:
+        check_scores(call, lse)
     return out

@@ -32,6 +32,11 @@ class Backend(Protocol):
         """
         ...
 
+    def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Output and log-sum-exp, or `None` in its place where the backend itself has seen that
+        the weights of every row are numbers."""
+        return self.run(call)
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -57,7 +62,7 @@ class Figures:
         return Figures(*(None if x is None else change(x) for x in found))
 
 
-class OnePass(ABC):
+class OnePass(Backend, ABC):
     """A backend that has figures of every row from the pass that makes the output."""
 
     name: str

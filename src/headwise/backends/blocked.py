@@ -21,6 +21,7 @@ from ..core.mask_algebra import Mask
 from ..core.modes import forward_derivatives, transformed
 from ..core.reference import Definition, rows
 from ..core.shapes import Extent, statistics_dtype
+from .base import Backend
 from .tiles import Bounds
 
 SCORES_AT_A_TIME = 1 << 22
@@ -56,7 +57,7 @@ def block_rows(extent: Extent, scores: int = SCORES_AT_A_TIME) -> int:
     return max(1, min(extent.queries, scores // row))
 
 
-class Blocked:
+class Blocked(Backend):
     """Any mask, bias, softcap, dtype and device; memory O(T)."""
 
     name = "blocked"

@@ -7,9 +7,10 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.index import grid
 from ..core.reference import rows
+from .base import Backend
 
 
-class Eager:
+class Eager(Backend):
     """Builds the matrix. Slow, plain, and right."""
 
     name = "eager"

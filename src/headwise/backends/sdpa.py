@@ -20,6 +20,7 @@ from ..core import reference as definition
 from ..core.call import Call, with_sinks
 from ..core.modes import forward_derivatives, readable, transformed
 from ..core.shapes import statistics_dtype
+from .base import Backend
 from .blocked import block_rows, gradients_again
 from .tiles import Tile, bias_size, cut, flag, tiles, whole
 
@@ -29,7 +30,7 @@ BIAS_LIMIT = 256 * 2**20
 ops = torch.ops.aten
 
 
-class Sdpa:
+class Sdpa(Backend):
     """The fused kernels of PyTorch: CPU flash; CUDA flash, cuDNN and memory-efficient."""
 
     name = "sdpa"

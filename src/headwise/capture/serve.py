@@ -144,7 +144,9 @@ class Served:
         """The heads' outputs."""
         call = self.call
         with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
-            out, lse = choose(call, "auto").run(call.drawn() if call.dropout else call)
+            out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
+        if lse is None:
+            return out
         total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
         if total == math.inf or math.isnan(total):
             with apart():

@@ -246,9 +246,10 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
     show as NaN in the rows that see them, and so do scores that float32 cannot hold.
     """
     call = _start_alike(problem)
-    out = output_like(problem.q, problem.v)
-    if out is not None:
-        call.out, call.out_stride = out.data_ptr(), out.stride()[:3]
+    out = None
+    if problem.v is not None:
+        out = output_like(problem.q, problem.v)
+        call.out = out.data_ptr()
     found: list[Tensor | None] = [out]
     last = None  # like another, a tensor takes half the time to make
     for bit, name in enumerate(FIGURES):
@@ -258,10 +259,21 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
         last = _figure(problem.q.shape[:3]) if last is None else empty_like(last)
         setattr(call, name, last.data_ptr())
         found.append(last)
+    if _run("hw_forward", call) & _OVERFLOW and out is not None:
+        _sum_smaller_numbers(problem, out)
+    return found
+
+
+def output(problem: Problem) -> Tensor | None:
+    """The output alone, as `forward` gives it; `None` where some row's weights are no numbers."""
+    assert problem.v is not None
+    call = _start_alike(problem)
+    out = output_like(problem.q, problem.v)
+    call.out = out.data_ptr()
     code = _run("hw_forward", call)
     if code & _OVERFLOW:
         _sum_smaller_numbers(problem, out)
-    return found
+    return None if code & _NO_NUMBER else out
 
 
 def backward(
@@ -337,10 +349,11 @@ def sums(
     return columns, table
 
 
-def _sum_smaller_numbers(problem: Problem, out: Tensor | None) -> None:
+def _sum_smaller_numbers(problem: Problem, out: Tensor) -> None:
     """Fill in where sums over finite values overflowed before they were divided by their weight."""
     v = problem.v
-    if v is None or out is None or not bool(v.isfinite().all()):
+    assert v is not None
+    if not bool(v.isfinite().all()):
         return
     factor = 2.0 ** -math.ceil(1 + math.log2(v.shape[2]))
     again = forward(problem._replace(v=v * factor), 0)[0]
@@ -352,14 +365,16 @@ def _figure(shape: tuple[int, ...]) -> Tensor:
     return empty(shape, dtype=torch.float32, device=CPU)
 
 
-def output_like(q: Tensor, v: Tensor | None) -> Tensor | None:
+def output_like(q: Tensor, v: Tensor) -> Tensor:
     """Room for the output `[B, H, T, Dv]`, in such order that merging the heads is a view."""
-    if v is None:
-        return None
     b, h, t, _ = q.shape
     wide = v.shape[3]
-    strides = (t * h * wide, wide, h * wide, 1)
+    strides = _output_strides(h, t, wide)
     return empty_strided((b, h, t, wide), strides, dtype=q.dtype, device=q.device)
+
+
+def _output_strides(heads: int, queries: int, wide: int) -> tuple[int, int, int, int]:
+    return queries * heads * wide, wide, heads * wide, 1
 
 
 def gradient_like(x: Tensor) -> Tensor:
@@ -407,6 +422,7 @@ def _start(problem: Problem) -> CCall:
     if v is not None:
         call.value_dim = wide = v.shape[3]
         call.point("v", v, dtype, (b, g, s, wide))
+        call.out_stride = _output_strides(h, t, wide)[:3]
     if sinks is not None:
         call.point("sinks", sinks, torch.float32, (h,))
     position, low, high, allowed, bias, slopes, call.offset, call.causal, call.window = terms

@@ -39,20 +39,26 @@ def compute(
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
-    if _observed() or not _plain(q, k, v, sinks, *terms[:6], seed):
+    if _followed(problem):
         found = torch.ops.headwise.native_forward(
             q, k, v, sinks, *terms, *numbers, seed, *wishes_kept
         )
         wished = [v is not None, *(bool(wishes & bit) for bit in BIT.values())]
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or (v is not None and v.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    ):
+    if _differentiated(problem):
         return list(_Attention.apply(*problem, *wishes_kept, again))
     return cpu.forward(problem, wishes)
+
+
+def output(problem: Problem) -> Tensor | None:
+    """The output alone, without gradient.
+
+    `None` where `compute()` is to be asked: somebody differentiates or follows the call, or some
+    row's weights are no numbers.
+    """
+    if _followed(problem) or _differentiated(problem):
+        return None
+    return cpu.output(problem)
 
 
 def sums(
@@ -73,6 +79,19 @@ def sums(
         q, k, sinks, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
     )
     return columns if received else None, None if blocks is None else table
+
+
+def _differentiated(problem: Problem) -> bool:
+    """Whether autograd will come back for any part of the problem."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(x is not None and x.requires_grad for x in problem[:4])
+
+
+def _followed(problem: Problem) -> bool:
+    """Whether operators are to compute the problem, for those who follow them or for the tensors
+    that it has."""
+    return _observed() or not _plain(*problem[:4], *problem.terms[:6], problem.seed)
 
 
 def _observed() -> bool:
@@ -224,7 +243,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         q.new_empty(q.shape[:3], dtype=torch.float32) if wishes & bit else None
         for bit in BIT.values()
     ]
-    return _filled([cpu.output_like(q, v), *figures], q)
+    return _filled([None if v is None else cpu.output_like(q, v), *figures], q)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

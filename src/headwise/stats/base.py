@@ -19,7 +19,8 @@ class Statistic(Protocol):
 
     It may also have `needs`, a need by the name of each of its figures; what it reads, `found`
     then holds: `found[need]`. With `formula = True` it reads nothing else, and may do so later;
-    figures named in `as_found` are the answers of their needs as they stand. With `free = True` it
+    figures named in `as_found` are the answers of their needs as they stand, or the first part of
+    one. With `free = True` it
     can be told from others by `==`, and plans for it are kept.
     """
 

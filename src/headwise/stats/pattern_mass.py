@@ -72,13 +72,13 @@ class MassOn(Need):
     def told(self, route: Route, engine: Engine) -> Route:
         if route.kind != PAIRS:
             return route
-        assert isinstance(self.keys, Pattern)
+        assert not isinstance(self.keys, Mask)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
 
     def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
         if route.kind == KERNEL:
             return every.given is not None
-        if few or not isinstance(self.keys, Pattern) or not every.near:
+        if few or isinstance(self.keys, Mask) or not every.near:
             return few
         return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
@@ -92,12 +92,15 @@ class MassOn(Need):
             Masses(engine).wait(ranges_in(self.keys, engine.view), self.name)
 
     def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
+        count = None
         if isinstance(self.keys, Mask):
-            return self._of_mask(self.keys, engine)
-        if route.kind == KERNEL:
+            mass, count = self._of_mask(self.keys, engine)
+        elif route.kind == KERNEL:
             assert self.kernel is not None
-            return engine.field(self.kernel), None
-        return Masses(engine).of(ranges_in(self.keys, engine.view), self.name)
+            mass = engine.field(self.kernel)
+        else:
+            mass, count = Masses(engine).of(ranges_in(self.keys, engine.view), self.name)
+        return mass.clamp(max=1.0), count
 
     def _of_mask(self, keys: Mask, engine: Engine) -> tuple[Tensor, Tensor]:
         view, chosen = engine.view, _within(keys, engine)

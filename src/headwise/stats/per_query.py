@@ -132,6 +132,10 @@ class Mass:
         return ("mass" if isinstance(self.keys, Mask) else self.keys.name,)
 
     @property
+    def as_found(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
     def needs(self) -> dict[str, Need]:
         name = self.names[0]
         return {name: MassOn(self.keys, name)}
@@ -140,9 +144,9 @@ class Mass:
         ((name, need),) = self.needs.items()
         mass, count = found[need]
         if count is None:
-            assert isinstance(self.keys, Pattern)
+            assert not isinstance(self.keys, Mask)
             count = in_sight(self.keys, found.view)
-        return {name: Reading(mass.clamp(max=1.0), count > 0, among=found.valid_rows)}
+        return {name: Reading(mass, count > 0, among=found.valid_rows)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         device = full.weights.device

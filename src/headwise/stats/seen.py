@@ -76,7 +76,10 @@ class Readings(Mapping[str, Reading]):
             return None
         need = statistic.needs[name]  # type: ignore[union-attr]
         every = self._found.every
-        return None if every and need in every.answers else self._found.answers[need]
+        if every and need in every.answers:
+            return None
+        answer = self._found.answers[need]
+        return answer[0] if isinstance(answer, tuple) else answer
 
     @property
     def known(self) -> tuple[str, ...]:
