@@ -117,8 +117,9 @@ def _only(call: Call) -> Tile | None:
     only = known.get("whole")
     if only is None:
         only = whole(call.mask, call.extent, call.q.device)
+        if only is not None:
+            known["whole"] = only
     if only is not None:
-        known["whole"] = only
         return only
     for tile in cut(call.mask, call.extent, call.q):
         if only is not None or not tile.covers(call.extent):

@@ -82,9 +82,12 @@ def _signature(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """A checked attention call: everything a backend needs to know, and nothing else."""
+    """A checked attention call: everything a backend needs to know, and nothing else.
+
+    Nobody changes one; `with_()` makes another. (To forbid it would double the time to make one.)
+    """
 
     q: Tensor
     k: Tensor

@@ -222,10 +222,11 @@ class MultiHeadAttention(nn.Module):
     def _fault_of_sharding(self) -> str | None:
         """What is wrong with a fused projection whose rows lie over ranks, in words."""
         for name in ("qkv", "kv"):
-            weight = getattr(self._modules.get(name), "weight", None)
-            if getattr(weight, "placements", None) is None:
+            linear = self._modules.get(name)
+            if linear is None or type(linear._parameters.get("weight")) is nn.Parameter:
                 continue
-            if any(place.is_shard(0) for place in weight.placements):  # type: ignore[union-attr]
+            placements = getattr(linear.weight, "placements", ())
+            if any(place.is_shard(0) for place in placements):  # type: ignore[union-attr]
                 return (
                     f"{name}.weight lies over ranks in one block of rows each, in which the "
                     f"sections of q, k and v are cut across; lay the layer out by "

@@ -92,12 +92,11 @@ class MassOn(Need):
             Masses(engine).wait(ranges_in(self.keys, engine.view), self.name)
 
     def answer(self, route: Route, engine: Engine) -> tuple[Tensor, Tensor | None]:
-        count = None
+        if route.kind == KERNEL:
+            assert self.kernel is not None
+            return engine.field(self.kernel), None
         if isinstance(self.keys, Mask):
             mass, count = self._of_mask(self.keys, engine)
-        elif route.kind == KERNEL:
-            assert self.kernel is not None
-            mass = engine.field(self.kernel)
         else:
             mass, count = Masses(engine).of(ranges_in(self.keys, engine.view), self.name)
         return mass.clamp(max=1.0), count

@@ -167,7 +167,10 @@ static inline void finish_rows(const Call &c, const Running &run, int64_t row0, 
       put(c.entropy, select(entropy < vf{}, vf{}, entropy), 0.f);
       put(c.ahead, load<vf>(run.ahead + at) * scale, 0.f);
     }
-    auto of_key = [&](const float *score) { return scale * weight(load<vf>(score + at) - base_of(old), digits); };
+    auto of_key = [&](const float *score) {
+      const vf one = splat(1.f), p = scale * weight(load<vf>(score + at) - base_of(old), digits);
+      return select(p > one, one, p); // rounding may go beyond
+    };
     if (c.first) put(c.first, of_key(run.first), 0.f);
     if (c.previous) put(c.previous, of_key(run.previous), 0.f);
     if (c.self) put(c.self, of_key(run.self), 0.f);
