@@ -690,7 +690,7 @@ def test_two_results_are_compared(
     assert page.exists()
     half = look(model.half(), tokenizer, TEXT, text_name="one").save(tmp_path / "half.json")
     model.float()
-    code, out, err = run(capsys, "--compare", one, half)
+    code, out, err = run(capsys, "--compare", one, half, "--out", page)
     assert (code, err) == (0, "")
     assert out.startswith("A: llama on one, float32\nB: llama on one, float16\n")
     assert not re.search(r"[-+]?\b0\.00\b", out)
