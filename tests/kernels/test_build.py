@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headwise"
 NATIVE = PACKAGE / "kernels" / "cpp"
 
-BEST_FIRST = ["amx", "avx512bf16", "avx512", "avx2", "neon", "plain"]
+BEST_FIRST = ["amx", "avx512bf16", "avx512", "avx2", "neonbf16", "sve256", "neon", "plain"]
 
 
 def missing(what: str) -> None:

@@ -31,7 +31,7 @@ SHIPPED = Path(__file__).with_name("speeds.json")
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
-BFLOAT16_ONLY = frozenset({"amx", "avx512bf16"})
+BFLOAT16_ONLY = frozenset({"amx", "avx512bf16", "neonbf16"})
 """Units with code of their own for bfloat16 alone; all else is the next unit's after them."""
 
 

@@ -10,6 +10,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 
 #define HW_UNIT(isa) const Unit *HW_UNIT_TABLE(isa)();
@@ -32,9 +35,10 @@ const Unit *unit_at(int number) {
   return number >= 0 && number < count ? tables[number]() : nullptr;
 }
 
+#if defined(__x86_64__)
 // Whether this CPU has tiles of bfloat16 and Linux lets the process use them.
 bool tiles_here() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
   static const bool found = [] {
     constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
     constexpr long ASK = 0x1023, TILE_DATA = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -47,6 +51,7 @@ bool tiles_here() {
   return false;
 #endif
 }
+#endif
 
 bool runs_here(const char *name) {
 #if defined(__x86_64__)
@@ -58,21 +63,33 @@ bool runs_here(const char *name) {
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (!std::strcmp(name, "avx512bf16")) return bf16;
   if (!std::strcmp(name, "amx")) return bf16 && tiles_here();
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long SVE = 1ul << 22, BF16 = 1ul << 14; // HWCAP_SVE, HWCAP2_BF16
+  constexpr int LENGTH = 51;                                 // PR_SVE_GET_VL
+  if (!std::strcmp(name, "neonbf16")) return getauxval(AT_HWCAP2) & BF16;
+  if (!std::strcmp(name, "sve256")) return (getauxval(AT_HWCAP) & SVE) && (prctl(LENGTH) & 0xffff) == 256 / 8;
+#elif defined(__aarch64__)
+  if (std::strcmp(name, "neon") && std::strcmp(name, "plain")) return false; // nobody knows
 #endif
   (void)name;
   return true;
 }
 
-// The best unit of this machine: vdpbf16ps multiplies twice as fast as float32 on AMD's CPUs, and slower than it
-// on Intel's (0.55 to 0.66 of its speed), whose tiles are what is fast there.
+// Whether a unit is known to be fast where it runs: vdpbf16ps multiplies twice as fast as float32 on AMD's CPUs, and
+// slower than it on Intel's (0.55 to 0.66 of its speed), whose tiles are what is fast there. Nobody has measured
+// ARM's pairs and long vectors yet: only a table that has, as `headwise tune` writes one, chooses them.
+bool fast_here(const char *name) {
+#if defined(__x86_64__)
+  if (!std::strcmp(name, "avx512bf16")) return __builtin_cpu_is("amd");
+#endif
+  return std::strcmp(name, "neonbf16") && std::strcmp(name, "sve256");
+}
+
+// The best unit of this machine, as far as is known.
 int best() {
   static const int found = [] {
-    bool pairs = true;
-#if defined(__x86_64__)
-    pairs = __builtin_cpu_is("amd");
-#endif
     for (int i = 0; const Unit *unit = unit_at(i); i++)
-      if (runs_here(unit->name) && (pairs || std::strcmp(unit->name, "avx512bf16"))) return i;
+      if (runs_here(unit->name) && fast_here(unit->name)) return i;
     return -1;
   }();
   return found;

@@ -27,14 +27,18 @@ struct ByHalf : Float {
   static HW_INLINE vf lanes(const right *p) { return widened(load<vh>(p), false); }
 };
 
-#if defined(__AVX512BF16__)
+#if HW_PAIRS
 // … or pairs of bfloat16, (k, k + 1) in one 32-bit element, summed in float32.
 struct Pair {
   typedef uint32_t left, right;
   static constexpr int step = 2;
   typedef vi vector;
   static HW_INLINE void add(vf &c, vi a, vi b) {
+#if defined(__AVX512BF16__)
     c = (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    c = (vf)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
   }
   static HW_INLINE vi row(const left *p) {
     int32_t x;

@@ -75,7 +75,7 @@ struct InFloat : InRegisters<Float> {
   static HW_INLINE void keep_over_lanes(vf x, vf, float *block, int k, int v) { keep_over_keys(x, x, block, k, v); }
 };
 
-#if defined(__AVX512BF16__)
+#if HW_PAIRS
 // Bfloat16 in pairs, for the instruction that multiplies and adds two of them in float32.
 struct InPairs : InRegisters<Pair> {
   static constexpr int BK = 96; // keys to a block
@@ -150,23 +150,34 @@ struct InPairs : InRegisters<Pair> {
   }
 
   static uint32_t *over_keys(float *, uint32_t *room) { return room; }
+  static uint32_t *over_lanes(float *, uint32_t *room) { return room; }
+#if defined(__AVX512BF16__)
   static HW_INLINE void keep_over_keys(vf even, vf odd, uint32_t *block, int k, int v) {
     const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                          6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     store(block + (int64_t)(k / 2) * BQ + v * W, _mm512_permutexvar_epi16(zip, both(even, odd)));
   }
-  static uint32_t *over_lanes(float *, uint32_t *room) { return room; }
   static HW_INLINE void keep_over_lanes(vf even, vf odd, uint32_t *block, int k, int v) {
     const __m512i rows = both(even, odd);
     uint32_t *to = block + ((int64_t)k * BQ + v * W) / 2;
     store(to, _mm512_castsi512_si256(rows));
     store(to + BQ / 2, _mm512_extracti64x4_epi64(rows, 1));
   }
-
-protected:
   static HW_INLINE __m512i both(vf even, vf odd) {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   }
+#else
+  static HW_INLINE void keep_over_keys(vf even, vf odd, uint32_t *block, int k, int v) {
+    const vu low = __builtin_convertvector(narrow(even), vu), high = __builtin_convertvector(narrow(odd), vu);
+    store(block + (int64_t)(k / 2) * BQ + v * W, low | (high << 16));
+  }
+  static HW_INLINE void keep_over_lanes(vf even, vf odd, uint32_t *block, int k, int v) {
+    uint32_t *to = block + ((int64_t)k * BQ + v * W) / 2;
+    store(to, narrow(even));
+    store(to + BQ / 2, narrow(odd));
+  }
+  static HW_INLINE vh narrow(vf x) { return (vh)vcvt_bf16_f32((float32x4_t)x); }
+#endif
 };
 #endif
 

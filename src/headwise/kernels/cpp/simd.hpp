@@ -8,6 +8,15 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Whether an instruction multiplies and adds pairs of bfloat16.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HW_PAIRS 1
+#else
+#define HW_PAIRS 0
 #endif
 
 #define HW_INLINE inline __attribute__((always_inline))
@@ -19,6 +28,8 @@ namespace HW_ISA {
 constexpr int W = 16, MR = 6, NV = 4;
 #elif defined(__AVX2__)
 constexpr int W = 8, MR = 6, NV = 2;
+#elif defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256
+constexpr int W = 8, MR = 6, NV = 4;
 #elif defined(__aarch64__)
 constexpr int W = 4, MR = 6, NV = 4;
 #else
@@ -46,7 +57,7 @@ static HW_INLINE vf splat(float x) {
 #elif defined(__AVX2__)
   return (vf)_mm256_set1_ps(x);
 #else
-  return vf{x, x, x, x};
+  return x - vf{}; // −0 stays −0
 #endif
 }
 
@@ -56,7 +67,7 @@ static HW_INLINE vi splat(int32_t x) {
 #elif defined(__AVX2__)
   return (vi)_mm256_set1_epi32(x);
 #else
-  return vi{x, x, x, x};
+  return x + vi{};
 #endif
 }
 
@@ -233,8 +244,10 @@ static HW_INLINE void interleave(vf a, vf b, vf &low, vf &high) {
 }
 #else
 static HW_INLINE void interleave(vf a, vf b, vf &low, vf &high) {
-  low = vf{a[0], b[0], a[1], b[1]};
-  high = vf{a[2], b[2], a[3], b[3]};
+  for (int i = 0; i < W / 2; i++) {
+    low[2 * i] = a[i], low[2 * i + 1] = b[i];
+    high[2 * i] = a[W / 2 + i], high[2 * i + 1] = b[W / 2 + i];
+  }
 }
 #endif
 
