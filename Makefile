@@ -14,7 +14,7 @@ KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-ranks environments test-peers test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
+.PHONY: run test test-units test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -70,6 +70,15 @@ test-units: .venv/.dev $(COMPILED)
 # Processes that work together: two and four of them, commands under torchrun, ranks that are killed.
 test-ranks: .venv/.dev $(COMPILED)
 	@$(BIN)/python -m pytest -m ranks tests/parallel
+
+# The core tests on the newest and oldest PyTorch and transformers and on every Python from 3.11 that is here; by hand,
+# as each of the rows installs PyTorch anew (7 GB, removed when it is done). The table is in build/matrix.
+test-matrix: .venv/.dev $(COMPILED)
+	@$(BIN)/python tests/matrix.py $(if $(ROWS),--rows $(ROWS))
+
+# What headwise and its peers do, each asked in an environment of its own; see docs/peers.md.
+compare: .venv/.dev $(COMPILED)
+	@$(BIN)/python peers/compare.py $(if $(PEER),--peer $(PEER))
 
 # What the five below need besides, each in an environment of its own.
 environments: .venv-docs/.made .venv-peers/.made .venv-trainers/.made .venv-suites/.made .venv-max/.max-$(MAX)

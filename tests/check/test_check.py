@@ -486,6 +486,14 @@ def test_small_advice_waits_until_nothing_is_wrong() -> None:
     assert check(NotebookCausalAttention, faithful=True)["buffer"].severity == "skipped"
 
 
+def test_a_rule_that_cannot_be_tried_has_not_passed() -> None:
+    """A function has no constructor to refuse sizes, and saves nothing."""
+    verdict = check(heads_first)
+    assert not {"assert", "buffer"} & {one.rule for one in verdict.results}
+    assert "buffer" not in str(verdict)
+    assert check(NotebookCausalAttention)["assert"].severity == "passed"
+
+
 def test_the_same_seed_gives_the_same_verdict() -> None:
     assert check(MultiHeadAttn, seed=3) == check(MultiHeadAttn, seed=3)
 

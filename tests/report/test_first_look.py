@@ -371,6 +371,12 @@ def test_a_larger_vocabulary_than_the_models_is_named(tiny: GPT) -> None:
     assert "The tokenizer has 50,257 tokens and GPT reads 30" in notice
 
 
+def test_a_look_says_what_it_is_in_a_line(tiny: GPT) -> None:
+    said = repr(hw.look(tiny, Letters(), "abcabcabd" * 4))
+    assert "\n" not in said
+    assert len(said) < 200, said
+
+
 def test_a_model_in_python_goes_by_its_name_or_class(tiny: GPT) -> None:
     assert hw.look(tiny, Letters(), "abc").provenance["model"] == "GPT"
     named = hw.look(tiny, Letters(), "abc", model_name="tiny", title="A title")

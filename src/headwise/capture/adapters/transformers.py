@@ -61,7 +61,8 @@ def _wrap() -> Callable[[], None]:
     """Let the interface hand out functions that are heard; gives what undoes it."""
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
     cache: Any = sys.modules["transformers.cache_utils"].Cache
-    get, item, update = interface.get_interface, interface.__getitem__, cache.update
+    item, update = interface.__getitem__, cache.update
+    get = getattr(interface, "get_interface", None)  # before transformers 5, models take items
 
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
         return _heard(get(self, implementation, default))
@@ -76,11 +77,9 @@ def _wrap() -> Callable[[], None]:
             _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
         return kept
 
-    changes = (
-        (interface, "get_interface", get_interface),
-        (interface, "__getitem__", getitem),
-        (cache, "update", updated),
-    )
+    changes = [(interface, "__getitem__", getitem), (cache, "update", updated)]
+    if get is not None:
+        changes.append((interface, "get_interface", get_interface))
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
     for owner, name, new in changes:
         setattr(owner, name, new)
