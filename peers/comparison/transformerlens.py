@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_lens import head_detector, patching as patches
+from transformer_lens import head_detector
+from transformer_lens import patching as patches
 from transformer_lens.model_bridge import TransformerBridge
 
 from . import shared
@@ -106,8 +107,6 @@ def page() -> str:
 
 def probes() -> str:
     model, tokenizer = shared.trained()
-    found = head_detector.detect_head(
-        bridge(model, tokenizer), shared.TEXT, "previous_token_head"
-    )
+    found = head_detector.detect_head(bridge(model, tokenizer), shared.TEXT, "previous_token_head")
     assert tuple(found.shape) == (3, 4)
     return f"yes: 3 (`detect_head`); previous token {float(found.max()):.2f}"
