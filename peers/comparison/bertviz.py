@@ -21,4 +21,4 @@ def page() -> str:
     tokens = [str(number) for number in inputs["input_ids"][0].tolist()]
     pages = [view(found, tokens, html_action="return").data for view in (head_view, model_view)]
     assert all("attention" in one for one in pages)
-    return f"yes: head, model and neuron views ({shared.addresses(''.join(pages))})"
+    return f"yes: head and model views ({shared.addresses(''.join(pages))})"

@@ -20,4 +20,4 @@ def page() -> str:
         found = model(**inputs, output_attentions=True).attentions[1][0]
     tokens = [str(number) for number in inputs["input_ids"][0].tolist()]
     html = str(attention_heads(found, tokens))
-    return f"yes: heads of a layer, tokens, logits ({shared.addresses(html)})"
+    return f"yes: the heads of a layer ({shared.addresses(html)})"

@@ -101,10 +101,6 @@ def patching() -> str:
     return "yes, of any activation: ready-made sweeps"
 
 
-def page() -> str:
-    return "by CircuitsVis"
-
-
 def probes() -> str:
     model, tokenizer = shared.trained()
     found = head_detector.detect_head(bridge(model, tokenizer), shared.TEXT, "previous_token_head")

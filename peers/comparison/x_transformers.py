@@ -65,4 +65,4 @@ def layer() -> str:
     made = Attention(24, heads=6, kv_heads=2, dim_head=4, causal=True, flash=True)
     out = made(x)
     assert (out[0] if isinstance(out, tuple) else out).shape == x.shape
-    return "yes, and whole models: several dozen variants"
+    return "yes, and whole models, in many variants"
