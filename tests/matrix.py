@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SystemExit(f"there is no Python {row.python} here, only {', '.join(here)}")
         print(f"{row.name} …", flush=True)
         lines.append(tried(row, here[row.python]))
-        print(f"  {lines[-1][3]}", flush=True)
+        print("  ", *lines[-1], flush=True)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     (OUT / "table.md").write_text(table + "\n", "utf-8")
     print(table)
