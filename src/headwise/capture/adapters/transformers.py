@@ -62,7 +62,7 @@ def _wrap() -> Callable[[], None]:
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
     cache: Any = sys.modules["transformers.cache_utils"].Cache
     item, update = interface.__getitem__, cache.update
-    get = getattr(interface, "get_interface", None)  # before transformers 5, models take items
+    get: Any = getattr(interface, "get_interface", None)  # not before transformers 5
 
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
         return _heard(get(self, implementation, default))
