@@ -69,12 +69,11 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     right = next((base for base in bases if case.fits(base)), None)
     if right is not None:
         leak = leaking(case, right)
-        if leak is not None:
-            return [*findings, _finding(case, subject, right, leak, large=True)]
-        return findings or [
-            _passed(case.reading, right),
-            *no_output_projection(subject, case.reading),
-        ]
+        leaks = [] if leak is None else [_finding(case, subject, right, leak, large=True)]
+        if findings or (leak is not None and leak.severity == "error"):
+            return findings + leaks
+        unprojected = no_output_projection(subject, case.reading)
+        return [_passed(case.reading, right), *leaks, *unprojected]
     sure = subject.causal_from not in ("seen", "unknown")
     mistaken = named(case, bases, sure)
     if mistaken is not None:

@@ -18,6 +18,8 @@ GROUPS: list[dict[str, Any]] = tomllib.loads(
 )["group"]
 Row = Sequence[Any]  # the value of the group's field, then words for its message and hint
 LONG = {"q": "queries", "k": "keys", "v": "values"}
+FAR_ENOUGH = 1e4
+"""A fill as low as minus this is unwise and no mistake: published models have it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
 def finite_fills(reading: Projections, scale: float) -> list[Fault]:
     """Give the numbers that hide too little, filled in after the scaling or before it."""
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
-    return list(_filled(group, _fills(scale), reading))
+    rows = _filled(group, _fills(scale), reading)
+    unwise = -FAR_ENOUGH * min(1.0, scale)
+    return [
+        replace(row, severity="warning") if float(row.change["fill"]) <= unwise else row
+        for row in rows
+    ]
 
 
 def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:

@@ -16,6 +16,9 @@ from .probe_context import ProbeContext, failing
 NOTHING = 1e-30
 """An influence below this share of the largest is none; masks and softmax leave exact zeros."""
 
+LARGE = 20.0
+"""Inputs so many times as large make scores of several hundreds, as trained models may have."""
+
 UNCHANGED = 1e-6
 """Share by which an output may move that nothing changed: sums may run in another order."""
 
@@ -60,7 +63,7 @@ def finite(ctx: ProbeContext) -> Finding | None:
 
 
 def causality(ctx: ProbeContext) -> Finding | None:
-    """Zeros of the Jacobian, and changed futures at ordinary and at a thousandfold scale."""
+    """Zeros of the Jacobian, and changed futures at ordinary and at larger scales."""
     if not ctx.subject.causal:
         if ctx.subject.causal_from == "given":
             return skipped("causality", "Not asked for: causal=False.")
@@ -70,7 +73,7 @@ def causality(ctx: ProbeContext) -> Finding | None:
     seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
     if seen:
         return _leaks(ctx, 1.0, (seen[0][0], seen[0][1]), seen)
-    for scale in (1.0, 1000.0):
+    for scale in (1.0, LARGE, 1000.0):
         late = _sees_future(ctx, scale)
         if late is not None:
             return _leaks(ctx, scale, late, [])
@@ -99,7 +102,7 @@ def _leaks(
 ) -> Finding:
     (i, j), way = where, "leaks"
     if scale > 1:
-        way = "large"
+        way = "large" if scale == LARGE else "far"
     elif seen and all(b == a + 1 for a, b in seen) and len(seen) == ctx.tokens - 1:
         way = "next"
     elif seen and bool((ctx.influence.tril(-1) <= NOTHING * ctx.influence.max()).all()):
