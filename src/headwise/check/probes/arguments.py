@@ -106,7 +106,8 @@ def cache(ctx: ProbeContext) -> Finding | None:
     """Chunks of 3, 2, 1, … tokens against the whole."""
     if not ctx.subject.causal or ctx.tokens < 6 or not ctx.subject.bare:
         return None
-    said, wanted, drivers = "", ctx.out[:, :6], list(_drivers(ctx.exact))
+    caller, said, wanted = ctx.exact.caller, "", ctx.out[:, :6]
+    drivers = list(_drivers(ctx.exact))
     for make in drivers:
         try:
             outs = _in_chunks(make(), ctx.x, (3, 2, 1))
@@ -120,10 +121,7 @@ def cache(ctx: ProbeContext) -> Finding | None:
 def _cache_fault(ctx: ProbeContext, make: Callable[[], Chunk], outs: Tensor) -> Finding:
     gap = (outs - ctx.out[:, :6]).abs().amax((0, 2))
     token = int((~(gap <= 1e-6 * ctx.out.abs().max())).nonzero()[0])
-    try:
-        single = ctx.near(_in_chunks(make(), ctx.x, (3, 1, 1, 1)), ctx.out[:, :6])
-    except Exception:
-        single = False
+    single = _single(ctx, make)
     said = "  # it goes in as chunks of 3, 2 and 1 tokens"
     example = Example.of(ctx.exact.source(ctx.tokens, 2) + said, ctx.out[0, :6], outs[0])
     return found("cache", "chunks" if single else "differs", example, token=token)
@@ -152,6 +150,8 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
         else:
             yield lambda name=name: _handed_back(subject, name, flags)
             yield lambda name=name: _kept(subject, {name: {}}, flags)
+            if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
+                return found("cache", "refused", error=told(error))
     if flags and not names:
         yield lambda: _kept(subject.fresh(), {}, flags)
 
@@ -169,6 +169,14 @@ def _attend_cached(subject: Target) -> Chunk:
     target: Any = subject.caller.target
     heads, dim = subject.num_heads, subject.head_dim or 1
     past: list[Tensor] = []
+def _single(ctx: ProbeContext, make: Callable[[], Chunk]) -> bool:
+    """Whether token after token is right, behind a first chunk."""
+    try:
+        return ctx.near(_in_chunks(make(), ctx.x, (3, 1, 1, 1)), ctx.out[:, :6])
+    except Exception:
+        return False
+
+
 
     def step(x: Tensor, first: int) -> Tensor:
         empty = x.new_zeros(len(x), heads, 0, dim)
