@@ -64,6 +64,9 @@ def padding(ctx: ProbeContext) -> Finding | None:
         seen = _best(ctx, name)
         if seen is not None and seen.right:
             return passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
+        for form, alone in _forms(caller, name):
+            if "B" in form.shape and _mixed(ctx, form, alone):
+                return found("padding", "elsewhere", name=name, form=form)
     return skipped("padding", "No form was found in which its mask hides padding.")
 
 
@@ -159,6 +162,14 @@ def _alone(ctx: ProbeContext, name: str) -> Effect | None:
                 except Failed as failure:
                     return Effect(form, any=False, single=told(failure.error))
     return None
+
+
+def _mixed(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
+    """Whether a mask that is right for one sequence hides keys in another one where there are
+    two."""
+    with contextlib.suppress(Failed):
+        return _effect(ctx, form, alone).elsewhere and _effect(ctx, form, alone, rows=1).right
+    return False
 
 
 def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:
