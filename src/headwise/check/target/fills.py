@@ -66,8 +66,10 @@ PAIRS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda half: torch.cat((half, half), -1),
     lambda half: half,
     lambda half: half.repeat_interleave(2, -1),
+    lambda half: half[..., : half.shape[-1] // 2].repeat(*[1] * (half.ndim - 1), 4),
 )
-"""How the angle of a pair becomes the angles of its features."""
+"""How the angle of a pair becomes the angles of its features; the last is of two axes, which each
+turn one half of a head."""
 SHAPES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda table: table[None],
     lambda table: table,
