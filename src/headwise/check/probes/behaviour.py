@@ -151,6 +151,9 @@ def prefix(ctx: ProbeContext) -> Finding | None:
             break
     else:
         return passed("prefix")
+    caller = ctx.exact.caller
+    if any(caller.roles[name] == "embedding" for name in caller.made_up):
+        return skipped("prefix", "Its positions for fewer tokens had to be made up.")
     last = min(3, ctx.tokens) - 1
     said = f"f(x[:, :{last}]) and f(x)[:, :{last}] are compared"
     example = ctx.example(said, lambda f, x: (f(x[:, :last]), f(x)[:, :last]))

@@ -188,16 +188,14 @@ class Caller:
         return len(self.inputs) == 3
 
     @property
-    def made_up(self) -> bool:
-        """Whether the call holds more than x, or queries, keys and values under such names."""
+    def made_up(self) -> list[str]:
+        """What a call must hold beside x, or queries, keys and values under such names."""
         known = {*self.inputs, *self.extra}
         return any(self.required(name) for name in self.parameters if name not in known)
 
     def missing(self) -> list[str]:
         """Required parameters that nothing is known about."""
-        known = {*self.inputs, *self.extra}
-        wanted = [name for name in self.parameters if name not in known and self.required(name)]
-        return [name for name in wanted if self.roles[name] not in FILLS]
+        return [name for name in self.made_up if self.roles[name] not in FILLS]
 
     def __call__(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
         """The result on x `[B, T, E]`; keys and values from `source` `[B, S, E]` if it is given.

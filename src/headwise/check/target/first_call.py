@@ -240,8 +240,7 @@ def _of_guess(subject: Target, error: BaseException) -> bool:
 def _question(subject: Target, error: BaseException) -> ValueError:
     """That somebody has to say how it is called."""
     caller = subject.caller
-    rest = [n for n in caller.parameters if caller.required(n) and n not in caller.inputs]
-    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{name}=…" for name in rest])
+    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
     call = f"lambda layer, x: layer({given})"
     return ValueError(
         f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
