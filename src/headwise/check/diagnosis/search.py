@@ -75,6 +75,7 @@ def _surroundings(reading: Projections) -> tuple[str, ...]:
             "",
             "x, then norm",
             "norm",
+            "inside",
             "before",
             "before queries",
             "before and x",

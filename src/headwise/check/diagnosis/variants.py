@@ -50,7 +50,8 @@ class Variant:
         values: `weights @ v`, or with the weights `turned`.
         merge: a name in `MERGES`.
         out: output projection `once`, `left out` or `twice`.
-        residual: what is added at the end: nothing, `x`, or through a norm as in a whole block.
+        residual: what is added at the end: nothing, `x`, or through a norm as in a whole block;
+            `inside`: a norm stands between the heads and the output projection.
         rope: rotary positions of q and k: `RoPE`'s dim, base and interleaved; or None.
         rotated: which of q, k and v are rotated.
         normed: norms of q and k `before` or `after` the rotation.
@@ -195,6 +196,8 @@ def rebuild(
     """
     q, k, v = heads or heads_of(reading, x, variant)
     out = MERGES[variant.merge](attend(q, k, v, variant, sizes_of(reading, x)))
+    if variant.residual == "inside":
+        out = reading.norms["x"](out)
     return _with(x, _projected(reading.out, out, variant), variant, reading.norms.get("x"))
 
 
