@@ -8,6 +8,7 @@ named.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 from itertools import product
@@ -17,7 +18,7 @@ import torch
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.checked_target import Target
-from ..target.introspect import names_in
+from ..target.introspect import names_in, numbers_in
 from .call_lines import lines_of
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
@@ -67,6 +68,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
     right = next((base for base in bases if case.fits(base)), None)
+    if right is None and "heads" not in subject.roles:
+        case, bases, right = _with_other_heads(case, bases)
     if right is not None:
         leak = leaking(case, right)
         leaks = [] if leak is None else [_finding(case, subject, right, leak, large=True)]
@@ -86,6 +89,23 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     by_scores = named_by_scores(case, bases, sure)
     named_alone = [_finding(case, subject, None, one) for one in by_scores]
     return named_alone or [_unexplained(case, subject, bases[0])]
+
+
+def _with_other_heads(
+    case: Case, bases: list[Variant]
+) -> tuple[Case, list[Variant], Variant | None]:
+    """The same with another number of heads, where nobody said it and one of its own numbers
+    explains the output."""
+    module, width = case.subject.module, case.reading.head_dim * case.reading.num_heads
+    said = () if module is None else {int(n) for n in numbers_in(module, "") if n > 1}
+    for heads in sorted(n for n in said if width % n == 0 and n != case.reading.num_heads):
+        subject = replace(case.subject, num_heads=heads)
+        with contextlib.suppress(Unreadable):
+            other = replace(case, subject=subject, reading=read_off(subject), seen={}, heads={})
+            others = list(textbook(subject, other.reading))
+            if fits := [base for base in others if other.fits(base)]:
+                return other, others, fits[0]
+    return case, bases, None
 
 
 def _passed(reading: Projections, base: Variant) -> Finding:
