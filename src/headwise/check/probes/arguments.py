@@ -15,14 +15,18 @@ from ...layers.kv_cache import KVCache
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
-from ..target.checked_target import Target, told
+from ..target.checked_target import Broken, Target, told
 from ..target.construct import signature
 from ..target.fills import reversed_rows
+from ..target.names import building_role
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
 
 BUILT_FOR = re.compile("cross|decoder|self_att|is_")
 """Names that say that a layer was built to attend to one sequence or to another."""
+
+EITHER = {"y", "other"}
+"""Names of another sequence that do not say whether queries or keys are made of it."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -44,17 +48,19 @@ def cross(ctx: ProbeContext) -> Finding | None:
         out = ctx.result(x, subject, source).out
     except Failed as failure:
         if _keys_from_queries(ctx, subject, source[:, :tokens]):
-            return found("cross", "queries")
+            return _queries_apart(ctx, subject, context)
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
         if refused or caller.made_up or (context and not caller.separate):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
+        if _says_causal(caller.target):
+            return skipped("cross", "It says that it is causal: all comes from one sequence.")
         return found("cross", "fails", error=failure, **sizes)
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
         return found("cross", "shape", out=list(out.shape), **sizes)
     if ctx.near(ctx.result(x, subject, -source).out, out):
         made = [parameter.name for parameter in signature(type(caller.target))]
         built = named(ctx, BUILT_FOR) or any("cross" in name for name in made)
-        if not caller.separate and built:
+        if not caller.separate and (built or _wants_a_width(ctx, made)):
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
     if _keys_from_queries(ctx, subject, source):
@@ -78,6 +84,38 @@ def _keys_from_queries(ctx: ProbeContext, subject: Target, source: Tensor) -> bo
     return out.shape[1] == ctx.tokens and not ctx.near(after[:, 1:], out[:, 1:])
 
 
+def _queries_apart(ctx: ProbeContext, subject: Target, context: list[str]) -> Finding:
+    """What to say where keys come from x: of (x, y) it may be y that queries are made of."""
+    if context and context[0] in EITHER:
+        moved = ctx.x.clone()
+        moved[:, 0] += 1.0
+        other = ctx.x.flip(0)
+        out, after = (ctx.result(other, subject, y).out for y in (ctx.x, moved))
+        if ctx.near(after[:, 1:], out[:, 1:]) and not ctx.near(after[:, :1], out[:, :1]):
+            return passed("cross", f"Queries are made of {context[0]}, keys and values of x.")
+    return found("cross", "queries")
+
+
+def _says_causal(target: Any) -> bool:
+    """Whether an attribute of its own says that it is causal."""
+    own = vars(target) if hasattr(target, "__dict__") else {}
+    return any(value is True and building_role(name) == "causal" for name, value in own.items())
+
+
+def _wants_a_width(ctx: ProbeContext, made: list[str]) -> bool:
+    """Whether it uses another sequence, or cannot do without, once it is built with its width."""
+    if not any(building_role(name) == "kv_width" for name in made):
+        return False
+    try:
+        other = ctx.subject.rebuilt(kv_width=ctx.subject.embed_dim)
+        if other is None:
+            return False
+        other, (source, x) = replace(other.double(), causal=False), (ctx.x.flip(1), ctx.x)
+        return not ctx.near(ctx.result(x, other, source).out, ctx.result(x, other, -source).out)
+    except (Failed, Broken, ValueError):
+        return True
+
+
 def rotary(ctx: ProbeContext) -> Finding | None:
     """Rotary tables that are handed in: they count, and only by the distance of tokens."""
     caller = ctx.exact.caller
@@ -92,6 +130,8 @@ def rotary(ctx: ProbeContext) -> Finding | None:
         return None
     names = ", ".join(caller.tables)
     if ctx.near(there, ctx.out):
+        if not any(caller.required(name) for name in caller.tables):
+            return skipped("rotary", f"It does not use {names} as it was built.")
         return found("rotary", "unused", names=names)
     return passed("rotary") if ctx.near(here, ctx.out) else found("rotary", "shift", names=names)
 
@@ -113,6 +153,8 @@ def cache(ctx: ProbeContext) -> Finding | None:
             outs = _in_chunks(make(), ctx.x, (3, 2, 1))
         except Exception as error:
             said = said or told(error)
+            if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
+                return found("cache", "refused", error=told(error))
             continue
         return passed("cache") if ctx.near(outs, wanted) else _cache_fault(ctx, make, outs)
     return skipped("cache", f"No way was found to use its cache ({said}).") if drivers else None
@@ -125,6 +167,14 @@ def _cache_fault(ctx: ProbeContext, make: Callable[[], Chunk], outs: Tensor) -> 
     said = "  # it goes in as chunks of 3, 2 and 1 tokens"
     example = Example.of(ctx.exact.source(ctx.tokens, 2) + said, ctx.out[0, :6], outs[0])
     return found("cache", "chunks" if single else "differs", example, token=token)
+
+
+def _single(ctx: ProbeContext, make: Callable[[], Chunk]) -> bool:
+    """Whether token after token is right, behind a first chunk."""
+    try:
+        return ctx.near(_in_chunks(make(), ctx.x, (3, 1, 1, 1)), ctx.out[:, :6])
+    except Exception:
+        return False
 
 
 def _in_chunks(step: Chunk, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -150,8 +200,6 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
         else:
             yield lambda name=name: _handed_back(subject, name, flags)
             yield lambda name=name: _kept(subject, {name: {}}, flags)
-            if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
-                return found("cache", "refused", error=told(error))
     if flags and not names:
         yield lambda: _kept(subject.fresh(), {}, flags)
 
@@ -169,14 +217,6 @@ def _attend_cached(subject: Target) -> Chunk:
     target: Any = subject.caller.target
     heads, dim = subject.num_heads, subject.head_dim or 1
     past: list[Tensor] = []
-def _single(ctx: ProbeContext, make: Callable[[], Chunk]) -> bool:
-    """Whether token after token is right, behind a first chunk."""
-    try:
-        return ctx.near(_in_chunks(make(), ctx.x, (3, 1, 1, 1)), ctx.out[:, :6])
-    except Exception:
-        return False
-
-
 
     def step(x: Tensor, first: int) -> Tensor:
         empty = x.new_zeros(len(x), heads, 0, dim)

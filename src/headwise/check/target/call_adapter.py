@@ -191,7 +191,7 @@ class Caller:
     def made_up(self) -> list[str]:
         """What a call must hold beside x, or queries, keys and values under such names."""
         known = {*self.inputs, *self.extra}
-        return any(self.required(name) for name in self.parameters if name not in known)
+        return [n for n in self.parameters if n not in known and self.required(n)]
 
     def missing(self) -> list[str]:
         """Required parameters that nothing is known about."""
