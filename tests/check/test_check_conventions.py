@@ -103,9 +103,87 @@ class HeadsUnderAnotherName(Base):
 
     def __init__(self, hidden_size: int, head_size: int = 4) -> None:
         super().__init__(hidden_size, head_size)
+        self.head_size = self.__dict__.pop("heads")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.to_out(self.attend(x, x))
+        q, k, v = (
+            to(x).unflatten(-1, (self.head_size, -1)).transpose(1, 2)
+            for to in (self.to_q, self.to_k, self.to_v)
+        )
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Scores(nn.Module):
+    """What a layer is given as its attention inside."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return (scale * q @ k.mT).softmax(-1) @ v
+
+
+class InnerAttention(Scores):
+    """The name by which it is found."""
+
+
+class GivenItsAttention(Base):
+    def __init__(self, attention: nn.Module, dim: int, heads: int, log_weights: bool) -> None:
+        super().__init__(dim, heads)
+        self.inner, self.log_weights = attention, log_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            to(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for to in (self.to_q, self.to_k, self.to_v)
+        )
+        return self.to_out(self.inner(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Between(Base):
+    """Its queries come second, lengths must be said, and a residual is handed in."""
+
+    def forward(
+        self, memory: Tensor, decoder_input: Tensor, lengths: Tensor, residual: Tensor
+    ) -> Tensor:
+        hidden = torch.arange(memory.shape[1]) >= lengths[:, None]
+        return residual + self.to_out(self.attend(decoder_input, memory, hidden[:, None, None]))
+
+
+class Convolved(nn.Module):
+    """Convolutions of width 1, and a mask of −10000."""
+
+    def __init__(self, channels: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.k, self.v, self.o = (nn.Conv1d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part(x).unflatten(1, (self.n_heads, -1)).mT for part in (self.q, self.k, self.v))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        scores = scores if attn_mask is None else scores.masked_fill(attn_mask == 0, -1e4)
+        return self.o((scores.softmax(-1) @ v).mT.flatten(1, 2))
+
+
+class BesideItsInput(Base):
+    """The output projection reads the input as well."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.to_out = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_out(torch.cat((x, self.attend(x, x)), -1))
+
+
+class MaskOfAnotherClass(Base):
+    """What it takes as a mask holds a tensor."""
+
+    def forward(self, x: Tensor, attn_mask: object = None) -> Tensor:
+        return self.to_out(self.attend(x, x, attn_mask.hides if attn_mask is not None else None))
 
 
 class TwoAxes(Base):
@@ -161,11 +239,22 @@ class RelativeToTheEnd(Base):
         HeadsUnderAnotherName,
         TwoAxes,
         RelativeToTheEnd,
+        GivenItsAttention,
+        Between,
+        Convolved,
+        BesideItsInput,
+        MaskOfAnotherClass,
     ],
 )
 def test_a_way_of_its_own_is_no_mistake(layer: type[nn.Module]) -> None:
     verdict = check(layer)
     assert verdict.passed, str(verdict)
+
+
+def test_tables_of_two_axes_make_order_count() -> None:
+    verdict = check(TwoAxes)
+    assert not verdict.findings, str(verdict)
+    assert verdict["rotary"].severity == "passed"
 
 
 def test_other_heads_and_a_norm_inside_are_read() -> None:

@@ -176,7 +176,10 @@ def _example(case: Case, subject: Target, base: Variant, large: bool = False) ->
 
 
 def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
-    reasons = list(case.reading.extras)
+    reasons = [*case.reading.extras, *case.subject.caller.tables]
+    out, heads = case.reading.out, case.reading.num_heads * case.reading.value_dim
+    if out is not None and out.weight.shape[0] > heads:
+        reasons.append(f"{out.name}, which takes more than the heads")
     if case.subject.module is not None:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])

@@ -234,7 +234,12 @@ def order(ctx: ProbeContext) -> Finding | None:
         return passed("order")
     module = ctx.subject.module
     names = names_in(module) if module is not None else ()
-    if named(ctx, POSITIONS) or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names):
+    tables = bool(ctx.exact.caller.tables)
+    if (
+        tables
+        or named(ctx, POSITIONS)
+        or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
+    ):
         return skipped("order", "It knows positions, so the order of tokens counts.")
     return found("order", "counts")
 

@@ -142,12 +142,18 @@ def _best(ctx: ProbeContext, name: str) -> Effect | None:
             best = seen
         if seen.right:
             break
-    if best is None and errors and all(isinstance(e, SLIPS) for e in errors):
+    if best is None and errors and all(_is_slip(error) for error in errors):
         best = Effect(MaskForm(name, "may"), any=False, error=told(errors[0]))
     if best is None:
         best = _alone(ctx, name)
     ctx.effects[name] = best
     return best
+
+
+def _is_slip(error: Exception) -> bool:
+    """Whether a name is misspelt; what is looked for on a tensor may be there on masks of another
+    class."""
+    return isinstance(error, SLIPS) and not isinstance(getattr(error, "obj", None), Tensor)
 
 
 def _alone(ctx: ProbeContext, name: str) -> Effect | None:

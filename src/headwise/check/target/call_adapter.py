@@ -151,7 +151,8 @@ class Caller:
             return (required or ["q", "k", "v"])[:3]
         if set(first) == {"query", "key", "value"} or set(first[1:]) == {"key", "value"}:
             return sorted(names, key=lambda name: {"key": 1, "value": 2}.get(self.roles[name], 0))
-        return names[:1]
+        queries = [name for name in required if self.roles[name] == "query"]
+        return queries if len(queries) == 1 and "context" in first else names[:1]
 
     @property
     def tables(self) -> dict[str, Fill]:

@@ -297,7 +297,9 @@ def randomise(module: nn.Module, seed: int) -> None:
                 continue
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             if parameter.ndim >= 2:
-                noise = noise * (1.5 / max(1, parameter.shape[-1]) ** 0.5)
+                single = parameter.shape[-1] == 1  # a convolution of width 1
+                inputs = parameter[0].numel() if single else parameter.shape[-1]
+                noise = noise * (1.5 / max(1, inputs) ** 0.5)
             elif bool((parameter == 1).all()):
                 noise = 1 + 0.2 * noise
             else:

@@ -284,7 +284,7 @@ class _Constructor:
                     value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
-            elif required and (choice := _first_choice(self.factory, parameter)) is not None:
+            elif required and (choice := self._first_choice(parameter)) is not None:
                 kwargs[name] = choice
             elif required:
                 unknown.append(name)
@@ -297,6 +297,18 @@ class _Constructor:
                 f"{', '.join(rest)}; it has {known}"
             )
         return kwargs | rest
+
+    def _first_choice(self, parameter: inspect.Parameter) -> Any:
+        """A member of an enumeration, a word, no for a flag; or the attention inside, where it
+        takes one and its file has a class that can be built without a word."""
+        if not re.search("att(n|ention)$", parameter.name):
+            return _first_choice(self.factory, parameter)
+        for name, kind in list(vars(sys.modules.get(self.factory.__module__, typing)).items()):
+            if "Attention" in name and inspect.isclass(kind) and issubclass(kind, nn.Module):
+                free = all(p.default is not p.empty or p.kind > 1 for p in signature(kind))
+                if free and kind.__module__ == self.factory.__module__:
+                    return kind()
+        return None
 
     def _config_class(self, name: str) -> type | None:
         """The class of a configuration: as annotated, else the one that its file speaks of."""
@@ -356,13 +368,17 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     return role in SET_ALWAYS and default is not None
 
 
+_YES_OR_NO = re.compile("(log|return|use|with|is|has|need|output)_")
+"""How the names of arguments begin that take yes or no."""
+
+
 def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """The first member of an enumeration, False for a flag, or the first word that the code
     compares an argument with; None where nothing tells.
     """
     if isinstance(parameter.annotation, enum.EnumMeta):
         return next(iter(parameter.annotation))
-    if parameter.annotation in (bool, "bool"):
+    if parameter.annotation in (bool, "bool") or _YES_OR_NO.match(parameter.name):
         return False
     try:
         source = inspect.getsource(factory)

@@ -250,7 +250,11 @@ def reversed_rows(fill: Fill) -> Fill:
 
 
 FILLS: Mapping[str, Options] = {
-    **dict.fromkeys(("mask", "padding", "lengths", "cache"), _constant(None)),
+    **dict.fromkeys(("mask", "padding", "cache"), _constant(None)),
+    "lengths": _made(
+        lambda place: place.x.new_full((len(place.x),), place.source.shape[-2]).long()
+    ),
+    "residual": _made(lambda place: torch.zeros_like(place.x)),
     **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
     "context": _made(lambda place: place.source if place.keys is None else place.keys),
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
@@ -263,7 +267,10 @@ FILLS: Mapping[str, Options] = {
         lambda place: _sinusoids(place)[None],
         lambda place: _distances(place).expand(len(place.x), -1, -1),
     ),
-    "bias": _made(*(lambda place, shape=shape: shape(_no_bias(place)) for shape in SHAPES[1::-1])),
+    "bias": _made(
+        *(lambda place, shape=shape: shape(_no_bias(place)) for shape in SHAPES[1::-1]),
+        lambda place: None,
+    ),
     "start": _made(
         lambda place: place.start, lambda place: torch.full((len(place.x),), place.start)
     ),

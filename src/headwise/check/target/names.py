@@ -28,7 +28,9 @@ def building_role(name: str) -> str | None:
     >>> building_role("n_embd"), building_role("NUM_HEADS"), building_role("flavour")
     ('width', 'heads', None)
     """
-    return _BUILD.get(name.lower().strip("_"))
+    bare = name.lower().strip("_")
+    role = _BUILD.get(bare)
+    return "dropout" if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare) else role
 
 
 def calling_role(name: str) -> str | None:

@@ -233,7 +233,7 @@ def _settled(
     parameters = ()
     if isinstance(target, nn.Module):
         target = target.eval().cpu()
-        parameters = target.parameters()
+        parameters = tuple(target.parameters())
     sizes, call = request.sizes, request.call
     said = sizes.head_dim or known.get("head_dim")
     dim = said or max(1, width // heads)
@@ -250,7 +250,9 @@ def _settled(
         roles=roles or {},
     )
     if call is None:
-        _refuse_other_calls(subject, known.get("kv_width", width))
+        wide = known.get("kv_width", width)
+        read = any(wide in p.shape[1:] for p in parameters) or not parameters
+        _refuse_other_calls(subject, wide if read else width)
     first_call(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
