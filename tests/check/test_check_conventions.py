@@ -168,6 +168,28 @@ class Convolved(nn.Module):
         return self.o((scores.softmax(-1) @ v).mT.flatten(1, 2))
 
 
+class Lazy(Base):
+    """Its projections learn their widths from the first call."""
+
+    def __init__(self, num_hiddens: int, num_heads: int) -> None:
+        super().__init__(num_hiddens, num_heads)
+        self.to_q, self.to_k, self.to_v = (nn.LazyLinear(num_hiddens) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_out(self.attend(x, x))
+
+
+class Built(Base):
+    """`kv_dim` is the width of keys, not of what they are made of."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.kv_dim = dim // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_out(self.attend(x, x))
+
+
 class BesideItsInput(Base):
     """The output projection reads the input as well."""
 
@@ -243,6 +265,8 @@ class RelativeToTheEnd(Base):
         Between,
         Convolved,
         BesideItsInput,
+        Built,
+        Lazy,
         MaskOfAnotherClass,
     ],
 )

@@ -233,7 +233,7 @@ def _settled(
     parameters = ()
     if isinstance(target, nn.Module):
         target = target.eval().cpu()
-        parameters = tuple(target.parameters())
+        parameters = target.parameters()
     sizes, call = request.sizes, request.call
     said = sizes.head_dim or known.get("head_dim")
     dim = said or max(1, width // heads)
@@ -251,13 +251,19 @@ def _settled(
     )
     if call is None:
         wide = known.get("kv_width", width)
-        read = any(wide in p.shape[1:] for p in parameters) or not parameters
-        _refuse_other_calls(subject, wide if read else width)
+        _refuse_other_calls(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
+
+
+def _reads(target: Any, wide: int) -> bool:
+    """Whether a matrix takes inputs of this width; anything may, where none is there yet."""
+    parameters = tuple(target.parameters()) if isinstance(target, nn.Module) else ()
+    made = [one for one in parameters if not isinstance(one, nn.UninitializedParameter)]
+    return not made or any(wide in one.shape[1:] for one in made)
 
 
 def _refuse_other_calls(subject: Target, kv_width: int) -> None:
