@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,8 +206,9 @@ class BesideItsInput(Base):
 class MaskOfAnotherClass(Base):
     """What it takes as a mask holds a tensor."""
 
-    def forward(self, x: Tensor, attn_mask: object = None) -> Tensor:
-        return self.to_out(self.attend(x, x, attn_mask.hides if attn_mask is not None else None))
+    def forward(self, x: Tensor, attn_mask: Any = None) -> Tensor:
+        hidden = None if attn_mask is None else attn_mask.hides
+        return self.to_out(self.attend(x, x, hidden))
 
 
 class TwoAxes(Base):
