@@ -365,7 +365,7 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
         return sizes.head_dim is not None or isinstance(default, int)
     if role in ("out_width", "rotary_width"):
         return isinstance(default, int)
-    return role in SET_ALWAYS and default is not None
+    return role in SET_ALWAYS and default is not None and not isinstance(default, bool)
 
 
 _YES_OR_NO = re.compile("(log|return|use|with|is|has|need|output)_")
