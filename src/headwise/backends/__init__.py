@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
 from ..kernels import ctypes_api as cpu
+from ..kernels import speeds
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
@@ -51,7 +52,7 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     if call.kind is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    table = cpu.table()  # it may become another when processes join
+    table = speeds.in_use() or cpu.table()  # it may become another when processes join
     asked = ("backend", name, graph, call.sinks is None, table)
     chosen = call.kind.known.get(asked)
     if chosen is None:

@@ -273,7 +273,9 @@ class WatchedModule:
         self._must_have(statistic)
         if self.running is not None:
             return self.running[statistic]
-        values = [without_graph(call[statistic].values, self.lost) for call in self.calls]
+        values = [call[statistic].values for call in self.calls]
+        if self.lost:
+            values = [without_graph(one) for one in values]
         if len({v.shape[1:] for v in values}) > 1:
             shapes = ", ".join(str(list(v.shape)) for v in values)
             raise ValueError(

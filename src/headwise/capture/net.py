@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,8 +36,9 @@ _QUIET = _Quiet()
 class Net:
     """Who is running, how a call is told, and what is remembered between the steps of one.
 
-    `roads` are the functions that are known to attend, or to be a step of it; those of `always`
-    are noticed also while no module runs. `begin` and `elsewhere` are those of `catch()`.
+    `roads` are the functions that are known to attend, or to be a step of it; those of them that
+    are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
+    `catch()`.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Net:
         model: nn.Module,
         listener: Listener,
         roads: Mapping[Any, Road],
-        always: Mapping[Any, Road],
+        always: Collection[Any],
         begin: Callable[[], None] = lambda: None,
         elsewhere: Callable[[nn.Module], None] = refuse_thread,
     ) -> None:
@@ -190,5 +191,7 @@ class Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         net, kwargs = self.net, kwargs or {}
-        road = (net.roads if net.open else net.always).get(func)
-        return func(*args, **kwargs) if road is None else road(net, func, args, kwargs)
+        road = net.roads.get(func)  # most functions have none, and every one comes by
+        if road is None or not (func in net.always or net.open):
+            return func(*args, **kwargs)
+        return road(net, func, args, kwargs)

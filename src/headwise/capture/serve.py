@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +73,7 @@ class Accelerator(Net):
         model: nn.Module,
         account: Account,
         roads: Mapping[Any, Road],
-        always: Mapping[Any, Road],
+        always: Collection[Any],
         elsewhere: Callable[[nn.Module], None],
     ) -> None:
         super().__init__(model, lambda call: None, roads, always, elsewhere=elsewhere)

@@ -112,16 +112,23 @@ def contenders(usable: tuple[str, ...]) -> tuple[str, ...]:
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def in_use() -> Table | None:
+    """The table that was taken, if it is still the one to take."""
+    group = dist.group.WORLD if dist.is_available() else None
+    of_group, found = _in_use
+    same = of_group is None if group is None else of_group is not None and of_group() is group
+    return found if same else None
+
+
 def table(usable: tuple[str, ...], best: str) -> Table:
     """The table of this machine, or that of the process group once there is one.
 
     `usable` are the machine's units, richest first; `best` is the one that is taken unmeasured.
     """
     global _in_use
-    group = dist.group.WORLD if dist.is_available() else None
-    of_group, found = _in_use
-    same = of_group is None if group is None else of_group is not None and of_group() is group
-    if found is None or not same:
+    found = in_use()
+    if found is None:
+        group = dist.group.WORLD if dist.is_available() else None
         found = tuned() or shipped(*processor(), usable[0]) or careful(usable, best)
         if group is not None:
             found = _agreed(found)

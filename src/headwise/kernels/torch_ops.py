@@ -91,6 +91,8 @@ def _differentiated(problem: Problem) -> bool:
 def _followed(problem: Problem) -> bool:
     """Whether operators are to compute the problem, for those who follow them or for the tensors
     that it has."""
+    if problem.images is not None and problem.sinks is None:  # a kind's tensors are plain
+        return torch._C._len_torch_dispatch_stack() > 0
     return _observed() or not _plain(*problem[:4], *problem.terms[:6], problem.seed)
 
 

@@ -57,9 +57,9 @@ class Detached(Tensor):
         return self.as_subclass(Tensor).clone()
 
 
-def without_graph(values: Tensor, lost: bool) -> Tensor:
-    """The values, which say that they have no gradient where they could have had one."""
-    if not lost or values.requires_grad or type(values) is not Tensor:
+def without_graph(values: Tensor) -> Tensor:
+    """Values that could have had a gradient and say that they have none."""
+    if values.requires_grad or type(values) is not Tensor:
         return values
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return values

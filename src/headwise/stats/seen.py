@@ -178,7 +178,9 @@ class Seen(HeadTable):
 
     def __getitem__(self, name: str) -> Tensor:
         values = self.readings.values_of(name)
-        return without_graph(self.reading(name).values if values is None else values, self.lost)
+        if values is None:
+            values = self.reading(name).values
+        return without_graph(values) if self.lost else values
 
     def reading(self, name: str) -> Reading:
         """A statistic with the rows that count in its mean.

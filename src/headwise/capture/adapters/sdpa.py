@@ -28,7 +28,8 @@ def scaled_dot_product_attention(
     """`F.scaled_dot_product_attention` on `[…, H, T, D]`."""
     instead = None
     if accelerators() and not watched():
-        instead, out = _instead(net, function, args, kwargs)
+        found = _instead(net, function, args, kwargs)
+        instead, out = (found, found.empty()) if isinstance(found, Instead) else (None, found)
     else:
         out = function(*args, **kwargs)
     net.refuse_transforms()
@@ -75,6 +76,10 @@ class Instead:
         """The output `[…, T, Dv]`."""
         return self.as_asked(self.served.out())
 
+    def empty(self) -> Tensor:
+        """An output without numbers."""
+        return torch.empty(self.shape, dtype=self.served.call.q.dtype, device="meta")
+
     def as_asked(self, out: Tensor) -> Tensor:
         """`[B, H, T, Dv]` with the axes of the queries, and in memory as these are."""
         return (out.contiguous() if self.in_order else out).reshape(self.shape)
@@ -84,21 +89,20 @@ def accelerated(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str
     """Make the call with headwise's kernel, where that serves it and no watch will."""
     if watched():
         return function(*args, **kwargs)
-    instead, out = _instead(net, function, args, kwargs)
-    return out if instead is None else instead.out()
+    found = _instead(net, function, args, kwargs)
+    return found.out() if isinstance(found, Instead) else found
 
 
 def _instead(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Instead | None, Tensor]:
-    """The call as it is served, and an output without numbers; or `None` and the function's own."""
+) -> Instead | Tensor:
+    """The call as it is served, or the function's own output."""
     found = _plain(function, args, kwargs, net.masks)
     note(_NAME, found if isinstance(found, str) else found.served)
-    if isinstance(found, str):
-        with apart():
-            return None, function(*args, **kwargs)
-    dtype = found.served.call.q.dtype
-    return found, torch.empty(found.shape, dtype=dtype, device="meta")
+    if isinstance(found, Instead):
+        return found
+    with apart():
+        return function(*args, **kwargs)
 
 
 def _plain(
@@ -118,7 +122,7 @@ def _plain(
     leads = {x.shape[:-3] if groups else x.shape[:-2] for x in (q, k, v)}
     if min(ranks) < 2 or (groups and (min(ranks) < 3 or len(leads) > 1)):
         return f"axes {[list(x.shape) for x in (q, k, v)]}"
-    lead = q.shape[:-2] if groups else torch.broadcast_shapes(*leads)
+    lead = q.shape[:-2] if groups or len(leads) == 1 else torch.broadcast_shapes(*leads)
     if given is not None and given.dim() > max(len(lead), 0) + 2:
         return f"a mask {list(given.shape)} with more axes than the queries"
     if given is not None and given.dim() > 2 and len(lead) != 2:
