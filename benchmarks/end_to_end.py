@@ -4,19 +4,22 @@
 
 GPT-2 small's size, a Llama of 4 layers of width 1,024 with 16 heads on 4 of keys and values, and a
 BERT of 12 layers with padding, of transformers; positions enlarged where the length asks for it.
+A BERT's batch is two rows, one of them half padding; over 4,096 tokens one, a quarter padding.
 Each runs on `sdpa`, on `attn_implementation="headwise"`, and on sdpa in `hw.accelerate`: forward
 passes and training steps (forward, loss, backward, AdamW) in float32 and bfloat16, all by turns.
 Before the clock starts, logits agree to 1e-4 in float32 and tokens are generated alike.
 
 The attention alone is timed in the same rounds; from its gain on that and its number of calls comes
-the gain that is predicted of the whole, and `share of it` says how much of that was reached.
+the gain that is predicted of the whole, and `share of it` says how much of that was reached. Both
+are medians of differences within a round, for a machine that others share drifts between rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,6 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.tutorial import timing
-from headwise.tutorial.timing import Spread
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,7 +48,12 @@ class Subject:
     heads: int
     kv_heads: int
     causal: bool
-    batch: int = 1
+
+    def kept(self, length: int) -> list[int]:
+        """Tokens of each row of a batch that are no padding."""
+        if self.causal:
+            return [length]
+        return [length, length // 2] if length <= 4096 else [3 * length // 4]
 
 
 def gpt2(length: int, implementation: str) -> Any:
@@ -82,20 +89,17 @@ def bert(length: int, implementation: str) -> Any:
 SUBJECTS = {
     "gpt2": Subject(gpt2, 12, 12, 12, True),
     "llama": Subject(llama, 4, 16, 4, True),
-    "bert": Subject(bert, 12, 12, 12, False, batch=2),
+    "bert": Subject(bert, 12, 12, 12, False),
 }
 
 
 def inputs(subject: Subject, length: int) -> dict[str, Any]:
-    """Token ids; the second row of an encoder's batch is half padding."""
-    ids = torch.randint(
-        1, WORDS, (subject.batch, length), generator=torch.Generator().manual_seed(0)
-    )
+    """Token ids, and which of them are no padding."""
+    kept = torch.tensor(subject.kept(length))
+    ids = torch.randint(1, WORDS, (len(kept), length), generator=torch.Generator().manual_seed(0))
     if subject.causal:
         return {"input_ids": ids}
-    keep = torch.ones_like(ids)
-    keep[1:, length // 2 :] = 0
-    return {"input_ids": ids, "attention_mask": keep}
+    return {"input_ids": ids, "attention_mask": (torch.arange(length) < kept[:, None]).long()}
 
 
 def step(model: Any, given: dict[str, Any]) -> Callable[[], None]:
@@ -136,15 +140,13 @@ def inside(model: Any, work: Callable[[], None]) -> None:
 
 def attention(subject: Subject, length: int, dtype: torch.dtype, train: bool) -> dict[str, Any]:
     """The call of one layer, alone: PyTorch's and headwise's."""
-    shapes = [(subject.batch, n, length, 64) for n in (subject.heads, *2 * [subject.kv_heads])]
+    kept = torch.tensor(subject.kept(length))
+    shapes = [(len(kept), n, length, 64) for n in (subject.heads, *2 * [subject.kv_heads])]
     q, k, v = (torch.randn(s).to(dtype).requires_grad_(train) for s in shapes)
-    mask: hw.Mask = (
-        hw.Causal() if subject.causal else hw.Padding(torch.tensor([length, length // 2]))
-    )
+    mask: hw.Mask = hw.Causal() if subject.causal else hw.Padding(kept)
     dense = None
     if not subject.causal:
-        dense = torch.ones(2, 1, length, length, dtype=torch.bool)
-        dense[1, :, :, length // 2 :] = False
+        dense = (torch.arange(length) < kept[:, None])[:, None, None].repeat(1, 1, length, 1)
 
     def own() -> Any:
         return F.scaled_dot_product_attention(
@@ -180,42 +182,45 @@ def assert_alike(subject: Subject, models: dict[str, Any], length: int) -> None:
             assert torch.equal(own, named), "generated tokens differ"
 
 
-def measure(name: str, length: int, part: str, rounds: int) -> list[dict[str, Any]]:
-    """Both dtypes of one model at one length."""
-    subject, rows = SUBJECTS[name], []
+def measure(name: str, length: int, part: str, rounds: int, within: float) -> Iterator[list[Any]]:
+    """One model at one length: the rows of float32, then those of bfloat16."""
+    subject, train = SUBJECTS[name], part == "step"
     torch.manual_seed(0)
     model = subject.make(length, OWN)
     named = subject.make(length, NAMED)
     named.load_state_dict(model.state_dict())
     models = {OWN: model, NAMED: named, INSIDE: copy.deepcopy(model)}
     assert_alike(subject, models, length)
+    given = inputs(subject, length)
     for kind, dtype in DTYPES.items():
-        train = part == "step"
         for one in models.values():
             one.to(dtype)
-        given = inputs(subject, length)
         works: dict[str, Any] = {
             n: (step if train else forward)(m, given) for n, m in models.items()
         }
         works[INSIDE] = partial(inside, models[INSIDE], works[INSIDE])
         works |= attention(subject, length, dtype, train)
-        taken = timing.interleaved(works, rounds, least=0.0)
-        middle = {n: Spread.of(seconds).median for n, seconds in taken.items()}
-        gain = subject.layers * (middle["attention, sdpa"] - middle["attention, headwise"])
-        alone = timing.ratio(taken, "attention, sdpa", "attention, headwise")
+        taken = timing.interleaved(works, rounds, least=0.0, within=within)
+        own = statistics.median(taken[OWN])
+        gain = subject.layers * saved(taken, "attention, sdpa", "attention, headwise")
         about = {"model": name, "part": part, "T": length, "dtype": kind}
-        about |= {"sdpa seconds": middle[OWN], "attention": alone}
-        rows += [
+        about |= {"rounds": len(taken[OWN]), "sdpa seconds": own}
+        about["attention"] = timing.ratio(taken, "attention, sdpa", "attention, headwise")
+        yield [
             {
                 **about,
                 "contender": contender,
                 "speed": timing.ratio(taken, OWN, contender),
-                "predicted": middle[OWN] / (middle[OWN] - gain),
-                "share of it": (middle[OWN] - middle[contender]) / gain,
+                "predicted": own / (own - gain),
+                "share of it": saved(taken, OWN, contender) / gain,
             }
             for contender in (NAMED, INSIDE)
         ]
-    return rows
+
+
+def saved(taken: dict[str, list[float]], beside: str, name: str) -> float:
+    """Seconds that `name` takes less than `beside`, the median over the rounds."""
+    return statistics.median(a - b for a, b in zip(taken[beside], taken[name], strict=True))
 
 
 def main() -> None:
@@ -224,15 +229,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--part", choices=("forward", "step"), action="append")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--within", type=float, default=90.0, help="seconds, while 3 rounds fit")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for part in options.part or ("forward", "step"):
         for name in options.models:
             for length in options.lengths:
-                rows += measure(name, length, part, options.rounds)
-                print(rows[-2:], flush=True)
+                for found in measure(name, length, part, options.rounds, options.within):
+                    rows += found
+                    print(found, flush=True)
     lines = [
         [
             f"{r['model']} T {r['T']} {r['dtype']} {r['part']}, {r['contender']}",
