@@ -173,23 +173,28 @@ def assert_alike(subject: Subject, models: dict[str, Any], length: int) -> None:
     with torch.no_grad():
         expected = logits(OWN)
         torch.testing.assert_close(logits(NAMED), expected, rtol=0, atol=1e-4)
-        with hw.accelerate(models[INSIDE]) as account:
-            torch.testing.assert_close(logits(INSIDE), expected, rtol=0, atol=1e-4)
-        print(f"served {account.served} of {account.served + account.left} calls")
+        if INSIDE in models:
+            with hw.accelerate(models[INSIDE]) as account:
+                torch.testing.assert_close(logits(INSIDE), expected, rtol=0, atol=1e-4)
+            print(f"served {account.served} of {account.served + account.left} calls")
         if subject.causal:
             settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
             own, named = (models[n].generate(given["input_ids"], **settings) for n in (OWN, NAMED))
             assert torch.equal(own, named), "generated tokens differ"
 
 
-def measure(name: str, length: int, part: str, rounds: int, within: float) -> Iterator[list[Any]]:
+def measure(
+    name: str, length: int, part: str, ways: list[str], rounds: int, within: float
+) -> Iterator[list[Any]]:
     """One model at one length: the rows of float32, then those of bfloat16."""
     subject, train = SUBJECTS[name], part == "step"
     torch.manual_seed(0)
     model = subject.make(length, OWN)
     named = subject.make(length, NAMED)
     named.load_state_dict(model.state_dict())
-    models = {OWN: model, NAMED: named, INSIDE: copy.deepcopy(model)}
+    models = {OWN: model, NAMED: named}
+    if INSIDE in ways:
+        models[INSIDE] = copy.deepcopy(model)
     assert_alike(subject, models, length)
     given = inputs(subject, length)
     for kind, dtype in DTYPES.items():
@@ -198,7 +203,8 @@ def measure(name: str, length: int, part: str, rounds: int, within: float) -> It
         works: dict[str, Any] = {
             n: (step if train else forward)(m, given) for n, m in models.items()
         }
-        works[INSIDE] = partial(inside, models[INSIDE], works[INSIDE])
+        if INSIDE in ways:
+            works[INSIDE] = partial(inside, models[INSIDE], works[INSIDE])
         works |= attention(subject, length, dtype, train)
         taken = timing.interleaved(works, rounds, least=0.0, within=within)
         own = statistics.median(taken[OWN])
@@ -214,7 +220,7 @@ def measure(name: str, length: int, part: str, rounds: int, within: float) -> It
                 "predicted": own / (own - gain),
                 "share of it": saved(taken, OWN, contender) / gain,
             }
-            for contender in (NAMED, INSIDE)
+            for contender in ways
         ]
 
 
@@ -229,6 +235,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--part", choices=("forward", "step"), action="append")
+    parser.add_argument("--ways", nargs="+", choices=(NAMED, INSIDE), default=[NAMED, INSIDE])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--within", type=float, default=90.0, help="seconds, while 3 rounds fit")
     parser.add_argument("--no-record", action="store_true")
@@ -237,7 +244,9 @@ def main() -> None:
     for part in options.part or ("forward", "step"):
         for name in options.models:
             for length in options.lengths:
-                for found in measure(name, length, part, options.rounds, options.within):
+                for found in measure(
+                    name, length, part, options.ways, options.rounds, options.within
+                ):
                     rows += found
                     print(found, flush=True)
     lines = [

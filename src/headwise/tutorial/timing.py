@@ -68,11 +68,13 @@ def interleaved(
     Each takes its turn in every round, in an order drawn anew. A turn repeats the call until it
     lasts about `least` seconds; with `least` 0 it is one call. One round comes first that does not
     count. `report` is called with the share of the rounds that is done, after each of them. Rounds
-    are fewer, but 3 at least, where `rounds` of them would take more than `within` seconds.
+    are fewer, but 3 at least, where `rounds` of them would take more than `within` seconds; where
+    a single one takes as long, the first calls are the round that does not count.
     `clock` is `time.process_time` to count what this process computes, whoever else is at work.
     """
     once = {name: _turn(work, 1, clock) for name, work in contenders.items()}  # compiles, allocates
-    if sum(once.values()) < within:
+    before = int(sum(once.values()) < within)
+    if before:
         once = {name: _turn(work, 1, clock) for name, work in contenders.items()}
     repeats = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
     if math.isfinite(within):
@@ -80,14 +82,14 @@ def interleaved(
         rounds = min(rounds, max(3, int(within / a_round)))
     order, taken = list(contenders), {name: [] for name in contenders}
     shuffle = random.Random(0).shuffle
-    for number in range(rounds + 1):
+    for number in range(rounds + before):
         shuffle(order)
         for name in order:
             seconds = _turn(contenders[name], repeats[name], clock)
-            if number:
+            if number >= before:
                 taken[name].append(seconds)
         if report is not None:
-            report((number + 1) / (rounds + 1))
+            report((number + 1) / (rounds + before))
     return taken
 
 
