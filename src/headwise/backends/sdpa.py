@@ -9,7 +9,6 @@ as the keys, and there is neither a gradient of the LSE nor a second derivative.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -169,12 +168,11 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
     # In the memory order that the kernels give, so that merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=statistics_dtype(call.q.dtype))
-    for _, group in groupby(cut(call.mask, e, call.q), key=lambda tile: tile.rows.start):
-        rows, merged = slice(0), None
-        for tile in group:
-            rows, found = tile.rows, _tile(call, tile)
-            merged = found if merged is None else _merge(merged, found)
-        assert merged is not None
+    rows, merged = slice(0), (out, lse)
+    for tile in cut(call.mask, e, call.q):
+        found = _tile(call, tile)
+        merged = _merge(merged, found) if tile.rows == rows else found
+        rows = tile.rows
         out[:, :, rows], lse[:, :, rows] = merged
     if out.device.type == "cpu" and readable(lse):
         far = _far(lse)

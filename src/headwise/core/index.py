@@ -19,9 +19,16 @@ def grid(
     keys: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Index tensors `[t, 1]` and `[1, s]` of a block of the matrix (the whole one by default)."""
-    i = torch.arange(*(rows or slice(None)).indices(extent.queries), device=device)
-    j = torch.arange(*(keys or slice(None)).indices(extent.keys), device=device)
+    i = torch.arange(*_ends(rows, extent.queries), device=device)
+    j = torch.arange(*_ends(keys, extent.keys), device=device)
     return i[:, None], j[None, :]
+
+
+def _ends(block: slice | None, size: int) -> tuple[int, int]:
+    """Where a block begins and ends; `slice.indices()` is nothing that PyTorch 2.11 compiles."""
+    if block is None:
+        return 0, size
+    return block.start or 0, size if block.stop is None else min(block.stop, size)
 
 
 def take(ids: Tensor, index: Tensor) -> Tensor:

@@ -194,8 +194,8 @@ class Documents(Mask):
         _must_be_whole_numbers("Documents", self.ids, or_bool=True)
 
     def check(self, extent: Extent) -> None:
-        *rows, keys = self.ids.shape or (0, 0, 0)
-        if rows not in ([], [1], [extent.batch]) or keys != extent.keys:
+        keys = extent.keys
+        if tuple(self.ids.shape) not in ((keys,), (1, keys), (extent.batch, keys)):
             raise ValueError(
                 f"Documents(ids {list(self.ids.shape)}) in a call with {extent}: ids must be "
                 f"[S] or [B, S], one document number per key."
