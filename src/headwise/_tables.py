@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
-__all__ = ["HeadTable", "frame_of", "heads_figure", "html_table"]
-
 COUNTS = {"layer", "head", "calls", "queries", "of_queries"}  # columns that are no figures
 SHOWN = 200  # the most rows that a notebook shows
 

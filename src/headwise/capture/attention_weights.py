@@ -18,8 +18,6 @@ from .call import AttentionCall, Looking
 from .modules import and_more, check_model
 from .session import catch
 
-__all__ = ["attention_of"]
-
 MOST_BYTES = 2**30
 """Of all weights that are asked for."""
 

@@ -19,8 +19,6 @@ from .io import read_tree, write_tree
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Watched", "WatchedModule", "load_seen"]
-
 
 def _not_called() -> str:
     return "the model was not called while it was watched"

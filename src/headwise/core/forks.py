@@ -7,8 +7,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["keep_forks_going"]
-
 
 @cache
 def keep_forks_going() -> None:

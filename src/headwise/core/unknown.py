@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
-__all__ = ["refuse_unknown"]
-
 _CAUSAL = "for a causal mask write mask=hw.Causal()"
 _MASK = (
     "write mask=hw.Dense(m) for a boolean m in which True means 'may attend', mask=hw.Dense(~m) "

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cpu_limit", "threads"]
-
 
 def threads() -> int:
     """The threads of a call: as many as PyTorch computes with, or as the cgroup allows CPUs.

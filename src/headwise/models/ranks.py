@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from .gpt import GPT
 
-__all__ = ["TrainingRanks"]
-
 _T = TypeVar("_T")
 
 

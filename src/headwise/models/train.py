@@ -17,8 +17,6 @@ from . import data as corpus
 from .ranks import TrainingRanks
 from .train_loop import ALONE, Run, TrainConfig
 
-__all__ = ["Progress", "Summary", "TrainConfig", "train"]
-
 SAVE_SECONDS = 60.0
 
 

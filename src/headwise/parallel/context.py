@@ -24,8 +24,6 @@ from ..core.shapes import Extent
 from ..layers.attention import MultiHeadAttention
 from ..layers.kv_cache import KVCache
 
-__all__ = ["ContextParallel", "attend", "context_plan", "positions", "shard", "unshard"]
-
 
 def positions(length: int, mesh: DeviceMesh) -> Int[Tensor, " T/R"]:
     """The positions of a sequence that this rank has, in the order in which it has them.

@@ -27,8 +27,6 @@ import torch
 
 from ..capture.private_torch import collectives_begun
 
-__all__ = ["Heartbeat", "current", "from_first", "joined"]
-
 _T = TypeVar("_T")
 
 _LOST, _INTERRUPTED, _TERMINATED = 1, 130, 143

@@ -14,8 +14,6 @@ from ..capture.effects import HeadEffects, concatenated
 from ..stats.accumulate import Running
 from .group import current
 
-__all__ = ["gathered", "merged", "share_of"]
-
 _T = TypeVar("_T")
 _Seen = TypeVar("_Seen", Watched, Running, HeadEffects)
 

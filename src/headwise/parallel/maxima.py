@@ -10,8 +10,6 @@ from torch import distributed as dist
 from ..capture.captured import Watched
 from ..telemetry.clip import largest_of
 
-__all__ = ["largest_logits"]
-
 
 def largest_logits(seen: Watched, limit: float = 100.0) -> dict[str, Float[Tensor, " H"]]:
     """Each head's largest logit over all ranks, as `qk_clip_` takes it; every rank must call this.

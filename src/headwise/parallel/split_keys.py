@@ -22,8 +22,6 @@ from ..stats.per_query import LSE, Distance, Entropy, Mass, Sink
 from ..stats.results import Reading, table_rows
 from ..stats.seen import Seen
 
-__all__ = ["SeenOfAll", "observe_split_keys"]
-
 _MAXIMA, _LINEAR = (MaxLogit, Norms), (Mass, Sink, Distance)
 
 

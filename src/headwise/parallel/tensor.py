@@ -24,8 +24,6 @@ from ..weights.projections import Projections
 from .projections import SectionsProjections
 from .sections import Sections, laid, local
 
-__all__ = ["ColumnParallel", "HeadParallel", "RowParallel", "plan"]
-
 
 def plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     """The styles by which `parallelize_module` lays a model's heads over ranks.

@@ -13,8 +13,6 @@ from ..models.gpt import GPT
 from ..models.ranks import TrainingRanks
 from .group import Heartbeat, from_first
 
-__all__ = ["WAYS", "DataParallelRanks"]
-
 WAYS = ("ddp", "fsdp")
 _T = TypeVar("_T")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["pack", "pack_float", "pack_whole", "pooled", "squeeze", "stretch", "unpack"]
-
 BYTE = 254  # the highest level of one byte; 255 is for no number
 TWO_BYTES = 65534
 

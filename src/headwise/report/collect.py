@@ -23,18 +23,6 @@ from .head_labels import naming_statistics
 from .sample import LookError, Part, Sample, told_if_it_fails
 from .schema import Layer
 
-__all__ = [
-    "Drawing",
-    "Found",
-    "Place",
-    "behind_only",
-    "bins_of",
-    "gather",
-    "gather_on_repeats",
-    "gather_short_repeat",
-    "survey",
-]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["COLUMNS", "Column"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -7,8 +7,6 @@ from typing import Any
 from .sample import LookError
 from .schema import Look
 
-__all__ = ["differences"]
-
 
 def differences(one: Look, other: Look) -> tuple[list[dict[str, Any]], int]:
     """A row for each head that is in both, by module and number; and how many are in one alone.

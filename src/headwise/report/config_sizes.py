@@ -13,8 +13,6 @@ from torch.nn.modules import module as hooks
 
 from ..weights.safetensors_file import MOST, FolderError
 
-__all__ = ["check_counts", "check_sides", "no_larger"]
-
 SPARE_PARTS = 1000
 """So many layers, experts and labels may have no tensor of their own (shared or left out)."""
 

@@ -18,8 +18,6 @@ from ..weights.hf_folder import CONFIG, read_config, weight_files
 from ..weights.safetensors_file import FolderError, checked, headers
 from .config_sizes import check_counts, check_sides, no_larger
 
-__all__ = ["folder_of", "load_folder", "name_of"]
-
 OURS = (["GPT2LMHeadModel"], ["GPT2Model"])
 
 _ON_THE_HUB = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)

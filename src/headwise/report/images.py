@@ -13,8 +13,6 @@ from torch import Tensor
 from .sample import LookError, Part, Sample, Subject, told_if_it_fails
 from .schema import Stream
 
-__all__ = ["Images", "open_image"]
-
 PICTURE_SIDE = 384  # pixels of the picture that is kept
 
 

@@ -6,8 +6,6 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LABEL_STYLES", "LabelStyle"]
-
 
 @dataclass(frozen=True)
 class LabelStyle:

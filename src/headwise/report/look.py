@@ -41,8 +41,6 @@ from .shared import ALONE, Shared
 from .similar import FORMULA, similarity
 from .subjects import subject_of
 
-__all__ = ["look"]
-
 Report = Callable[[str, float], None]
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 EQUAL_PAIRS = 0.1  # prose has 0.01 to 0.03 in pieces of words, 0.07 in letters

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
-__all__ = ["InNotebooks"]
-
 HEIGHT = 860  # pixels of the frame
 
 

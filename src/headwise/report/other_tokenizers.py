@@ -12,8 +12,6 @@ from torch import Tensor
 from .._text import must_be_text
 from .text import Encoded, LookError, Vocabulary, pieces_by_decoding
 
-__all__ = ["TokenStrings", "Words", "ids_of", "words_of"]
-
 
 @runtime_checkable
 class Words(Protocol):

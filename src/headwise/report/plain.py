@@ -10,8 +10,6 @@ from ..models.gpt import GPT
 from .other_tokenizers import words_of
 from .sample import RANDOM_PERIOD, RANDOM_ROWS, LookError, Sample, TokenSubject, cross_entropy
 
-__all__ = ["Plain"]
-
 
 class Plain(TokenSubject):
     """A model called as `model(ids)`. If it gives logits of every token, they are taken for those

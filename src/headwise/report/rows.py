@@ -11,8 +11,6 @@ from .columns import COLUMNS
 from .head_labels import derived, label_head
 from .schema import Stream
 
-__all__ = ["columns_of", "rows_of"]
-
 AHEAD = ("next", "ahead_2", "ahead_3")
 """Figures of keys ahead, which causal attention does not have."""
 

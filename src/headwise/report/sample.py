@@ -20,8 +20,6 @@ from .other_tokenizers import TokenStrings, Words, ids_of
 from .schema import Stream
 from .text import Encoded, LookError
 
-__all__ = ["LookError", "Part", "Sample", "Subject", "TokenSubject", "cross_entropy", "ends_of"]
-
 DEFAULT_CONTEXT = 2048  # tokens of a text that are looked at, unless more are asked for
 RANDOM_ROWS = 8
 RANDOM_PERIOD = 50  # Olsson et al. 2022 repeat 50 random tokens

@@ -11,8 +11,6 @@ from ..models.data import TextError
 from .other_tokenizers import ids_of
 from .sample import Sample, Subject
 
-__all__ = ["Samples"]
-
 
 class Samples:
     """What a model reads of a text, or of each of many. Of many, those that are too short to be

@@ -20,16 +20,6 @@ from .budget import budget
 from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
 from .notebook import InNotebooks
 
-__all__ = [
-    "Layer",
-    "Look",
-    "LookFileError",
-    "Stream",
-    "finite",
-    "load",
-    "titles",
-]
-
 FORMAT = "headwise look 1"
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)

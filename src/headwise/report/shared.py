@@ -8,8 +8,6 @@ from ..capture.captured import Watched
 from ..capture.effects import HeadEffects
 from .collect import Found
 
-__all__ = ["ALONE", "Shared"]
-
 
 @dataclass(frozen=True)
 class Shared:

@@ -9,8 +9,6 @@ import numpy as np
 
 from .schema import Layer
 
-__all__ = ["FORMULA", "similarity"]
-
 FORMULA = (
     "Σ_{j} √(p_{ij} r_{ij}), mean over the rows i of two heads' maps (Bhattacharyya coefficient): "
     "1 for equal maps, 0 where no key is shared. Heads that read other streams are not compared."

@@ -10,8 +10,6 @@ from .plain import Plain
 from .sample import LookError, Subject
 from .transformers import EncoderDecoder, Text
 
-__all__ = ["subject_of"]
-
 
 def subject_of(
     model: Any,

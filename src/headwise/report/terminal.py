@@ -18,8 +18,6 @@ from .schema import Look
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["TOP", "fitted", "notable", "signed", "summary", "table"]
-
 TOP = 24
 """Heads in a table, unless more are asked for."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from .._text import must_be_text
 
-__all__ = ["Encoded", "LookError", "Vocabulary", "token_texts"]
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that it has no piece for
 
 

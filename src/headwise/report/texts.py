@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ..models.data import TextError
 
-__all__ = ["Texts"]
-
 
 class Texts:
     """The texts of a file, one a line, blank lines left out; or of a folder's `.txt` files, by

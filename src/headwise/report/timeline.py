@@ -16,18 +16,6 @@ import numpy.typing as npt
 from .._text import Brief, escaped
 from ..telemetry import Alarm, History, Series
 
-__all__ = [
-    "HISTORY",
-    "NothingRecordedError",
-    "Timeline",
-    "TimelineError",
-    "Track",
-    "differences",
-    "file_of",
-    "matched",
-    "read_timeline",
-]
-
 Array = npt.NDArray[np.float64]
 
 HISTORY = "monitor.sqlite"

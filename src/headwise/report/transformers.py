@@ -19,8 +19,6 @@ from .sample import (
     ends_of,
 )
 
-__all__ = ["EncoderDecoder", "Text"]
-
 HIDDEN = 0.15  # the share of tokens that a masked language model is asked for (Devlin et al. 2018)
 WRITTEN = 48  # tokens that an encoder–decoder model writes where no target is given
 

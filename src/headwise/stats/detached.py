@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Detached", "without_graph"]
-
 _SAID = (
     "this statistic was taken without its graph and has no gradient; take it with gradients=True, "
     "as in hw.watch(model, …, gradients=True), or say .detach() where none is meant"

@@ -12,8 +12,6 @@ import torch
 from .monitor import Monitor
 from .rules import Alarm
 
-__all__ = ["LightningMonitor", "MonitorCallback"]
-
 
 class _TrainersMonitor(Monitor):
     """A monitor whose steps a trainer tells of, and which the trainer stops for."""

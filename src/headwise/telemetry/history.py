@@ -26,8 +26,6 @@ from .rules import Alarm, Record
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["History", "Series"]
-
 _MARK, _VERSION = 0x68647773, 1  # "hdws": what SQLite calls an application's id, and its version
 _WAIT = 0.25
 """Seconds to wait for a file that another process has locked."""

@@ -29,8 +29,6 @@ from .step_sums import StepSums
 from .trackers import as_tracker
 from .wrappers import plain_name
 
-__all__ = ["Monitor", "StopTraining"]
-
 
 class StopTraining(Exception):
     """A rule says stop; what `save=` does is done. `alarms` names the heads."""

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from .figures import MAXIMUM, Array, Figures, Heads
 
-__all__ = ["RULES", "Alarm", "Record", "Rule", "alarms_at"]
-
 Bools = npt.NDArray[np.bool_]
 
 _LEAST_WINDOW = 5

@@ -12,8 +12,6 @@ import numpy as np
 
 from .figures import Array, Figures, Heads
 
-__all__ = ["Tracker", "as_tracker"]
-
 
 @runtime_checkable
 class Tracker(Protocol):

@@ -21,8 +21,6 @@ from ..weights.convert import convert
 from . import timing
 from .implementations import functional, fused, per_head, scalar, split, variants
 
-__all__ = ["RUNGS", "SIZES", "Rung", "Runner", "Size", "parse_sizes", "runner", "weights"]
-
 State = Mapping[str, Tensor]
 
 

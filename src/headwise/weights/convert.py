@@ -31,8 +31,6 @@ from .packing import (
     write,
 )
 
-__all__ = ["Wanted", "convert", "convert_layer", "converted", "renamed"]
-
 
 def convert(
     state: Mapping[str, Any],

@@ -25,8 +25,6 @@ from .detect import detect_shapes, find_layers
 from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
 from .safetensors_file import checked
 
-__all__ = ["Converted", "convert_file"]
-
 # What safetensors calls PyTorch's dtypes.
 _DTYPES = {
     torch.float64: "F64",

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["FolderError", "Stored", "check_size", "checked", "headers"]
-
 LARGEST = 2.0**64
 """No trained weight is as large: float32 cannot hold its square. A flipped bit makes such ones."""
 

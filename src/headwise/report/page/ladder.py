@@ -20,8 +20,6 @@ from headwise.report.page.parts import (
 )
 from headwise.tutorial.compare import Ladder, notes
 
-__all__ = ["render_ladder", "write_ladder"]
-
 SCRIPTS = (
     "views/core.js",
     "views/draw.js",

@@ -15,16 +15,6 @@ from headwise._io import place_for, write_whole
 from headwise.report.codec import squeeze
 from headwise.report.schema import finite
 
-__all__ = [
-    "PageError",
-    "check_out",
-    "fill",
-    "json_text",
-    "packed",
-    "part",
-    "version",
-]
-
 
 class PageError(ValueError):
     """The page cannot be written: the message says what, where and what to do."""

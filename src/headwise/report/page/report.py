@@ -19,8 +19,6 @@ from headwise.report.schema import Look, document, titles
 
 from .parts import check_out, fill, json_text, packed, part, write_html
 
-__all__ = ["made", "render_page", "write_page"]
-
 SCRIPTS = (
     "core draw tip labels save chart choice bar heads sentence arcs story cards map proof offsets"
     " head text mosaic table changes compare likeness scatter about main"

@@ -26,8 +26,6 @@ from headwise.telemetry import History
 
 from .parts import check_out, fill, packed, part, version, write_html
 
-__all__ = ["render_timeline", "timeline", "write_timeline"]
-
 SCRIPTS = (
     "views/core.js",
     "views/draw.js",
