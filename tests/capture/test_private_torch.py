@@ -43,6 +43,15 @@ def test_modes_are_a_stack_that_can_be_put_together() -> None:
     assert "add" in two.seen
 
 
+def test_operators_know_their_arguments_by_name() -> None:
+    x = torch.ones(2, 3)
+    found = private_torch.arguments(torch.ops.aten.add.Tensor, (x, 4), {"alpha": 5})
+    assert list(found) == ["self", "other", "alpha"]
+    assert found["self"] is x
+    assert (found["other"], found["alpha"]) == (4, 5)
+    assert private_torch.arguments(torch.ops.aten.add.Tensor, (x, 4), {})["alpha"] == 1
+
+
 def test_a_backward_pass_knows_itself_and_takes_modes_along() -> None:
     found = []
 

@@ -65,6 +65,16 @@ def parameters(function: Any) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
+def arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator, such as `torch.ops.aten.add.Tensor`, by name.
+
+    Those that were not given have their defaults.
+    """
+    known = operator._schema.arguments
+    given = dict(zip((one.name for one in known), args, strict=False))
+    return {one.name: one.default_value for one in known} | given | kwargs
+
+
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Replace an attribute, such as a function's `__code__`; return what undoes that."""
     before = getattr(owner, name)

@@ -24,7 +24,7 @@ from ..call import HeadsCall
 from ..heads import Composite, inside, unasked
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
-from ..private_torch import parameters
+from ..private_torch import arguments, parameters
 from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
 from .nested import nested_like, padded
 
@@ -57,7 +57,7 @@ def native_multi_head_attention(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`torch._native_multi_head_attention`: what `nn.MultiheadAttention` is in evaluation."""
-    asked = _attention(*args, **kwargs)
+    asked = arguments(torch.ops.aten._native_multi_head_attention.default, args, kwargs)
     given = [asked[name] for name in ("query", "key", "value")]
 
     def fused() -> _Fused:
@@ -80,7 +80,7 @@ def transformer_encoder_layer(
     net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`torch._transformer_encoder_layer_fwd`: what `nn.TransformerEncoderLayer` is then."""
-    asked = _layer(*args, **kwargs)
+    asked = arguments(torch.ops.aten._transformer_encoder_layer_fwd.default, args, kwargs)
     first = asked["norm_first"]
 
     def norm(x: Tensor, number: int) -> Tensor:
@@ -259,51 +259,6 @@ class _Fused:
         call = served.told(call)
         new = net.tell(call)
         return call.out if new is None else new
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    num_head: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    mask: Tensor | None = None,
-    need_weights: bool = True,
-    average_attn_weights: bool = True,
-    mask_type: int | None = None,
-) -> dict[str, Any]:
-    """The arguments by name."""
-    return locals()
-
-
-def _layer(
-    src: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
-    mask: Tensor | None = None,
-    mask_type: int | None = None,
-) -> dict[str, Any]:
-    """The arguments by name."""
-    return locals()
 
 
 def functions() -> dict[Any, Road]:

@@ -13,6 +13,7 @@ from ...core.masks import Causal
 from ..call import HeadsCall
 from ..mask_import import Ranges
 from ..net import Net, Road
+from ..private_torch import arguments
 
 
 def functions() -> dict[Any, Road]:
@@ -30,7 +31,7 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
     sequence. Else every sequence is a call of its own, its last query at its last key.
     """
     result = function(*args, **kwargs)
-    asked = _asked(*args, **kwargs)
+    asked = arguments(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
     if asked["block_table"] is not None:
         raise ValueError(
             f"watch({type(net.names.model).__name__}): {net.names.current!r} calls varlen_attn "
@@ -99,23 +100,3 @@ def _of_window(queries: int, keys: int, left: int, right: int, device: torch.dev
     high = here + right + 1 if right >= 0 else torch.full_like(here, keys)
     low, high = (x.clamp(0, keys)[None, None, :, None] for x in (low, high))
     return Ranges(low, high)
-
-
-def _asked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> dict[str, Any]:
-    """The arguments by name."""
-    return locals()
