@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,15 +85,10 @@ class EntropyFloor:
         self._entered += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         watching, self._watching = self._watching, None
         assert watching is not None
-        watching.__exit__(kind, error, trace)
+        watching.__exit__(*raised)
 
     @property
     def entropies(self) -> dict[str, Float[Tensor, " H"]]:

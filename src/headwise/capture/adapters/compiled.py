@@ -6,8 +6,8 @@ it would be compiled anew, to other last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -51,14 +51,9 @@ def _compiled(module: nn.Module) -> str:
     return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
 
 
-@contextmanager
-def compiled_functions(net: Net) -> Iterator[None]:
-    """Refuse compiled functions by name when the model calls one."""
-    if compiler() is None:  # nothing is compiled where it is not loaded
-        yield
-        return
-    with _COMPILER.heard_by(net):
-        yield
+def compiled_functions(net: Net) -> AbstractContextManager[None]:
+    """Refuse compiled functions by name when the model calls one; none is without a compiler."""
+    return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
 def _watch_the_compiler() -> Callable[[], None]:

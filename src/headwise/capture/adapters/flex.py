@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,14 +30,9 @@ from .softmax import call_of_scores
 _MODULE = "torch.nn.attention.flex_attention"
 
 
-@contextmanager
-def flex_calls(net: Net) -> Iterator[None]:
+def flex_calls(net: Net) -> AbstractContextManager[None]:
     """Hear of calls of `flex_attention`; nothing where its module is not loaded."""
-    if _MODULE not in sys.modules:
-        yield
-        return
-    with _FLEX.heard_by(net):
-        yield
+    return _FLEX.heard_by(net) if _MODULE in sys.modules else nullcontext()
 
 
 _OLD = types.SimpleNamespace()

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,10 @@ _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")
 """What attention modules call the projection of the heads' outputs."""
 
 
-@contextmanager
-def attention_functions(net: Net) -> Iterator[None]:
+def attention_functions(net: Net) -> AbstractContextManager[None]:
     """Hear of the calls that go through transformers' interface; nothing where it is not loaded."""
-    if not hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface"):
-        yield
-        return
-    with _INTERFACE.heard_by(net):
-        yield
+    loaded = hasattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface")
+    return _INTERFACE.heard_by(net) if loaded else nullcontext()
 
 
 class _Kept(threading.local):
