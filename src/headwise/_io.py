@@ -13,6 +13,8 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from ._text import one_line
+
 try:
     import fcntl
 except ImportError:  # Windows: two writers are not told apart there
@@ -113,7 +115,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
-        raise OSError(f"{path.name}: {' '.join(str(error).split())}") from None
+        raise OSError(f"{path.name}: {one_line(error)}") from None
 
 
 def _put(part: Path, place: Path) -> None:

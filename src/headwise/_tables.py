@@ -48,14 +48,14 @@ class HeadTable(ABC):
             return html.escape(repr(self))
 
 
-def frame_of(said: str, table: Callable[[], list[dict[str, Any]]]) -> DataFrame:
+def frame_of(said: str, table: Callable[[], Any], instead: str = "table()") -> DataFrame:
     """A table as a pandas `DataFrame`, or an `ImportError` that quotes `said.to_pandas()`."""
     try:
         from pandas import DataFrame
     except ImportError:
         raise ImportError(
             f"{said}.to_pandas(): pandas is not installed; `pip install pandas`, or take "
-            f"{said}.table()"
+            f"{said}.{instead}"
         ) from None
     return DataFrame(table())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -57,6 +58,21 @@ def escaped(text: object) -> str:
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(text)
     )
+
+
+def one_line(said: object) -> str:
+    """A text in one line, such as what an error says."""
+    return " ".join(str(said).split())
+
+
+def and_more(said: Sequence[str], most: int = 3) -> str:
+    """The first of a list, and how many more there are.
+
+    >>> and_more(["one", "two", "three"], most=2)
+    'one, two and 1 more'
+    """
+    more = f" and {len(said) - most} more" if len(said) > most else ""
+    return ", ".join(said[:most]) + more
 
 
 def must_be_text(text: str, name: str) -> None:

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from .._text import and_more
 from ..core.reference import Definition
 from ..stats.entries import entries
 from ..stats.execute import Pass
 from ..stats.results import Reading
 from .call import AttentionCall, Looking
-from .modules import and_more, check_model
+from .modules import check_model
 from .session import catch
 
 MOST_BYTES = 2**30

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._io import place_for, write_tensors, write_whole
+from .._text import one_line
 
 FORMAT = "headwise.seen"
 VERSION = 1
@@ -73,8 +74,7 @@ def read_tree(path: Path) -> Any:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: no safetensors file, or damaged ({reason})") from None
+        raise ValueError(f"{path}: no safetensors file, or damaged ({one_line(error)})") from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: was not written by save() of what watch() has seen")
     if header.get("version") != str(VERSION):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
+from .._text import and_more
 from .parts import Waiting
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
@@ -264,16 +265,6 @@ def chosen(modules: Modules) -> Callable[[str], bool]:
             f"or a function that says whether a name is meant."
         )
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def and_more(said: Sequence[str], most: int = 3) -> str:
-    """The first of a list, and how many more there are.
-
-    >>> and_more(["one", "two", "three"], most=2)
-    'one, two and 1 more'
-    """
-    more = f" and {len(said) - most} more" if len(said) > most else ""
-    return ", ".join(said[:most]) + more
 
 
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:

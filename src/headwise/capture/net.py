@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._text import and_more
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
-from .modules import Forward, Names, and_more, refuse_thread
+from .modules import Forward, Names, refuse_thread
 from .parts import Settled, Waiting, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
 from .ranks import place_of_heads

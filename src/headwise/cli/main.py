@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._text import escaped
+from .._text import escaped, one_line
 from .check import check
 from .convert import convert
 from .generate import generate
@@ -79,7 +79,7 @@ def _with_bare_flags(command: Any) -> Any:
 
 
 def _bad_input(message: str) -> int:
-    print(f"headwise: {escaped(' '.join(message.split()))}", file=sys.stderr)
+    print(f"headwise: {escaped(one_line(message))}", file=sys.stderr)
     return 2
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._io import write_tensors
+from .._text import one_line
 from ..weights.hf_folder import write_files
 from ..weights.safetensors_file import FolderError, checked
 
@@ -120,8 +121,9 @@ def read(folder: Path) -> Checkpoint:
         if step < 0 or not isinstance(settings, dict):
             raise ValueError(f"step {step}, settings {type(settings).__name__}")
     except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise FolderError(f"{path}: damaged or truncated ({reason}); start a new run") from None
+        raise FolderError(
+            f"{path}: damaged or truncated ({one_line(error)}); start a new run"
+        ) from None
     for name, tensor in tensors.items():
         checked(tensor, f"{path}: {name}")
 

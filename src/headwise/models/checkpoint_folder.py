@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._text import one_line
 from ..weights.safetensors_file import FolderError
 from .checkpoint import CHECKPOINT, Checkpoint, read, tensors_of
 from .ranks import TrainingRanks
@@ -166,4 +167,4 @@ def _first(error: BaseException) -> str:
     """In one line, what a rank said of it."""
     failures = getattr(error, "failures", None)
     said = str(next(iter(failures.values()))[0] if failures else error)
-    return " ".join(said.split())[:300] or type(error).__name__
+    return one_line(said)[:300] or type(error).__name__

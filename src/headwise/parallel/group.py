@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from .._text import one_line
 from ..capture.private_torch import collectives_begun
 
 _T = TypeVar("_T")
@@ -56,7 +57,7 @@ def joined(timeout: float, *, saves: bool = False) -> Iterator[Heartbeat]:
     try:
         store, rank, size = next(rendezvous("env://", timeout=most))
     except dist.DistError as error:
-        raise ValueError(f"not all ranks have come: {_one_line(error)}") from None
+        raise ValueError(f"not all ranks have come: {one_line(error)[:200]}") from None
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what was before stays in the store
     store = PrefixStore(f"start {again}", store)
     heartbeat = Heartbeat(store, rank, size, timeout)
@@ -391,7 +392,3 @@ class Heartbeat:
 def _of_launcher() -> bool:
     """Whether the launcher's own process holds the store, as that of `torchrun` does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._text import and_more
 from ..models import gpt
 from ..weights.hf_folder import CONFIG, read_config, weight_files
 from ..weights.safetensors_file import FolderError, checked, headers
@@ -197,10 +198,7 @@ def _check_weights(folder: Path, told: dict[str, Any]) -> None:
     apart = sorted(str(one[0]) for one in told.get("mismatched_keys", ()))
     for names, fault in ((missing, "missing from the weights"), (apart, "of another shape")):
         if names:
-            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise FolderError(
-                f"{folder}: {', '.join(names[:3])}{rest}: {fault}, and {CONFIG} calls for it"
-            )
+            raise FolderError(f"{folder}: {and_more(names)}: {fault}, and {CONFIG} calls for it")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from .collect import (
 )
 from .folders import name_of
 from .head_labels import RULES
+from .page.parts import version
 from .rows import columns_of, rows_of
 from .sample import RANDOM_ROWS, LookError, Sample, Subject, TokenSubject
 from .samples import Samples
@@ -375,10 +375,5 @@ def _few(first: Sample) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for package in ("headwise", "torch", "tokenizers", "transformers"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # not installed, or run from a source tree
-            found[package] = "unknown"
-    return found
+    packages = ("headwise", "torch", "tokenizers", "transformers")
+    return {"Python": platform.python_version(), **{name: version(name) for name in packages}}

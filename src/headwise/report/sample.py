@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from .._text import one_line
 from ..models.data import TextError, repeated_tokens
 from .head_labels import is_delimiter
 from .other_tokenizers import TokenStrings, Words, ids_of
@@ -91,7 +92,7 @@ def told_if_it_fails(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
-        said = " ".join(str(error).split())
+        said = one_line(error)
         rows = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
         if isinstance(error, IndexError) and rows:
             tables = " and ".join(f"{number:,}" for number in sorted({*rows}))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._text import Brief, escaped
+from .._text import Brief, and_more, escaped
 from ..telemetry import Alarm, History, Series
 
 Array = npt.NDArray[np.float64]
@@ -260,8 +260,7 @@ def _alone(what: str, one: list[str], other: list[str]) -> list[str]:
     for name, mine, theirs in (("A", one, other), ("B", other, one)):
         alone = [escaped(x) or "the model" for x in mine if x not in set(theirs)]
         if alone:
-            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            said.append(f"{what} in {name} alone: {', '.join(alone[:3])}{more}")
+            said.append(f"{what} in {name} alone: {and_more(alone)}")
     return said
 
 

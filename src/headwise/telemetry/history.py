@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._io import place_for
+from .._tables import frame_of
 from .._text import Brief
 from .figures import FIELDS, Array, Figures, Heads
 from .file_systems import is_remote
@@ -208,14 +209,7 @@ class History:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise ImportError(
-                "history.to_pandas(): pandas is not installed; `pip install pandas`, or take "
-                "history.columns()"
-            ) from None
-        return DataFrame(self.columns())
+        return frame_of("history", self.columns, "columns()")
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write `columns()` to a Parquet file.

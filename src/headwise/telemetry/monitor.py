@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.modules import Modules, and_more, check_model, chosen
+from .._text import and_more
+from ..capture.modules import Modules, check_model, chosen
 from ..capture.private_torch import outside_graphs
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._text import and_more
 from .layout_table import LAYOUTS
 from .layout_types import Form, Layout
 from .packing import axes_of
@@ -256,11 +257,9 @@ def _numbers(value: Any) -> Any:
     return float(getattr(value, "data", value))
 
 
-def _some(names: Iterable[str], most: int = 6) -> str:
+def _some(names: Iterable[str]) -> str:
     """A few of many names."""
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+    return and_more(list(names), 6) or "none"
 
 
 def _looks_like(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> str:

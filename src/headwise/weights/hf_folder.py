@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._io import only_writer, write_tensors, write_whole
+from .._text import and_more, one_line
 from .safetensors_file import FolderError, Stored, checked, headers
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text("utf-8"))
     except Exception as error:  # the Rust library raises plain Exception
-        raise FolderError(f"{path}: no tokenizer can be read, {_one_line(error)}") from None
+        raise FolderError(f"{path}: no tokenizer can be read, {one_line(error)}") from None
 
 
 def write_folder(
@@ -149,7 +150,7 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
     try:
         write_whole(folder, writers)
     except OSError as error:
-        raise FolderError(f"{folder}: cannot be written, {_one_line(error)}") from None
+        raise FolderError(f"{folder}: cannot be written, {one_line(error)}") from None
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise FolderError(f"{path}: no JSON can be read, {_one_line(error)}") from None
+        raise FolderError(f"{path}: no JSON can be read, {one_line(error)}") from None
     if not isinstance(value, dict):
         raise FolderError(f"{path}: holds {type(value).__name__}, and a JSON object was expected")
     return value
@@ -242,9 +243,4 @@ def _compare(
 
 
 def _list(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest + (" are" if len(names) > 1 else " is")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return and_more(names) + (" are" if len(names) > 1 else " is")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from .._text import one_line
+
 LARGEST = 2.0**64
 """No trained weight is as large: float32 cannot hold its square. A flipped bit makes such ones."""
 
@@ -57,8 +59,7 @@ def headers(files: Iterable[Path]) -> Iterator[Stored]:
                     yield Stored(path, name, tuple(piece.get_shape()), piece.get_dtype())
         except (SafetensorError, OSError) as error:
             raise FolderError(
-                f"{path}: damaged or truncated ({' '.join(str(error).split())}); "
-                f"copy or download it again"
+                f"{path}: damaged or truncated ({one_line(error)}); copy or download it again"
             ) from None
 
 

@@ -53,15 +53,21 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
     return re.sub(r"@@(\w+)@@", lambda mark: parts[mark[1]], template)
 
 
-def packed(name: str, content: bytes) -> str:
-    """A script element that holds bytes, packed, and runs nothing."""
-    return f'<script type="text/plain" id="{name}">{squeeze(content)}</script>'
+def packed(results: Any) -> str:
+    """A script element that holds results as JSON, packed, and runs nothing."""
+    # A lone surrogate has no bytes, and an escape of its own in JSON.
+    content = _json(results).encode("utf-8", "backslashreplace")
+    return f'<script type="text/plain" id="results">{squeeze(content)}</script>'
 
 
 def json_text(value: Any) -> str:
     """JSON that cannot end the script element it stands in."""
-    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _json(finite(value))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def part(name: str) -> str:
@@ -70,7 +76,7 @@ def part(name: str) -> str:
 
 
 def version(package: str) -> str:
-    """The version of an installed package."""
+    """The version of a package; `unknown` where it is not installed, or run from a source tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ the looks' own JSON documents, packed; the browser unpacks them, and what comes 
 from __future__ import annotations
 
 import html
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -51,11 +50,10 @@ def render_page(look: Look, *, other: Look | None = None) -> str:
         document(one) | {"made": made(one), "title": name}
         for one, name in zip(looks, names, strict=True)
     ]
-    text = json.dumps(results, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": html.escape(" and ".join(names)),
         "style": part("style.css") + part("chart.css") + part("report.css"),
-        "results": packed("results", text.encode("utf-8", "backslashreplace")),
+        "results": packed(results),
         "styles": json_text([asdict(style) for style in LABEL_STYLES]),
         "script": "\n".join(part(f"views/{script}.js") for script in SCRIPTS),
     }

@@ -8,7 +8,6 @@ training runs must be there at once.
 from __future__ import annotations
 
 import html
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -173,8 +172,7 @@ def _packed(
         "digits": 3 if coding.planes == 2 else 4,
         "reread": reread and {"every": reread, "written": round(time.time(), 3)},
     }
-    text = json.dumps(finite(found), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return packed("results", text.encode("utf-8", "backslashreplace"))
+    return packed(finite(found))
 
 
 # --- a statistic -----------------------------------------------------------------------------
