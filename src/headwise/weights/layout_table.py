@@ -35,22 +35,18 @@ from .layout_types import (
 )
 
 
+def _output(name: str) -> Tensors:
+    """An `nn.Linear` for the output."""
+    return {f"{name}.weight": ("out.weight", "o (n d)"), f"{name}.bias": ("out.bias", "o")}
+
+
 def _linears(q: str, k: str, v: str, out: str | None = None, *, bias: bool = True) -> Tensors:
     """Four `nn.Linear`, or three: weights `[rows, inputs]` and biases."""
-    tensors = {
-        f"{name}.weight": (f"{part}.weight", "(n d) i")
-        for part, name in zip("qkv", (q, k, v), strict=True)
-    }
-    if bias:
-        tensors |= {
-            f"{name}.bias": (f"{part}.bias", "(n d)")
-            for part, name in zip("qkv", (q, k, v), strict=True)
-        }
-    if out is not None:
-        tensors[f"{out}.weight"] = ("out.weight", "o (n d)")
-        if bias:
-            tensors[f"{out}.bias"] = ("out.bias", "o")
-    return tensors
+    names = {"q": q, "k": k, "v": v}
+    tensors = {f"{name}.weight": (f"{part}.weight", "(n d) i") for part, name in names.items()}
+    tensors |= {f"{name}.bias": (f"{part}.bias", "(n d)") for part, name in names.items()}
+    tensors |= {} if out is None else _output(out)
+    return {name: held for name, held in tensors.items() if bias or not name.endswith(".bias")}
 
 
 def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
@@ -58,8 +54,18 @@ def _packed(qkv: str, out: str, order: str = "p n d") -> Tensors:
     return {
         f"{qkv}.weight": ("qkv.weight", f"({order}) i"),
         f"{qkv}.bias": ("qkv.bias", f"({order})"),
-        f"{out}.weight": ("out.weight", "o (n d)"),
-        f"{out}.bias": ("out.bias", "o"),
+        **_output(out),
+    }
+
+
+def _heads_apart(mark: str, out: str) -> Tensors:
+    """Tensors with an axis for the heads; `mark` parts the names of a layer and of its tensors."""
+    layers = {"query": "q", "key": "k", "value": "v"}
+    return {
+        **{f"{name}{mark}kernel": (f"{part}.weight", "i n d") for name, part in layers.items()},
+        **{f"{name}{mark}bias": (f"{part}.bias", "n d") for name, part in layers.items()},
+        f"{out}{mark}kernel": ("out.weight", "n d o"),
+        f"{out}{mark}bias": ("out.bias", "o"),
     }
 
 
@@ -178,8 +184,7 @@ _ROWS = (
                     "q.bias": ("q.bias", "(n d)"),
                     "kv.weight": ("kv.weight", "(p n d) i"),
                     "kv.bias": ("kv.bias", "(p n d)"),
-                    "out.weight": ("out.weight", "o (n d)"),
-                    "out.bias": ("out.bias", "o"),
+                    **_output("out"),
                     **_NORMS,
                 },
                 rules=(values_as_wide, one_context),
@@ -196,8 +201,7 @@ _ROWS = (
                 {
                     "in_proj_weight": ("qkv.weight", "(p n d) i"),
                     "in_proj_bias": ("qkv.bias", "(p n d)"),
-                    "out_proj.weight": ("out.weight", "o (n d)"),
-                    "out_proj.bias": ("out.bias", "o"),
+                    **_output("out_proj"),
                 },
                 optional=(("in_proj_bias", "out_proj.bias"),),
             ),
@@ -205,8 +209,7 @@ _ROWS = (
                 {
                     **{f"{part}_proj_weight": (f"{part}.weight", "(n d) i") for part in "qkv"},
                     "in_proj_bias": ("qkv.bias", "(p n d)"),
-                    "out_proj.weight": ("out.weight", "o (n d)"),
-                    "out_proj.bias": ("out.bias", "o"),
+                    **_output("out_proj"),
                 },
                 rules=(equal_heads, values_as_wide, heads_fill_width, keeps_width),
                 optional=(("in_proj_bias", "out_proj.bias"),),
@@ -363,18 +366,7 @@ _ROWS = (
         "Keras MultiHeadAttention and GroupQueryAttention: heads on an axis of their own",
         (
             Form(
-                {
-                    **{
-                        f"{name}/kernel": (f"{name[0]}.weight", "i n d")
-                        for name in ("query", "key", "value")
-                    },
-                    **{
-                        f"{name}/bias": (f"{name[0]}.bias", "n d")
-                        for name in ("query", "key", "value")
-                    },
-                    "attention_output/kernel": ("out.weight", "n d o"),
-                    "attention_output/bias": ("out.bias", "o"),
-                },
+                _heads_apart("/", "attention_output"),
                 rules=(),
                 optional=(("query/bias", "key/bias", "value/bias", "attention_output/bias"),),
             ),
@@ -385,18 +377,7 @@ _ROWS = (
         "Flax's nnx.MultiHeadAttention: heads on an axis of their own",
         (
             Form(
-                {
-                    **{
-                        f"{name}.kernel": (f"{name[0]}.weight", "i n d")
-                        for name in ("query", "key", "value")
-                    },
-                    **{
-                        f"{name}.bias": (f"{name[0]}.bias", "n d")
-                        for name in ("query", "key", "value")
-                    },
-                    "out.kernel": ("out.weight", "n d o"),
-                    "out.bias": ("out.bias", "o"),
-                },
+                _heads_apart(".", "out"),
                 rules=(values_as_wide, one_context),
                 optional=(("query.bias", "key.bias", "value.bias", "out.bias"),),
             ),
