@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -117,33 +117,12 @@ def train(
 
     Example: `torchrun --nproc-per-node 2 -m headwise train notes.txt --out notes-gpt`
     """
+    asked: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
     from ..models import train as training
     from .monitored import recording
 
-    settings = {
-        "steps": steps,
-        "batch": batch,
-        "context": context,
-        "layers": layers,
-        "heads": heads,
-        "width": width,
-        "vocab": vocab,
-        "lr": lr,
-        "warmup": warmup,
-        "weight_decay": weight_decay,
-        "clip": clip,
-        "dropout": dropout,
-        "repeats": repeats,
-        "sinusoids": sinusoids,
-        "sinusoid_std": sinusoid_std,
-        "sinusoid_base": sinusoid_base,
-        "held_out": held_out,
-        "seed": seed,
-        "dtype": dtype,
-        "device": device,
-        "texts": tuple(texts) if texts else None,
-    }
-    given = {name: value for name, value in settings.items() if value is not None}
+    names = (field.name for field in fields(TrainConfig))
+    given = {name: asked[name] for name in names if asked[name] is not None}
     if resume and given:
         raise ValueError(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
