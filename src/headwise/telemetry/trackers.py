@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,13 +31,13 @@ def as_tracker(given: Any) -> Tracker:
         ValueError: none of these.
     """
     if hasattr(given, "add_scalar") and hasattr(given, "add_histogram"):
-        return _TensorBoard(given)
+        return partial(_tensorboard, given)
     if hasattr(given, "define_metric") and hasattr(given, "log"):
-        return _WandB(given)
+        return _wandb(given)
     if (type(given).__module__ or "").partition(".")[0] == "trackio" or _is(given, "trackio"):
-        return _Trackio(given)
+        return partial(_trackio, given)
     if callable(given) and not inspect.isclass(given):
-        return _Function(given)
+        return partial(_function, given)
     raise ValueError(
         f"trackers=[{type(given).__name__}]: give a TensorBoard SummaryWriter, a run of W&B or "
         f"trackio, or a function that is called as mlflow.log_metrics(numbers, step=…)."
@@ -62,46 +63,38 @@ def logged(
     return scalars, every
 
 
-class _TensorBoard:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
-        for tag, values in heads.items():
-            self._writer.add_histogram(tag, values, step)
+def _tensorboard(
+    writer: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]
+) -> None:
+    for tag, value in scalars.items():
+        writer.add_scalar(tag, value, step)
+    for tag, values in heads.items():
+        writer.add_histogram(tag, values, step)
 
 
-class _WandB:
-    """Logs against `headwise/step`, so that the run's own steps are left alone."""
+def _wandb(run: Any) -> Tracker:
+    """Log against `headwise/step`, so that the run's own steps are left alone."""
+    defined = False
 
-    def __init__(self, run: Any) -> None:
-        self._run, self._defined = run, False
+    def log(step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+        nonlocal defined
+        if not defined:
+            run.define_metric("headwise/step")
+            run.define_metric("headwise/*", step_metric="headwise/step")
+            defined = True
+        run.log({"headwise/step": step, **scalars, **_histograms("wandb", heads)})
 
-    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        if not self._defined:
-            self._run.define_metric("headwise/step")
-            self._run.define_metric("headwise/*", step_metric="headwise/step")
-            self._defined = True
-        histogram = sys.modules["wandb"].Histogram
-        every = {f"{tag}/heads": histogram(values) for tag, values in heads.items()}
-        self._run.log({"headwise/step": step, **scalars, **every})
-
-
-class _Trackio:
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        histogram = sys.modules["trackio"].Histogram
-        every = {f"{tag}/heads": histogram(values) for tag, values in heads.items()}
-        self._run.log({**scalars, **every}, step=step)
+    return log
 
 
-class _Function:
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
+def _trackio(run: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+    run.log({**scalars, **_histograms("trackio", heads)}, step=step)
 
-    def __call__(self, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
-        self._function(scalars, step=step)
+
+def _function(function: Any, step: int, scalars: dict[str, float], heads: dict[str, Array]) -> None:
+    function(scalars, step=step)
+
+
+def _histograms(package: str, heads: dict[str, Array]) -> dict[str, Any]:
+    histogram = sys.modules[package].Histogram
+    return {f"{tag}/heads": histogram(values) for tag, values in heads.items()}
