@@ -4,36 +4,13 @@ and decodes, or a string for each id."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._text import must_be_text
 from .text import Encoded, LookError, Vocabulary, pieces_by_decoding
-
-
-@runtime_checkable
-class Words(Protocol):
-    """How texts become ids, and ids texts; `Vocabulary` says what each of these gives."""
-
-    @property
-    def size(self) -> int | None: ...
-
-    @property
-    def special(self) -> frozenset[int]: ...
-
-    @property
-    def mask(self) -> int | None: ...
-
-    @property
-    def longest(self) -> int | None: ...
-
-    def encode(self, text: str, limit: int | None = None, *, target: bool = False) -> Encoded: ...
-
-    def pieces(self, ids: list[int]) -> list[str] | None: ...
-
-    def texts(self, ids: list[int]) -> list[str]: ...
 
 
 def words_of(tokenizer: Any, *, add_special: bool = True) -> Words:
@@ -169,6 +146,10 @@ class TokenStrings:
 
     def texts(self, ids: list[int]) -> list[str]:
         return [self._strings.get(one, f"<{one}>") for one in ids]
+
+
+Words = Vocabulary | OtherTokenizer | TokenStrings
+"""How texts become ids, and ids texts; `Vocabulary` says what each of their parts gives."""
 
 
 def _no_tokenizer(tokenizer: Any) -> LookError:

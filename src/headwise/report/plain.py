@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..models.gpt import GPT
 from .other_tokenizers import words_of
-from .sample import RANDOM_PERIOD, RANDOM_ROWS, LookError, Sample, TokenSubject, cross_entropy
+from .sample import LookError, Sample, TokenSubject, cross_entropy
 
 
 class Plain(TokenSubject):
@@ -40,15 +40,7 @@ class Plain(TokenSubject):
         assert part.ids is not None
         return Sample({"ids": part.ids[None]}, [part], encoded.total, labels=part.ids[None])
 
-    def repeats(
-        self,
-        seed: int,
-        rows: int = RANDOM_ROWS,
-        period: int = RANDOM_PERIOD,
-        *,
-        legible: bool = False,
-    ) -> Sample:
-        ids, _, period = self.twice(seed, rows, period, legible)
+    def sample_of_repeats(self, ids: Tensor, before: int, period: int) -> Sample:
         part = self.random_part("text", ids)
         return Sample({"ids": ids}, [part], ids.shape[1], labels=ids, period=period)
 

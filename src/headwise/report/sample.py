@@ -257,6 +257,20 @@ class TokenSubject(Subject):
             torch.tensor(separators, device=self.device) if any(separators) else None,
         )
 
+    def repeats(
+        self,
+        seed: int,
+        rows: int = RANDOM_ROWS,
+        period: int = RANDOM_PERIOD,
+        *,
+        legible: bool = False,
+    ) -> Sample:
+        return self.sample_of_repeats(*self.twice(seed, rows, period, legible))
+
+    @abstractmethod
+    def sample_of_repeats(self, ids: Tensor, before: int, period: int) -> Sample:
+        """What the model reads of rows that `twice()` gave."""
+
     def random_part(self, name: str, ids: Tensor) -> Part:
         """A stream of rows of random tokens `[B, S]`, with the texts of the first row."""
         row = ids[0].tolist()

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .other_tokenizers import Words, words_of
-from .sample import (
-    RANDOM_PERIOD,
-    RANDOM_ROWS,
-    LookError,
-    Sample,
-    TokenSubject,
-    cross_entropy,
-    ends_of,
-)
+from .sample import LookError, Sample, TokenSubject, cross_entropy, ends_of
 
 HIDDEN = 0.15  # the share of tokens that a masked language model is asked for (Devlin et al. 2018)
 WRITTEN = 48  # tokens that an encoder–decoder model writes where no target is given
@@ -71,15 +63,7 @@ class Text(Hugging):
         assert part.ids is not None
         return Sample(_inputs(part.ids[None]), [part], encoded.total, labels=part.ids[None])
 
-    def repeats(
-        self,
-        seed: int,
-        rows: int = RANDOM_ROWS,
-        period: int = RANDOM_PERIOD,
-        *,
-        legible: bool = False,
-    ) -> Sample:
-        ids, before, period = self.twice(seed, rows, period, legible)
+    def sample_of_repeats(self, ids: Tensor, before: int, period: int) -> Sample:
         part, labels = self.random_part("text", ids), ids[:, before:]
         return Sample(_inputs(ids), [part], ids.shape[1], labels, period=period)
 
@@ -144,15 +128,7 @@ class EncoderDecoder(Hugging):
         inputs = _inputs(read.ids[None]) | {"decoder_input_ids": given}
         return Sample(inputs, [read, write], encoded.total, labels, self.inside)
 
-    def repeats(
-        self,
-        seed: int,
-        rows: int = RANDOM_ROWS,
-        period: int = RANDOM_PERIOD,
-        *,
-        legible: bool = False,
-    ) -> Sample:
-        ids, before, period = self.twice(seed, rows, period, legible)
+    def sample_of_repeats(self, ids: Tensor, before: int, period: int) -> Sample:
         given = self._to_the_right(ids[:, before : before + 2 * period])
         parts = [self.random_part("encoder", ids), self.random_part("decoder", given)]
         inputs = _inputs(ids) | {"decoder_input_ids": given}
