@@ -185,11 +185,7 @@ def _ranks(timeout: float) -> Iterator[tuple[bool, Once, Callable[[str, float], 
 
 
 def _check_places(out: Path | None, save: Path | None) -> None:
-    """See that files can be where they are to be.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise ValueError where files cannot be where they are to be."""
     if out is not None:
         check_out(out)
     if save is not None:

@@ -151,8 +151,3 @@ def as_given(device: torch.device) -> AbstractContextManager[object]:
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def grouped(x: Tensor, extent: Extent) -> Tensor:
-    """Query-side tensor `[B, H, T, …]` as `[B, G, H // G, T, …]`, a view where possible."""
-    return x.unflatten(1, (extent.kv_heads, extent.group))

@@ -195,11 +195,7 @@ def _begin(
 
 
 def _make_way(folder: Path, overwrite: bool) -> None:
-    """See that the folder may be written into.
-
-    Raises:
-        FolderError: it is not empty.
-    """
+    """Raise FolderError for a folder that is not empty, unless it may be overwritten."""
     if holds_files(folder) and not overwrite:
         raise FolderError(
             f"{folder}: is not empty; go on with its run (--resume), replace it (--overwrite) "

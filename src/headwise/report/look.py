@@ -281,11 +281,7 @@ def _without_loss(subject: Subject) -> str:
 
 
 def _must_come_again(samples: Samples) -> None:
-    """Check that texts can be gone through twice.
-
-    Raises:
-        LookError: they cannot.
-    """
+    """Raise LookError for texts that cannot be gone through twice."""
     if not samples.again:
         raise LookError(
             f"importance and ablation go through {samples.name} again, and an iterator can be gone "

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -223,7 +224,7 @@ class First(nn.Module):
 class Causally(nn.Module):
     """headwise's own layer under its causal mask."""
 
-    def __init__(self, layer: MultiHeadAttention) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
@@ -241,8 +242,7 @@ def _per_head(size: Size, state: State) -> nn.Module:
 
 def _split(size: Size, state: State) -> nn.Module:
     made = split.MultiHeadAttn(size.width, size.width, size.length, 0.0, size.heads)
-    made.load_state_dict(_converted(state, "split", size))
-    return made
+    return _loaded(made, "split", size, state)
 
 
 def _functional(size: Size, state: State) -> nn.Module:
@@ -251,34 +251,27 @@ def _functional(size: Size, state: State) -> nn.Module:
     return First(made, size)
 
 
-@dataclass
-class _Config:
-    n_embd: int
-    n_head: int
-
-
 def _fused(size: Size, state: State) -> nn.Module:
-    made = fused.GPT2MultiHeadAttention(_Config(size.width, size.heads))
-    made.load_state_dict(_converted(state, "gpt2", size))
-    return made
+    config: Any = SimpleNamespace(n_embd=size.width, n_head=size.heads)
+    return _loaded(fused.GPT2MultiHeadAttention(config), "gpt2", size, state)
 
 
 def _packed(kind: type[nn.Module], size: Size, state: State) -> nn.Module:
-    made = kind(size.width, size.heads, bias=False)
-    made.load_state_dict(_converted(state, "headwise", size))
-    return made
+    return _loaded(kind(size.width, size.heads, bias=False), "headwise", size, state)
 
 
 def _torch(weights: bool, size: Size, state: State) -> nn.Module:
     made = variants.TorchAttention(size.width, size.heads, bias=False, weights=weights)
-    made.load_state_dict(_converted(state, "torch", size))
-    return made
+    return _loaded(made, "torch", size, state)
 
 
 def _headwise(size: Size, state: State) -> nn.Module:
-    made = MultiHeadAttention(size.width, size.heads, bias=False)
-    made.load_state_dict(_converted(state, "headwise", size))
-    return Causally(made)
+    return Causally(_packed(MultiHeadAttention, size, state))
+
+
+def _loaded(made: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
+    made.load_state_dict(_converted(state, layout, size))
+    return made
 
 
 def _converted(state: State, target: str, size: Size) -> dict[str, Any]:
