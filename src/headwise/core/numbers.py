@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -26,6 +27,29 @@ def whole(value: object) -> int | None:
         return None
     found = int(value)
     return found if found < LONGEST else LONGEST
+
+
+def whole_numbers(given: object) -> list[int] | None:
+    """The whole numbers in a list, a range, a tensor or an array; `None` for what is none of these.
+
+    >>> whole_numbers(range(2)), whole_numbers(torch.tensor([3])), whole_numbers([0.5])
+    ([0, 1], [3], None)
+    """
+    listed = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(listed, Collection) or isinstance(listed, str | bytes):
+        return None
+    found = [number for one in listed if (number := whole(one)) is not None]
+    return found if len(found) == len(listed) else None
+
+
+def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
+    """Raise ValueError for a field that is no whole number, or is under the least."""
+    value = getattr(of, name)
+    if (number := whole(value)) is None or number < least:
+        bound = "" if least == -LONGEST else f", at least {least}"
+        raise ValueError(
+            f"{type(of).__name__}({said(value)}): {name} must be a whole number{bound}."
+        )
 
 
 def real(value: object) -> float | None:

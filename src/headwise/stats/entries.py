@@ -8,23 +8,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.numbers import said, whole, whole_numbers
 from ..core.reference import finish_scores
 from .engine import rows_of_p
 from .scores import near, probability
 from .view import View
 
+Which = int | Sequence[int] | Tensor | slice | None
+"""Which heads, queries or keys: one, several, or all."""
+
 
 def entries(
     view: View,
     lse: Float[Tensor, "B H n"],
-    heads: int | Sequence[int] | slice | None = None,
-    queries: int | Sequence[int] | slice | None = None,
-    keys: int | Sequence[int] | slice | None = None,
+    heads: Which = None,
+    queries: Which = None,
+    keys: Which = None,
 ) -> Float[Tensor, "B h t s"]:
     """Exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
 
     Raises:
-        ValueError: a number that there is not.
+        ValueError: a number that there is not, or none.
     """
     e, device, call = view.extent, view.device, view.constant
     h, i, j = (
@@ -52,12 +56,15 @@ def entries(
     return probability(scores, lse.detach()[:, h][:, :, i, None])
 
 
-def _index(wanted: int | Sequence[int] | slice | None, size: int, name: str) -> slice | list[int]:
-    if isinstance(wanted, int):
-        wanted = [wanted]
+def _index(wanted: Which, size: int, name: str) -> slice | list[int]:
     if wanted is None or isinstance(wanted, slice):
         return slice(None) if wanted is None else wanted
-    numbers = [int(number) for number in wanted]
+    one = whole(wanted)
+    numbers = whole_numbers(wanted) if one is None else [one]
+    if numbers is None:
+        raise ValueError(
+            f"weights({name}={said(wanted)}): give a whole number, several in a list, or a slice."
+        )
     for number in numbers:
         if not -size <= number < size:
             raise ValueError(f"weights({name}={number}): there are {size} {name}")

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from .._text import Brief
+from ..core.numbers import check_whole
 from ..core.shapes import Extent
 
 
@@ -82,8 +83,7 @@ class First:
         return "first" if self.count == 1 else None
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"First({self.count}): count must be at least 1.")
+        check_whole(self, "count", 1)
 
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         start = torch.zeros(1, extent.queries, dtype=torch.long, device=device)
@@ -108,8 +108,7 @@ class Previous:
         return "previous" if self.distance == 1 else None
 
     def __post_init__(self) -> None:
-        if self.distance < 1:
-            raise ValueError(f"Previous({self.distance}): distance must be at least 1.")
+        check_whole(self, "distance", 1)
 
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
         return _one_key(-self.distance, extent, device)
@@ -150,6 +149,9 @@ class At:
     offset: int
 
     free = True
+
+    def __post_init__(self) -> None:
+        check_whole(self, "offset")
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..core.numbers import real, said
+from ..core.numbers import check_whole, real, said
 from ..core.reference import Definition
 from .engine import Engine, rows_of_p
 from .execute import Pass
@@ -133,8 +133,8 @@ class Received:
     names = ("received",)
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"Received(last={self.last}): at least one query must count.")
+        if self.last is not None:
+            check_whole(self, "last", 1)
 
     @property
     def needs(self) -> dict[str, Need]:
@@ -166,8 +166,7 @@ class OffsetHistogram:
     ahead: bool = False
 
     def __post_init__(self) -> None:
-        if self.bins < 2:
-            raise ValueError(f"OffsetHistogram({self.bins}): there must be at least two bins.")
+        check_whole(self, "bins", 2)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -268,8 +267,7 @@ class Similarity:
     names = ("similarity",)
 
     def __post_init__(self) -> None:
-        if self.queries < 1:
-            raise ValueError(f"Similarity({self.queries}): at least one query must be looked at.")
+        check_whole(self, "queries", 1)
 
     @property
     def needs(self) -> dict[str, Need]:
@@ -367,8 +365,7 @@ class Map:
     names = ("map",)
 
     def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise ValueError(f"Map({self.blocks}): there must be at least one block.")
+        check_whole(self, "blocks", 1)
 
     @property
     def needs(self) -> dict[str, Need]:

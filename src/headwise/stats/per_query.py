@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask_algebra import Mask
+from ..core.numbers import check_whole
 from ..core.reference import Definition
 from .distance import DISTANCE_EITHER_WAY, even_distance
 from .engine import Engine
@@ -269,8 +270,7 @@ class TopKeys:
     names = ("top_keys", "top_weights")
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"TopKeys({self.k}): at least one key must be asked for.")
+        check_whole(self, "k", 1)
 
     @property
     def needs(self) -> dict[str, Need]:

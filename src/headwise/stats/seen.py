@@ -14,7 +14,7 @@ from .._tables import HeadTable
 from ..core.shapes import as_given
 from .base import Statistic, needs_of
 from .detached import without_graph
-from .entries import entries
+from .entries import Which, entries
 from .execute import Pass
 from .results import Reading, of_some, table_rows
 
@@ -154,15 +154,15 @@ class Seen(HeadTable):
 
     def weights(
         self,
-        heads: int | Sequence[int] | slice | None = None,
-        queries: int | Sequence[int] | slice | None = None,
-        keys: int | Sequence[int] | slice | None = None,
+        heads: Which = None,
+        queries: Which = None,
+        keys: Which = None,
     ) -> Float[Tensor, "B h t s"]:
         """Exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
 
         Args:
-            heads, queries, keys: numbers or slices; default all. Of sampled queries, their places
-                in `seen.queries`.
+            heads, queries, keys: numbers, lists of them or slices; default all. Of sampled queries,
+                their places in `seen.queries`.
 
         Raises:
             ValueError: a number that there is not.
