@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,40 @@ def test_a_mask_that_is_none_is_answered_with_one(
 
 
 # --- watching and ablating -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: hw.First(2.5), r"First\(2\.5\): count must be a whole number, at least 1\."),
+        (lambda: hw.First(0), r"First\(0\): count must be .* at least 1\."),
+        (lambda: hw.Previous("1"), r"Previous\('1'\): .* at least 1\."),
+        (lambda: hw.At(0.5), r"At\(0\.5\): offset must be a whole number\."),
+        (lambda: hw.TopKeys(2.5), r"TopKeys\(2\.5\): k must be a whole number, at least 1\."),
+        (lambda: hw.Map(True), r"Map\(True\): blocks must be a whole number, at least 1\."),
+        (lambda: hw.OffsetHistogram(1), r"OffsetHistogram\(1\): .* at least 2\."),
+        (lambda: hw.Received(2.5), r"Received\(2\.5\): .* at least 1\."),
+        (lambda: hw.Similarity(0), r"Similarity\(0\): .* at least 1\."),
+    ],
+)
+def test_what_counts_something_is_a_whole_number(
+    make: Callable[[], object], says: str, unchecked: None
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_entries_are_named_by_whole_numbers(
+    qkv: tuple[Tensor, Tensor, Tensor], unchecked: None
+) -> None:
+    seen = hw.observe(*qkv)
+    right: list[Any] = [1, np.int64(1), [1], torch.tensor([1]), np.array([1]), range(1, 2)]
+    for one in right:
+        assert torch.equal(seen.weights(heads=one), seen.weights()[:, [1]])
+    wrong: list[Any] = [[0.5], 1.0, "1", True]
+    for one in wrong:
+        with pytest.raises(ValueError, match=r"weights\(queries=.*\): give a whole number"):
+            seen.weights(queries=one)
 
 
 def test_watching_without_statistics_takes_some() -> None:
@@ -192,7 +228,7 @@ def test_attention_of_is_the_models_own(dtype: torch.dtype) -> None:
         torch.testing.assert_close(whole, own, **tolerance)
         torch.testing.assert_close(hw.attention_of(model, x, number), whole)
         torch.testing.assert_close(hw.attention_of(model, (x,), layer, 1), own[:, 1], **tolerance)
-        some = hw.attention_of(model, {"input": x}, layer, [2, 0])
+        some = hw.attention_of(model, {"input": x}, layer, torch.tensor([2, 0]))
         torch.testing.assert_close(some, own[:, [2, 0]], **tolerance)
     assert model.training
 
@@ -226,6 +262,11 @@ def test_attention_of_a_fused_kernel_is_the_definitions() -> None:
         ("0", 3, r"'0' has the heads 0 to 2"),
         ("0", [0, -1], r"'0' has the heads 0 to 2"),
         ("0", [], r"'0' has the heads 0 to 2"),
+        (
+            "0",
+            1.0,
+            r"attention_of\(Sequential, …, layer='0', head=1\.0\): '0' has the heads 0 to 2",
+        ),
     ],
 )
 def test_what_attention_of_cannot_give_is_named(

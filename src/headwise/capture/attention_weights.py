@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._text import and_more
+from ..core.numbers import whole, whole_numbers
 from ..core.reference import Definition
 from ..stats.entries import entries
 from ..stats.execute import Pass
@@ -27,7 +28,7 @@ def attention_of(
     model: nn.Module,
     inputs: Any,
     layer: str | int,
-    head: int | Sequence[int] | None = None,
+    head: int | Sequence[int] | Tensor | None = None,
 ) -> Float[Tensor, "B *h T S"]:
     """Run a model and give the attention weights of one of its layers, exactly.
 
@@ -63,7 +64,8 @@ def attention_of(
 
     Source: Vaswani et al. 2017, §3.2.1.
     """
-    said = f"{check_model('attention_of', model)[:-1]}layer={layer!r}, head={head!r})"
+    call_said = f"…, layer={layer!r}, head={head!r}"
+    said = check_model("attention_of", model).replace("…", call_said)
     by_number = isinstance(layer, int) and not isinstance(layer, bool)
     if not by_number and not isinstance(layer, str):
         raise ValueError(f"{said}: layer is a module's name, or its place among those that attend.")
@@ -105,7 +107,7 @@ def attention_of(
         shapes = ", ".join(str(list(one.shape)) for one in found)
         raise ValueError(f"{said}: it was called with different lengths ({shapes}); call it once.")
     weights = found[0] if len(found) == 1 else torch.cat(found)
-    return weights[:, 0] if isinstance(head, int) else weights
+    return weights if whole(head) is None else weights[:, 0]
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,13 @@ class _Weights:
         return {"weights": full.weights[:, list(self.heads)]}
 
 
-def _heads(head: int | Sequence[int] | None, call: AttentionCall, said: str) -> list[int]:
+def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said: str) -> list[int]:
     """The numbers of the heads that are asked for."""
     if head is None:
         return list(range(call.heads))
-    chosen = [head] if isinstance(head, int) else list(head)
-    if not chosen or not all(type(one) is int and 0 <= one < call.heads for one in chosen):
+    one = whole(head)
+    chosen = whole_numbers(head) if one is None else [one]
+    if not chosen or not all(0 <= number < call.heads for number in chosen):
         raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
     return chosen
 
