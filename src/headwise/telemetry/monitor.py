@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         said = check_model("Monitor", model)
-        _check(said, every, queries, statistics, clip, step)
+        _check_lists(said, statistics=statistics, rules=rules, trackers=trackers)
+        _check(said, every, queries, statistics, clip, step, seed)
         _check_rules(said, rules, save is not None)
         self.model, self.every, self.clip, self.steps = model, every, clip, step
         self._optimizer, self._scaler, self._save, self._maxima = optimizer, scaler, save, maxima
@@ -372,6 +373,13 @@ class Monitor:
         self.close()
 
 
+def _check_lists(said: str, **given: object) -> None:
+    """Raise ValueError for one thing where a list of such is wanted."""
+    for name, value in given.items():
+        if not isinstance(value, Iterable):
+            raise ValueError(f"{said}: {name}={value!r:.80}: give a list of {name}, also of one.")
+
+
 def _check(
     said: str,
     every: int,
@@ -379,6 +387,7 @@ def _check(
     statistics: Sequence[Statistic],
     clip: Any,
     step: int,
+    seed: int,
 ) -> None:
     """Raise ValueError for a setting out of its range."""
     if (whole(every) or 0) < 1:
@@ -390,6 +399,8 @@ def _check(
         )
     if (number := whole(step)) is None or number < 0:
         raise ValueError(f"{said}: step={step!r}: give the number of steps done before.")
+    if whole(seed) is None:
+        raise ValueError(f"{said}: seed={seed!r}: give a whole number.")
     if clip is not None and not (real(clip) or 0.0) > 0:
         raise ValueError(f"{said}: clip={clip!r}: give a limit for logits, above 0.")
     check_statistics(statistics, "Monitor")
@@ -399,7 +410,9 @@ def _check(
 
 
 def _check_rules(said: str, rules: Sequence[Rule], saves: bool) -> None:
-    """Raise ValueError for rules of one name, and for one that would stop without saving."""
+    """Raise ValueError for no rules, two of one name, and one that would stop without saving."""
+    if odd := [one for one in rules if not isinstance(one, Rule)]:
+        raise ValueError(f"{said}: rules=[{odd[0]!r:.80}]: that is no Rule; give Rule(…).")
     names = [rule.name for rule in rules]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{said}: two rules are called {twice[0]!r}; give one a name=….")

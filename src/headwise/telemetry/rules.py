@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.numbers import real, said, whole
 from .figures import MAXIMUM, Array, Figures, Heads
 
 Bools = npt.NDArray[np.bool_]
@@ -77,20 +80,22 @@ class Rule:
     def __post_init__(self) -> None:
         given = [n for n in ("above", "below", "jump") if getattr(self, n) is not None]
         if len(given) != 1:
-            said = " and ".join(given) or "none of them"
-            self._refuse(f"{said} given; give one of above, below and jump.")
-        if (
-            self.steps < 1
-            or self.window < _LEAST_WINDOW
-            or not (self.jump is None or self.jump > 0)
-        ):
-            self._refuse(f"steps ≥ 1, window ≥ {_LEAST_WINDOW} and jump > 0 are needed.")
+            named = " and ".join(given) or "none of them"
+            self._refuse(f"{named} given; give one of above, below and jump.")
+        limit = real(getattr(self, given[0]))
+        if limit is None or not math.isfinite(limit):
+            self._refuse(f"{given[0]}={said(getattr(self, given[0]))}: give a finite number.")
+        steps, window = whole(self.steps) or 0, whole(self.window) or 0
+        if steps < 1 or window < _LEAST_WINDOW or (self.jump is not None and limit <= 0):
+            self._refuse(
+                f"whole numbers of steps ≥ 1 and window ≥ {_LEAST_WINDOW}, and jump > 0 are needed."
+            )
         if not callable(self.then) and self.then not in ("warn", "stop"):
             self._refuse(f"then={self.then!r}: give 'warn', 'stop' or a function of the alarm.")
         if not self.name:
             object.__setattr__(self, "name", self._said())
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"Rule({self.statistic!r}, …): {why}")
 
     def _said(self) -> str:
