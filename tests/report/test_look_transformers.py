@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
@@ -188,6 +190,13 @@ def test_a_tokenizer_without_offsets_gives_the_text_all_the_same(text: str) -> N
     assert [piece for piece in encoded.pieces if piece] == list(text)
     assert encoded.pieces[-1] == ""  # </s>
     assert words.pieces(encoded.ids) == encoded.pieces
+
+
+@pytest.mark.parametrize("tokens", [["[MASK]", "so"], ["so", "<mask>"], ["so", "much"]])
+def test_the_token_that_hides_others_is_known_whatever_its_id(tokens: list[str]) -> None:
+    words = Vocabulary(Tokenizer(WordLevel({text: n for n, text in enumerate(tokens)}, "so")))
+    hidden = [n for n, text in enumerate(tokens) if text in ("[MASK]", "<mask>")]
+    assert words.mask == (hidden[0] if hidden else None)
 
 
 def test_a_tokenizer_that_changes_what_stands_before_has_no_pieces() -> None:

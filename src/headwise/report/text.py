@@ -78,7 +78,8 @@ class Vocabulary:
     def mask(self) -> int | None:
         """The id that stands for a hidden token."""
         if self._plain:
-            return self.tokenizer.token_to_id("[MASK]") or self.tokenizer.token_to_id("<mask>")
+            found = map(self.tokenizer.token_to_id, ("[MASK]", "<mask>"))
+            return next((number for number in found if number is not None), None)
         return self.tokenizer.mask_token_id
 
     @property
