@@ -238,6 +238,14 @@ def test_context_is_obeyed_and_said(model: GPT, tokenizer) -> None:
     assert look(model, tokenizer, "so much").provenance["notice"] is None
 
 
+@pytest.mark.parametrize("given", [{"context": 2.5}, {"context": "9"}, {"seed": 0.5}])
+def test_what_is_no_whole_number_is_refused(
+    model: GPT, tokenizer, given: dict[str, Any], unchecked: None
+) -> None:
+    with pytest.raises(LookError, match=r"look\(…, (context|seed)=.*\): give a whole number"):
+        look(model, tokenizer, TEXT, **given)
+
+
 @pytest.mark.parametrize("context", [-1, 0, 1, CONTEXT + 1])
 def test_a_context_that_the_model_lacks_is_refused(model: GPT, tokenizer, context: int) -> None:
     with pytest.raises(LookError, match=f"context {context}: .* from 2 to {CONTEXT}"):
