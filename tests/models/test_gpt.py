@@ -347,6 +347,13 @@ def test_left_padding_changes_nothing_for_the_real_tokens(folder: Path) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("given", [torch.tensor([1, 2]), torch.ones(1, 2), [[1, 2]]])
+def test_ids_of_another_kind_are_named(given: Any, unchecked: None) -> None:
+    model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
+    with pytest.raises(ValueError, match=r"GPT\(ids .*\): token ids are whole numbers \[B, T\]"):
+        model(given)
+
+
 def test_bad_calls_are_named(folder: Path) -> None:
     model = GPT.from_pretrained(folder)
     with pytest.raises(ValueError, match="30 tokens are longer than the model's context of 29"):

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from headwise.models import checkpoint
 from headwise.models.data import TextError
-from headwise.models.gpt import GPT, FolderError, load
+from headwise.models.gpt import GPT, FolderError, GPTConfig, load
 from headwise.models.train import Progress, train
 from headwise.models.train_loop import Run, TrainConfig, sinusoids
 
@@ -262,6 +263,30 @@ def test_texts_that_are_too_short(tmp_path: Path) -> None:
 def test_settings_out_of_range(setting: str, value: float | str, rule: str) -> None:
     with pytest.raises(ValueError, match=f"{setting}={value!r}: must be {rule}"):
         replace(TINY, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "rule"),
+    [
+        ("steps", 2.5, "not a whole number"),
+        ("batch", True, "not a whole number"),
+        ("seed", "1", "not a whole number"),
+        ("lr", "0.1", "not a float"),
+        ("sinusoids", 1, "not a bool"),
+        ("device", 3, "not a str"),
+        ("texts", "notes.txt", "must be a list of files"),
+    ],
+)
+def test_settings_of_another_kind(setting: str, value: Any, rule: str, unchecked: None) -> None:
+    with pytest.raises(ValueError, match=f"{setting}={value!r}: {rule}"):
+        replace(TINY, **{setting: value})
+
+
+def test_sizes_of_another_kind(unchecked: None) -> None:
+    with pytest.raises(ValueError, match=r"n_layer=2\.5: not a whole number"):
+        GPTConfig(n_layer=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="resid_pdrop='0': not a float"):
+        GPTConfig(resid_pdrop="0")  # type: ignore[arg-type]
 
 
 def test_devices(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .._text import must_be_text
 from ..core.masks import Padding
+from ..core.numbers import real, said, whole
 from ..layers.kv_cache import KVCache
 from .gpt import GPT
 
@@ -71,12 +73,15 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and real(value) is None:
+                raise ValueError(f"{name}={said(value)}: must be a number")
         if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature={self.temperature}: must be 0 (greedy) or at least 0.001"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1")
+        if self.top_k is not None:
+            _check_count("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -117,6 +122,12 @@ class Sampling:
             int(torch.multinomial(row, 1, generator=generator))
             for row, generator in zip(chances, generators, strict=True)
         ]
+
+
+def _check_count(name: str, value: object) -> None:
+    if (count := whole(value)) is None or count < 1:
+        rule = "a whole number" if count is None else "at least 1"
+        raise ValueError(f"{name}={said(value)}: must be {rule}")
 
 
 def generate(
@@ -205,12 +216,13 @@ def stream(
         ValueError: as `generate`.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    _check_count("max_new_tokens", max_new_tokens)
+    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+        raise ValueError(f"stop={stop!r}: must be a list of strings, none of them empty")
     if stop and tokenizer is None:
         raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
-    if isinstance(stop, str) or "" in stop:
-        raise ValueError(f"stop={stop!r}: must be a list of strings, none of them empty")
+    if whole(seed) is None:
+        raise ValueError(f"seed={said(seed)}: must be a whole number")
     rows = [
         _Row(number, ids, min(max_new_tokens, _room(model, number, ids)), max_new_tokens)
         for number, ids in enumerate(_as_ids(prompts, tokenizer))
@@ -354,7 +366,12 @@ def _as_ids(
         raise ValueError(f"prompts={prompts!r}: must be a list, one entry a row")
     for prompt in prompts:
         if not isinstance(prompt, str):
-            yield [int(id) for id in prompt]
+            try:
+                yield [operator.index(id) for id in prompt]
+            except TypeError:
+                raise ValueError(
+                    f"prompt {said(prompt)}: must be a text, or a list of token ids"
+                ) from None
         elif tokenizer is None:
             raise ValueError(f"prompt {prompt!r} is text and needs a tokenizer; or give token ids")
         else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.mask_algebra import Mask
 from ..core.masks import Causal
+from ..core.numbers import said
 from ..layers.attention import MultiHeadAttention
 from ..layers.kv_cache import KVCache
 from ..weights.hf_folder import (
@@ -216,6 +217,11 @@ class GPT(nn.Module):
         mask: Mask | None,
         positions: Tensor | None,
     ) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in _IDS:
+            raise ValueError(
+                f"GPT(ids {said(ids)}): token ids are whole numbers [B, T], of torch.int64 or "
+                f"int32; one row alone is ids[None]"
+            )
         if not ids.shape[1]:
             raise ValueError(f"GPT(ids {list(ids.shape)}): give at least one token a row")
         self._check_ids(ids)
@@ -314,6 +320,9 @@ class GPT(nn.Module):
                 f"{end} tokens are longer than the model's context of {self.config.n_positions}; "
                 f"shorten the text"
             )
+
+
+_IDS = (torch.int64, torch.int32)
 
 
 def _readable(ids: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.numbers import whole
 from ..weights.hf_folder import CONFIG, FolderError
 
 
@@ -73,6 +74,8 @@ class GPTConfig:
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            typed(field.name, getattr(self, field.name), field.default)
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "inner"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name.replace('inner', 'n_inner')}={size}: must be at least 1")
@@ -135,7 +138,7 @@ class GPTConfig:
 
 def typed(name: str, value: Any, default: Any) -> Any:
     """A value of a config as its field wants it; JSON says 0 where a float is meant."""
-    number = isinstance(value, int) and not isinstance(value, bool)
+    number = whole(value) is not None
     if isinstance(default, bool):
         fits = isinstance(value, bool)
     elif isinstance(default, float):

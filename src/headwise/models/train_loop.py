@@ -72,6 +72,11 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.texts, str):
+            raise ValueError(f"texts={self.texts!r:.60}: must be a list of files")
+        for field in fields(self):
+            if field.name != "texts":
+                typed(field.name, getattr(self, field.name), field.default)
         for name in ("layers", "heads", "width", "steps", "batch"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("context", "batch", "vocab", "layers", "width"):
