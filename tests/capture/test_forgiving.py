@@ -103,6 +103,19 @@ def test_what_counts_something_is_a_whole_number(
         make()
 
 
+@pytest.mark.parametrize("given", ["no", None, 1])
+def test_a_flag_is_true_or_false(
+    qkv: tuple[Tensor, Tensor, Tensor], given: Any, unchecked: None
+) -> None:
+    says = f"must be True or False and is {given!r}"
+    for flag in ("output", "gradients"):
+        with pytest.raises(ValueError, match=f"observe.*{flag} {says}"):
+            hw.observe(*qkv, **{flag: given})
+    for flag in ("running", "gradients", "padding"):
+        with pytest.raises(ValueError, match=rf"watch\(Identity, …\): {flag} {says}"):
+            hw.watch(nn.Identity(), **{flag: given}).__enter__()
+
+
 def test_entries_are_named_by_whole_numbers(
     qkv: tuple[Tensor, Tensor, Tensor], unchecked: None
 ) -> None:

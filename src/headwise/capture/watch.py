@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..core.numbers import fault_of_flags
 from ..stats.base import Statistic, check_statistics
 from ..stats.patterns import First, Previous, Self
 from ..stats.per_query import Entropy, Mass
@@ -62,10 +63,11 @@ def watch(
             unattended keys from padding.
 
     Raises:
-        ValueError: a model that is compiled, or a part that is; a statistic twice; queries that no
-            call could have; `running` together with `gradients`; while the model runs, statistics
-            that do not fit a call, with the name of the module, or a transform of `torch.func`;
-            `gradients` of what reentrant activation checkpointing computes.
+        ValueError: a model that is compiled, or a part that is; a statistic twice; flags that are
+            neither True nor False; queries that no call could have; `running` together with
+            `gradients`; while the model runs, statistics that do not fit a call, with the name of
+            the module, or a transform of `torch.func`; `gradients` of what reentrant activation
+            checkpointing computes.
         RuntimeError: the model is called in another thread, while the model runs.
 
     >>> import torch, headwise as hw
@@ -78,6 +80,8 @@ def watch(
     check_model("watch", model)
     kind = type(model).__name__
     statistics = statistics or DEFAULT
+    if fault := fault_of_flags(running=running, gradients=gradients, padding=padding):
+        raise ValueError(f"watch({kind}, …): {fault}.")
     if running and gradients:
         raise ValueError(
             f"watch({kind}, running=True, gradients=True): sums over calls have no gradient; watch "

@@ -42,6 +42,18 @@ def whole_numbers(given: object) -> list[int] | None:
     return found if len(found) == len(listed) else None
 
 
+def fault_of_flags(**flags: object) -> str | None:
+    """What is wrong with flags, in words.
+
+    >>> fault_of_flags(running=True, padding="no")
+    "padding must be True or False and is 'no'"
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            return f"{name} must be True or False and is {said(value)}"
+    return None
+
+
 def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
     """Raise ValueError for a field that is no whole number, or is under the least."""
     value = getattr(of, name)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..backends import Call, OnePass, choose
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
+from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
 from ..core.unknown import refuse_unknown
 from .base import Statistic, all_needs, check_statistics
@@ -68,7 +69,8 @@ def observe(
         A `Seen`: `seen.out`, `seen.lse`, and `seen[name]` for each statistic.
 
     Raises:
-        ValueError: as `attend()`; a statistic asked for twice, or that does not fit the call.
+        ValueError: as `attend()`; a statistic asked for twice, or that does not fit the call; flags
+            that are neither True nor False.
         TypeError: as `attend()`.
 
     >>> from headwise.core.masks import Causal
@@ -97,8 +99,11 @@ def observe(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
-    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     made = output if isinstance(output, Tensor) else None
+    if not (isinstance(output, (bool, Tensor)) and isinstance(gradients, bool)):
+        fault = fault_of_flags(output=made is not None or output, gradients=gradients)
+        raise ValueError(f"{quote(q, k, v, 'observe')}: {fault}.")
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     if output is True and dropout:
         call = call.drawn()
     keeps_graph = call.needs_grad
