@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -46,8 +46,10 @@ def parsed(path: Path) -> Source:
         raise Broken(_no_python(error)) from None
 
 
-def load(path: Path) -> ModuleType:
+def load(path: Path, code: CodeType | None = None) -> ModuleType:
     """Import a file as if it were run from its own folder; inside a package, as a part of it.
+
+    `code` is run for the file's own text, where it is given.
 
     What it imports is also looked for in its repository: the nearest folder above with a `.git` or
     a `pyproject.toml`, and `src` in it.
@@ -67,7 +69,7 @@ def load(path: Path) -> ModuleType:
     try:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])
-        if _same_file(sys.modules.get(name), path):
+        if code is None and _same_file(sys.modules.get(name), path):
             return sys.modules[name]
         if name in sys.modules:  # a file with the name of something else, such as math.py
             name = f"_checked_{path.stem}"
@@ -76,7 +78,10 @@ def load(path: Path) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        if code is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(code, vars(module))
     except SystemExit as error:
         raise Broken(left(error, path, IMPORTING)) from None
     except MemoryError:

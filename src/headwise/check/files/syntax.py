@@ -16,6 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+NO_RETURN = "returns nothing"
+SCOPES: dict[type[ast.AST], str] = {  # as symtable names those that have no name
+    ast.Lambda: "lambda",
+    ast.ListComp: "listcomp",
+    ast.SetComp: "setcomp",
+    ast.DictComp: "dictcomp",
+    ast.GeneratorExp: "genexpr",
+}
+PURE = set("""
+    masked_fill transpose permute view reshape contiguous flatten softmax float bool triu tril swapaxes
+""".split())  # methods of a tensor that leave it as it is, and give a new one
 SETTERS = {"register_buffer", "register_parameter", "register_module", "add_module"}
 
 
@@ -23,13 +34,14 @@ SETTERS = {"register_buffer", "register_parameter", "register_module", "add_modu
 class Blank:
     """A placeholder that is still there.
 
-    `local` is the name of a local variable that holds nothing but None, where it is one.
+    `key` is the name of the variable or attribute that holds nothing but None, or "return"; "" is
+    a body that is not there.
     """
 
     part: str
     line: int
     says: str
-    local: str = ""
+    key: str = ""
 
 
 class Source:
@@ -42,7 +54,7 @@ class Source:
     >>> source.unbound
     {'Module': 2}
     >>> source.blanks("Head.forward")
-    [Blank(part='Head.forward', line=3, says='`forward` still returns None', local='')]
+    [Blank(part='Head.forward', line=3, says='`forward` still returns None', key='return')]
     """
 
     def __init__(self, text: str, file: str = "file.py") -> None:
@@ -85,21 +97,29 @@ class Source:
         if any(alias.name == "*" for node in self._imports() for alias in node.names):
             return {}
         known = self.bound | set(dir(builtins)) | {"__file__", "__path__", "__class__"}
-        module = symtable.symtable(self.text, self.file, "exec")
-        used = {
-            symbol.get_name()
-            for table in _tables(module)
-            for symbol in table.get_symbols()
-            if symbol.is_referenced() and (symbol.is_global() or table is module)
-        }
-        missing, found = used - known, {}
         future = (node for node in self._imports() if getattr(node, "module", "") == "__future__")
         lazy = any(alias.name == "annotations" for node in future for alias in node.names)
         annotations = _annotations(self.tree) if lazy else set()
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and node.id in missing and id(node) not in annotations:
+        found: dict[str, int] = {}
+        for node, is_global in self._names():
+            if is_global and node.id not in known and id(node) not in annotations:
                 found[node.id] = min(node.lineno, found.get(node.id, node.lineno))
         return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    def _names(self) -> Iterator[tuple[ast.Name, bool]]:
+        """Every name that stands in the file, and whether it is looked up in the module there."""
+        tables: dict[tuple[str, int], list[symtable.SymbolTable]] = {}
+        for table in _tables(symtable.symtable(self.text, self.file, "exec")):
+            tables.setdefault((table.get_name(), table.get_lineno()), []).append(table)
+        waiting: list[tuple[ast.AST, list[symtable.SymbolTable]]] = [(self.tree, [])]
+        while waiting:
+            node, around = waiting.pop()
+            if isinstance(node, ast.Name):
+                here = next((one for one in around if node.id in one.get_identifiers()), None)
+                yield node, here is None or here.lookup(node.id).is_global()
+            kind = SCOPES.get(type(node)) or getattr(node, "name", "")
+            inner = tables.get((kind, getattr(node, "lineno", 0)), []) if kind else []
+            waiting += ((child, [*inner, *around]) for child in ast.iter_child_nodes(node))
 
     @cached_property
     def libraries(self) -> set[str]:
@@ -185,6 +205,40 @@ class Source:
         nodes = ast.walk(found) if found is not None else ()
         return {node.id for node in nodes if isinstance(node, ast.Name)}
 
+    def attributes(self, owner: str) -> set[str]:
+        """Attributes that a class's methods set, and the names of the methods themselves."""
+        found = {one.name for kind in self._family(owner) for one in _functions(kind)}
+        for node in (inner for kind in self._family(owner) for inner in ast.walk(kind)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in SETTERS:
+                found |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
+        return found
+
+    def thrown(self, part: str) -> Iterator[tuple[int, str]]:
+        """Lines whose result is thrown away, though they have no other effect, and what they call."""
+        function = self.function(part)
+        for node in _own_nodes(function) if function is not None else ():
+            call = node.value if isinstance(node, ast.Expr) else None
+            name = getattr(call.func, "attr", "") if isinstance(call, ast.Call) else ""
+            if name in PURE:
+                yield call.lineno, name
+
+    def calls(self, owner: str, name: str) -> bool:
+        """Whether a class calls `self.<name>(…)`."""
+        nodes = (inner for kind in self._family(owner) for inner in ast.walk(kind))
+        return any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == name for n in nodes)
+
+    def owner_at(self, line: int) -> tuple[str, Function | None]:
+        """The class and the function that a line stands in: `("Head", <def forward>)`."""
+        for name, one in self.definitions.items():
+            if one.lineno <= line <= (one.end_lineno or line):
+                if isinstance(one, Function):
+                    return "", one
+                inside = (f for f in _functions(one) if f.lineno <= line <= (f.end_lineno or line))
+                return name, next(inside, None)
+        return "", None
+
     def blanks(self, part: str) -> list[Blank]:
         """The placeholders that are left in a part."""
         function = self.function(part)
@@ -193,7 +247,7 @@ class Source:
         owner, _, name = part.rpartition(".")
         values = self._assigned(owner, name) if owner else []
         if values and all(_is_none(value) for _, value in values):
-            return [Blank(part, values[0][0], f"`self.{name}` is still None")]
+            return [Blank(part, values[0][0], f"`self.{name}` is still None", name)]
         return []
 
     def _family(self, owner: str) -> Iterator[ast.ClassDef]:
@@ -238,9 +292,9 @@ def _blanks_of_function(part: str, function: Function) -> list[Blank]:
     ]
     returns = [node for node in own if isinstance(node, ast.Return)]
     if returns and all(_is_none(node.value) for node in returns):
-        found.append(Blank(part, returns[-1].lineno, f"`{name}` still returns None"))
+        found.append(Blank(part, returns[-1].lineno, f"`{name}` still returns None", "return"))
     elif not returns and not any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own):
-        found.append(Blank(part, function.lineno, f"`{name}` returns nothing"))
+        found.append(Blank(part, body[-1].lineno, f"`{name}` {NO_RETURN}"))
     return sorted(found, key=lambda blank: blank.line)
 
 
@@ -283,6 +337,10 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 def _is_none(value: ast.expr | None) -> bool:
     return value is None or (isinstance(value, ast.Constant) and value.value in (None, ...))
+
+
+def _functions(kind: ast.ClassDef) -> Iterator[Function]:
+    return (one for one in _statements(kind.body) if isinstance(one, Function))
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:

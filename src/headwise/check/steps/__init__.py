@@ -2,15 +2,17 @@
 
 A step is a list of parts: a class, a layer, a method. Of each part the parsed syntax says whether
 it is there and whether a placeholder is left in it; then it is run by itself, so that one part can
-be right while the next is still blank. A part that uses an unfinished one waits for it. Once all
-are right, the whole goes through every rule of `check`.
+be right while the next is still blank: headwise's own code stands in the blanks meanwhile. A part
+that uses a wrong one waits for it. Once all are right, the whole goes through every rule of `check`.
 
-What each part has to do stands in `gpt2.py`, `gpt2_max.py`, `layers.py` and `scalar.py`; the files
-to start from are in `../templates/`.
+What each part has to do stands in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and
+`scalar.py`; the files to start from are in `../templates/`.
 """
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,15 +23,16 @@ from pathlib import Path
 from ..files import Report, Send, alone, judged, split_target, telling
 from ..files.loading import IMPORTING, load, parsed
 from ..files.sandbox import Limits, run
-from ..files.syntax import Blank, Source
+from ..files.syntax import NO_RETURN, Blank, Source
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
-from ..target.checked_target import told
 from .base import Step, StepPart, Trial
+from .filling import fill
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
+from .watching import code_of, failed, meant, quoted
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 
@@ -62,7 +65,9 @@ def write_template(name: str, path: Path) -> None:
 
 def _known(name: str) -> Step:
     if name not in STEPS:
-        raise ValueError(f"{name}: there is no such step; there are {', '.join(STEPS)}")
+        near = difflib.get_close_matches(name, STEPS, n=1)
+        told = f"did you mean {near[0]}?" if near else f"there are {', '.join(STEPS)}"
+        raise ValueError(f"{name}: there is no such step; {told}")
     return STEPS[name]
 
 
@@ -114,8 +119,13 @@ def _child(send: Send, file: str, name: str) -> None:
         step = _variant(name, source)
         send({"subject": f"{path.name}, step {step.name}", "phase": IMPORTING})
         trial = Trial(step, source, path, _names(step, source))
-        for finding in chain(_read(trial), _run(trial, send)):
-            send(alone(finding))
+        with warnings.catch_warnings(record=True) as heard:
+            for finding in _with_thrown(chain(_read(trial), _run(trial, send)), trial):
+                send(alone(finding))
+        for one in heard:  # by the file's own lines: what libraries say of themselves is dropped
+            if one.filename == str(path):
+                said = f"{quoted(trial, one.lineno)} is warned of: {str(one.message).split(' (')[0]}"
+                send({"verdict": Verdict("", (), (said,)).to_json()})
 
 
 def _variant(name: str, source: Source) -> Step:
@@ -138,12 +148,13 @@ def _read(trial: Trial) -> Iterator[Finding]:
     parts = {part.name for part in step.parts}
     missing = {name: line for name, line in source.unbound.items() if name not in parts}
     for name, line in missing.items():
-        hint = step.imports.get(name, f"Import or define `{name}` further up.")
+        hint = step.imports.get(name) or f"Import or define `{name}` further up."
+        if name not in step.imports and (near := meant(trial, name, line)):
+            hint = f"Did you mean `{near}`?"
         yield found("step-imports", "unbound", name=name, line=line, hint=hint)
     trial.runs = not missing
     if not missing:
         yield passed("step-imports", "Every name that is used is imported or defined.")
-    blank = False
     for part in step.parts:
         name, owner = trial.names[part.name], trial.names.get(part.owner, "")
         if owner and not source.has(owner):
@@ -151,23 +162,34 @@ def _read(trial: Trial) -> Iterator[Finding]:
         elif not source.has(name):
             trial.waiting.append(part.name)
             where = f" in `{owner}`" if owner else ""
-            yield found("step-parts", "missing", name=part.short, where=where, hint=part.hint)
+            hint = part.hint if owner else f"{part.hint}{_other_step(trial)}"
+            yield found("step-parts", "missing", name=part.short, where=where, hint=hint)
         if left_over := source.blanks(name):
-            blank = True
-            trial.waiting.append(part.name)
+            trial.blank.append(part.name)
             yield from _blanks(part, step, left_over)
-    if not blank:
+    if not trial.blank and not trial.waiting:
         yield passed("step-blanks", "No placeholder is left.")
+
+
+def _other_step(trial: Trial) -> str:
+    """Where the file is another step's."""
+    for name, step in STEPS.items():
+        named = {part.name for part in step.parts if not part.owner}
+        if name not in (trial.step.name, GPT2_MAX.name) and named <= set(trial.source.definitions):
+            return f" This looks like a file for `--step {name}`."
+    return ""
 
 
 def _blanks(part: StepPart, step: Step, blanks: list[Blank]) -> Iterator[Finding]:
     """A finding for each line that has blanks, with the hint that fits."""
     for line, row in groupby(blanks, key=lambda blank: blank.line):
         first, *others = row
-        says, hint = first.says, step.blanks.get(first.local, part.hint)
+        says, hint = first.says, step.hint(part, first.key)
         if others:
-            names = [f"`{blank.local}`" for blank in (first, *others)]
+            names = [f"`{blank.key}`" for blank in (first, *others)]
             says = f"{', '.join(names[:-1])} and {names[-1]} are still None"
+        elif NO_RETURN in says:
+            hint = f"End it with `return …`: what is only computed or printed is lost. {hint}"
         yield found("step-blanks", "blank", line=line, says=says, hint=hint)
 
 
@@ -180,26 +202,65 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         yield from _unused(trial)
         yield skipped("step-whole", f"Only the syntax was read: {reason}.")
         return
-    trial.module = load(trial.path)
+    whole = StepPart("the whole", "step-whole", "")
+    _fill(trial)
+    trial.module = load(trial.path, compile(trial.tree, str(trial.path), "exec"))
     for part in step.parts:
-        if part.test is None or part.name in trial.waiting:
+        if part.test is None or part.name in trial.waiting or not _begun(trial, part):
             continue
         needs = _needs(trial, part)
         if needs:
             trial.waiting.append(part.name)
             names = " and ".join(f"`{_short(need, part)}`" for need in needs)
-            yield skipped(part.rule, f"`{part.short}` waits for {names}.")
+            if part.owner not in needs:
+                yield skipped(part.rule, f"`{part.short}` waits for {names}.")
             continue
         send({"phase": f"while `{part.short}` was tried"})
         for finding in _tried(partial(part.test, trial, part), trial, part):
             if finding.severity == "error" and part.name not in trial.waiting:
                 trial.waiting.append(part.name)
-            yield finding
-    if trial.waiting:
+            if finding.severity == "error" or part.name not in trial.blank:
+                yield finding
+    if trial.waiting or not any(part.test and _begun(trial, part) for part in step.parts):
         yield skipped("step-whole", "The whole is checked once every part is right.")
         return
     send({"phase": "while the whole was checked"})
-    yield from _tried(partial(step.whole, trial), trial, StepPart("the whole", "step-whole", ""))
+    findings = [*_tried(partial(step.whole, trial), trial, whole)]
+    if not trial.blank:
+        yield from findings
+        return
+    wrong = [one for one in findings if one.severity == "error"]
+    yield from wrong
+    said = "is right, as far as it goes" if not wrong else "was checked"
+    yield skipped("step-whole", f"With headwise's code in the blanks, what is written {said}.")
+
+
+def _fill(trial: Trial) -> None:
+    """Fill the blanks; a part with one for which there is no code waits."""
+    parts = {part.name: part for part in trial.step.parts if part.name in trial.blank}
+    code = {trial.names[name]: part.fill for name, part in parts.items()}
+    filled = fill(trial.source, code)
+    trial.tree, trial.ours = filled.tree, filled.lines
+    left = [name for name in parts if trial.names[name] in filled.left]
+    trial.waiting += [name for name in left if name not in trial.waiting]
+
+
+def _begun(trial: Trial, part: StepPart) -> bool:
+    """Whether something of a part is written, and not only by headwise."""
+    return len(trial.source.blanks(trial.names[part.name])) < max(len(part.fill), 1)
+
+
+def _with_thrown(findings: Iterator[Finding], trial: Trial) -> Iterator[Finding]:
+    """The findings; where something is wrong, first the lines whose result is thrown away."""
+    told = False
+    for finding in findings:
+        if finding.severity == "error" and finding.rule != "step-blanks" and not told:
+            told = True
+            for part in trial.step.parts:
+                for line, name in trial.source.thrown(trial.names[part.name]):
+                    words = {"line": line, "name": name}
+                    yield found("step-parts", "thrown", code=code_of(trial, line), **words)
+        yield finding
 
 
 def _unused(trial: Trial) -> Iterator[Finding]:
@@ -221,7 +282,8 @@ def _needs(trial: Trial, part: StepPart) -> list[str]:
     """The unfinished parts that a part's code uses, and its class where that cannot be built."""
     source, owner = trial.source, part.name.rpartition(".")[0]
     if source.function(trial.names[part.name]) is None:  # a class or a layer: it is only built
-        return [owner] if owner in trial.waiting else []
+        builds = source.mentions(trial.names[part.name]) - {part.name}
+        return [one for one in trial.waiting if one == owner or trial.names[one] in builds]
     used = source.uses(trial.names[part.name], trial.names.values())
     built = source.mentions(trial.names[owner]) if owner else set()
     found = []
@@ -245,9 +307,11 @@ def _tried(
     test: Callable[[], Iterator[Finding]], trial: Trial, part: StepPart
 ) -> Iterator[Finding]:
     """The test's findings; what it raises is one, too."""
+    trial.watch = None
     try:
         yield from test()
     except MemoryError:
         raise
     except Exception as error:
-        yield Finding(part.rule, "error", f"`{part.short}` fails: {told(error)}.", part.hint)
+        if (finding := failed(trial, part, error)) is not None:
+            yield finding

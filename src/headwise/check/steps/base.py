@@ -31,6 +31,9 @@ class StepPart:
         test: how it is tried; None: it is enough that it is there, the whole shows the rest.
         also: other names that will do.
         uses: parts that its code is expected to use; asked only where nothing can be run.
+        fill: headwise's own code for each blank, by its key.
+        shapes: of the variables of a function, in letters, in the order in which one writes them.
+        returns: the hint for what is returned; default: `hint`.
     """
 
     name: str
@@ -39,6 +42,9 @@ class StepPart:
     test: Test | None = None
     also: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    fill: Mapping[str, str] = field(default_factory=dict[str, str])
+    shapes: Mapping[str, str] = field(default_factory=dict[str, str])
+    returns: str = ""
 
     @property
     def owner(self) -> str:
@@ -61,6 +67,8 @@ class Step:
         imports: the line that imports a name.
         whole: the last test, of everything together.
         refuses: says why nothing can be run here, or None.
+        mistakes: by the rule of a mistake that was named, its hint in this step's own language, the
+            variable whose line makes it (`at`), and the rule it goes by here.
     """
 
     name: str
@@ -70,6 +78,12 @@ class Step:
     imports: Mapping[str, str]
     whole: Whole
     refuses: Callable[[], str | None]
+    mistakes: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+
+    def hint(self, part: StepPart, key: str) -> str:
+        """What to write in a blank of a part."""
+        own = part.returns if key == "return" else self.blanks.get(key)
+        return own or part.hint
 
 
 _ROWS = tomllib.loads((files("headwise.check.steps") / "steps.toml").read_text("utf-8"))
@@ -95,13 +109,15 @@ def step(
     for part in like["parts"]:
         test, also, uses = (part.get(key) for key in ("test", "also", "uses"))
         words = part["name"], part["rule"], said(part["hint"])
-        parts.append(
-            StepPart(*words, tests[test] if test else None, tuple(also or ()), tuple(uses or ()))
-        )
+        names = tuple(also or ()), tuple(uses or ())
+        more = {} if "like" in row else {"fill": part.get("fill", {})}
+        more |= {"shapes": part.get("shapes", {}), "returns": said(part.get("returns", ""))}
+        parts.append(StepPart(*words, tests[test] if test else None, *names, **more))
     parts.sort(key=lambda part: part.name != first)
     blanks = {name: said(hint) for name, hint in like["blanks"].items()}
     imports = _ROWS["imports"][row["library"]]
-    return Step(name, row["about"], tuple(parts), blanks, imports, whole, refuses)
+    mistakes = row.get("mistakes", {})
+    return Step(name, row["about"], tuple(parts), blanks, imports, whole, refuses, mistakes)
 
 
 @dataclass
@@ -116,6 +132,10 @@ class Trial:
     runs: bool = True  # whether it can be imported at all
     waiting: list[str] = field(default_factory=list)  # parts that are not right yet
     made: dict[str, Any] = field(default_factory=dict)  # what one test leaves to the next
+    blank: list[str] = field(default_factory=list)  # parts in which a blank is left
+    tree: Any = None  # of the file with its blanks filled
+    ours: set[int] = field(default_factory=set)  # lines of blanks that headwise filled
+    watch: Any = None  # of the part that is being tried, where its variables are followed
 
     def get(self, name: str) -> Any:
         """What the file has under a part's name."""

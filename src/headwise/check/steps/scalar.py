@@ -17,6 +17,7 @@ from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from .base import StepPart, Test, Trial, step
 from .naming import from_weights, is_right, named
+from .watching import lengths, line_of, quoted, watched
 
 T, E, H, D = 5, 12, 3, 4
 NAMES = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
@@ -42,9 +43,37 @@ def _near(got: Sequence[float], want: Sequence[float]) -> bool:
     )
 
 
+def _list_or_not(part: StepPart, got: Any, want: int) -> Iterator[Finding]:
+    """A finding on what gives no list."""
+    if not isinstance(got, (list, tuple)):
+        said = "None" if got is None else "one number" if lengths(got) == [] else type(got).__name__
+        yield found(part.rule, "list", got=said, want=want)
+
+
+def _cut(trial: Trial, out: Any, inputs: dict[str, Any]) -> list[str]:
+    """The inputs to which no slope leads back from an output, where numbers remember."""
+    if not hasattr(getattr(trial.module, "Value", None), "backward"):
+        return []
+    if hasattr(out, "backward"):
+        out.backward()
+    return [name for name, value in inputs.items() if not any(one.grad for one in _flat(value))]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
 def _linear(trial: Trial, part: StepPart) -> Iterator[Finding]:
     x, weight = torch.randn(3), torch.randn(2, 3)
-    got = _floats(trial.get("linear")(_numbers(trial, x), _numbers(trial, weight)))
+    out = trial.get("linear")(_numbers(trial, x), _numbers(trial, weight))
+    if bad := list(_list_or_not(part, out, 2)):
+        yield from bad
+        return
+    got = _floats(out)
     want = (weight.double() @ x.double()).tolist()
     if _near(got, want):
         yield passed(part.rule, "`linear` gives a sum of products for each row of the weight.")
@@ -54,15 +83,22 @@ def _linear(trial: Trial, part: StepPart) -> Iterator[Finding]:
 
 def _softmax(trial: Trial, part: StepPart) -> Iterator[Finding]:
     def of(scores: list[float]) -> tuple[list[float], list[float]]:
-        got = _floats(trial.get("softmax")(_numbers(trial, scores)))
-        return got, torch.tensor(scores).double().softmax(0).tolist()
+        return _floats(trial.get("softmax")(_numbers(trial, scores))), torch.tensor(scores).double().softmax(0).tolist()
 
     scores = [0.5, -1.0, 2.0]
+    given = _numbers(trial, scores)
+    out = watched(trial, part, {"t": len(scores)}, lambda: trial.get("softmax")(given))
+    if bad := list(_list_or_not(part, out, len(scores))):
+        yield from bad
+        return
     got, want = of(scores)
     if not _near(got, want):
         total = f" (they add up to {sum(got):.4g})" if not math.isclose(sum(got), 1.0) else ""
         words = {"scores": scores, "got": _shown(got), "total": total, "want": _shown(want)}
         yield found(part.rule, "numbers", **words)
+        return
+    if _cut(trial, out[0], {"scores": given}):
+        yield found(part.rule, "cut")
         return
     try:
         finite = _near(*of([1000.0, 1001.0]))
@@ -82,7 +118,12 @@ def _attention(trial: Trial, part: StepPart) -> Iterator[Finding]:
     for token in x:
         fault = None
         try:
-            out = trial.get("attention")(_numbers(trial, token), *numbers.values(), keys, values, H)
+            given = (_numbers(trial, token), *numbers.values(), keys, values, H)
+            sizes = {"E": E, "D": D, "t": len(rows) + 1}
+            out = watched(trial, part, sizes, lambda: trial.get("attention")(*given))  # noqa: B023
+            if bad := list(_list_or_not(part, out, E)):
+                yield from bad
+                return
             rows.append(_floats(out))
         except Exception as error:
             fault = error
@@ -94,23 +135,37 @@ def _attention(trial: Trial, part: StepPart) -> Iterator[Finding]:
             raise fault
     widths = {len(row) for row in rows}
     if widths != {E}:
-        yield found(part.rule, "width", got=min(widths), want=E)
+        yield trial.watch.misfit() or found(part.rule, "width", got=min(widths), want=E)
         return
-    yield _judged(part.rule, torch.tensor(rows, dtype=torch.float64)[None], x[None], weights)
+    outs = torch.tensor(rows, dtype=torch.float64)[None]
+    if (wrong := _judged(trial, part, outs, x[None], weights)) is not None:
+        yield wrong
+    elif cut := _cut(trial, out[0], {**numbers, "x": given[0]}):
+        yield found(part.rule, "cut", names=", ".join(cut))
+    else:
+        said = f"`attention` gives each of {T} tokens what it sees of itself and those before."
+        yield passed(part.rule, said)
 
 
-def _judged(rule: str, out: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Finding:
-    matrices = {part: Matrix(name, part, weights[name].T) for part, name in NAMES.items()}
-    sources = tuple(matrices[part] for part in "qkv")
+def _judged(
+    trial: Trial, part: StepPart, out: Tensor, x: Tensor, weights: dict[str, Tensor]
+) -> Finding | None:
+    """The mistake in the numbers; None where they are right."""
+    matrices = {role: Matrix(name, role, weights[name].T) for role, name in NAMES.items()}
+    sources = tuple(matrices[role] for role in "qkv")
     reading = Projections(sources, matrices["o"], H, H, D, D, E)
     give = from_weights(reading, x)
     if is_right(give, out):
-        said = f"`attention` gives each of {T} tokens what it sees of itself and those before."
-        return passed(rule, said)
+        return None
     one = named(give, out, reading, T)
     if one is None:
-        return found(rule, "scalar")
-    return Finding(one.rule, "error", f"`attention` gives other numbers. {one.message}", one.hint)
+        return trial.watch.misfit() or found(part.rule, "scalar")
+    row = trial.step.mistakes.get(one.rule, {})
+    at = row.get("at-values" if "values" in one.message else "at", row.get("at", ""))
+    line = line_of(trial, part, at) if at else None
+    look = f" Look at {quoted(trial, line)}" if line else ""
+    said = f"`attention` gives other numbers. {one.message}"
+    return Finding(row.get("rule", one.rule), "error", said, row.get("hint", one.hint) + look)
 
 
 def _shown(numbers: Sequence[float]) -> str:

@@ -342,8 +342,10 @@ def _own(value: Tensor) -> Tensor:
 # --- faults of what is checked --------------------------------------------------------------------
 
 
-def told(error: BaseException) -> str:
+def told(error: BaseException, file: Path | None = None) -> str:
     """An exception in one line: what, where in the user's own file, and what stood there.
+
+    The user's own files are all but libraries' and ours, or `file` alone, where it is known.
 
     >>> told(ValueError("too long"))
     'ValueError: too long'
@@ -351,13 +353,14 @@ def told(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     frames = traceback.walk_tb(error.__traceback__)
-    own = [place for place in frames if is_users(place[0].f_code.co_filename)]
+    names = ((place, place[0].f_code.co_filename) for place in frames)
+    own = [one for one in names if (one[1] == str(file) if file else is_users(one[1]))]
     if not own:
         return said
-    (frame, number), file = own[-1], own[-1][0].f_code.co_filename
-    line = linecache.getline(file, number, frame.f_globals).strip()
+    (frame, number), name = own[-1]
+    line = linecache.getline(name, number, frame.f_globals).strip()
     code = f": `{line}`{''.join(_had(line, frame.f_locals))}" if line else ""
-    return f"{said} (line {number} of {Path(file).name}{code})"
+    return f"{said} (line {number} of {Path(name).name}{code})"
 
 
 def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
