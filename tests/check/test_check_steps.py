@@ -215,20 +215,25 @@ def test_a_part_can_be_right_while_the_others_are_blank(follow: Follow) -> None:
     assert verdict["step-mask"].severity == "passed"
 
 
-def test_what_uses_a_blank_waits_for_it(follow: Follow) -> None:
+def test_headwises_code_stands_in_the_blanks_while_the_rest_is_tried(follow: Follow) -> None:
     everything = tuple(blank.strip() for blank in FILLED["gpt2"])
     verdict = follow("gpt2", filled("gpt2", only=everything[1:]))  # all but causal_mask
     assert [one.rule for one in verdict.errors] == ["step-blanks"]
+    for rule in ("step-split", "step-merge", "step-attention", "step-forward"):
+        assert verdict[rule].severity == "passed"
+    assert "is right, as far as it goes" in verdict["step-whole"].message
+
+
+def test_what_uses_a_wrong_part_waits_for_it(follow: Follow) -> None:
+    verdict = follow("gpt2", filled("gpt2", ("triu(num_tokens + 1)", "triu(num_tokens)")))
+    assert [one.rule for one in verdict.errors] == ["step-mask"]
     assert verdict["step-attention"].message == "`_attn` waits for `causal_mask`."
     assert verdict["step-forward"].message == "`forward` waits for `_attn`."
-    assert verdict["step-split"].severity == verdict["step-merge"].severity == "passed"
-    wrapper = filled(
-        "per_head", ("        return self.dropout(weights) @ values", "        return None")
-    )
-    verdict = follow("per_head", wrapper)
-    assert [one.rule for one in verdict.errors] == ["step-blanks"]
+    verdict = follow("per_head", filled("per_head", ("        super().__init__()\n", "")))
+    assert [one.rule for one in verdict.errors] == ["step-sizes"]
+    assert "Begin `__init__` with `super().__init__()`" in verdict.errors[0].hint
     waits = [one.message for one in verdict.results if "waits" in one.message]
-    assert waits == ["`forward` waits for `CausalAttention.forward`."]
+    assert waits == ["`MultiHeadedAttentionWrapper` waits for `CausalAttention`."]
 
 
 def test_what_a_helper_uses_is_used(follow: Follow) -> None:
@@ -246,9 +251,9 @@ def test_what_a_helper_uses_is_used(follow: Follow) -> None:
         ),
     )
     assert not follow("gpt2", helped).findings
-    blank = helped.replace("return tensor.transpose(-3, -2)", "return None")
-    verdict = follow("gpt2", blank)
-    assert [one.rule for one in verdict.errors] == ["step-blanks"]
+    wrong = helped.replace("return tensor.transpose(-3, -2)", "return tensor")
+    verdict = follow("gpt2", wrong)
+    assert [one.rule for one in verdict.errors] == ["step-split"]
     assert verdict["step-forward"].message == "`forward` waits for `_split_heads`."
 
 
@@ -256,7 +261,12 @@ NAMES_MISSING = [
     ("from torch import nn\n", "", r"Line \d+ uses `nn`", "from torch import nn"),
     ("import torch\n", "", r"Line \d+ uses `torch`", "import torch"),
     ("nn.Module):", "Module):", r"Line \d+ uses `Module`", "nn.Module"),
-    ("self.split_size, dim", "split_size, dim", r"uses `split_size`", "Import or define"),
+    (
+        "self.split_size, dim",
+        "split_size, dim",
+        r"uses `split_size`",
+        "Did you mean `self.split_size`?",
+    ),
 ]
 
 
@@ -550,7 +560,10 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "gpt3", "mine.py"], "there are scalar, per_head, split, gpt2, gpt2-max"),
+        (
+            ["--step", "gpt3", "mine.py"],
+            "did you mean gpt2? There are scalar, per_head, split, gpt2, gpt2-max",
+        ),
         (["--new", "gpt3", "mine.py"], "there is no such step"),
         (["--new", "gpt2", "mine.txt"], "ends in .py"),
         (["--new", "gpt2", "gone/mine.py"], "there is no folder"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from ..check.files.sandbox import Limits
     from ..check.findings.verdict import Verdict
 
+USUAL = "attention.py:MyAttention"
+OPTIONS = ("step", "new", "explain", "timeout", "memory", "json")
+
 
 @read_or_not()
 def check(
@@ -31,13 +36,14 @@ def check(
         ),
     ] = None,
     step: Annotated[
-        str | None, typer.Option(help="Follow a step: scalar, per_head, split or gpt2.")
+        str | None,
+        typer.Option(help="Follow a step: scalar, per_head, split or gpt2 (on MAX gpt2-max)."),
     ] = None,
     new: Annotated[
         str | None, typer.Option(help="Write FILE.py, a step's file with blanks to fill in.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="RULE", help="A short lesson on one rule.")
+        str | None, typer.Option(metavar="RULE", help="A lesson on one rule; `rules` lists them.")
     ] = None,
     arg: Annotated[
         list[str] | None,
@@ -66,7 +72,7 @@ def check(
     """
     from ..check.files import check_file  # other commands start sooner without these
     from ..check.files.sandbox import Limits
-    from ..check.findings.rules import lesson
+    from ..check.findings.rules import ALL, lesson
     from ..check.steps import check_step, usual_limits, write_template
 
     asked = [
@@ -79,9 +85,11 @@ def check(
     if explain is not None:
         if words or arg:
             raise ValueError(f"--explain {explain}: takes nothing beside it")
-        print(lesson(explain))
+        listed = (f"{name}: {rule.says}" for name, rule in ALL.items())
+        print("\n".join(listed) if explain == "rules" else lesson(explain))
         return 0
-    target, given = parsed(words or [], arg or [])
+    example = f"{asked[0]} {step or new} mine.py" if asked else USUAL
+    target, given = parsed(words or [], arg or [], example)
     if call is not None and asked:
         raise ValueError(f"{asked[0]}: takes no --call; leave it out")
     if given and asked:
@@ -103,16 +111,29 @@ def check(
         if step is not None:
             verdict = check_step(step, target, limited(usual_limits(step, target)), report)
         else:
-            verdict = check_file(target, given, limited(Limits()), report, call)
+            try:
+                verdict = check_file(target, given, limited(Limits()), report, call)
+            except ValueError as error:
+                raise ValueError(f"{error}{_step_of(target)}") from None
     show(verdict, as_json)
     return 0 if verdict.passed else 1
 
 
-def parsed(words: Sequence[str], arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The file and the constructor's arguments.
+def _step_of(target: str) -> str:
+    """Where a file is a step's, how to follow it: its docstring says so."""
+    path = Path(target)
+    text = path.read_text("utf-8", "ignore") if path.is_file() else ""
+    found = re.search(r"headwise check --step (\S+) ", text)
+    return f"; or follow its step: headwise check --step {found[1]} {target}" if found else ""
+
+
+def parsed(
+    words: Sequence[str], arguments: Sequence[str], usual: str = USUAL
+) -> tuple[str, dict[str, str]]:
+    """The file and the constructor's arguments; `usual` is an example of them.
 
     Raises:
-        ValueError: no file, or several; an argument without a value.
+        ValueError: no file, or several; an argument without a value; an option that is misspelt.
 
     >>> parsed(["mha.py", "--d_in", "24", "--num-heads=3"], ["causal=true"])
     ('mha.py', {'d_in': '24', 'num_heads': '3', 'causal': 'true'})
@@ -124,6 +145,11 @@ def parsed(words: Sequence[str], arguments: Sequence[str]) -> tuple[str, dict[st
             files.append(word)
             continue
         name, equals, value = word[2:].partition("=")
+        if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.85):
+            raise ValueError(
+                f"{word}: no such option; did you mean --{near[0]}? "
+                f"An argument of that name goes by --arg {name}=VALUE"
+            )
         if not equals and (not rest or rest[0].startswith("--")):
             raise ValueError(
                 f"{word}: no such option; an argument of the constructor needs a value, "
@@ -137,7 +163,7 @@ def parsed(words: Sequence[str], arguments: Sequence[str]) -> tuple[str, dict[st
         given[name] = value
     if len(files) != 1:
         said = "no file was named" if not files else f"{' '.join(files)}: one file at a time"
-        raise ValueError(f"{said}; as in: headwise check attention.py:MyAttention")
+        raise ValueError(f"{said}; as in: headwise check {usual}")
     given = {name.replace("-", "_"): value for name, value in given.items()}
     bad = [name for name in given if not name.isidentifier()]
     if bad:

@@ -24,9 +24,17 @@ SCOPES: dict[type[ast.AST], str] = {  # as symtable names those that have no nam
     ast.DictComp: "dictcomp",
     ast.GeneratorExp: "genexpr",
 }
-PURE = set("""
-    masked_fill transpose permute view reshape contiguous flatten softmax float bool triu tril swapaxes
-""".split())  # methods of a tensor that leave it as it is, and give a new one
+PURE = {
+    "masked_fill",
+    "transpose",
+    "permute",
+    "view",
+    "reshape",
+    "contiguous",
+    "flatten",
+    "softmax",
+}
+"""Methods of a tensor that leave it as it is, and give a new one."""
 SETTERS = {"register_buffer", "register_parameter", "register_module", "add_module"}
 
 
@@ -216,7 +224,7 @@ class Source:
         return found
 
     def thrown(self, part: str) -> Iterator[tuple[int, str]]:
-        """Lines whose result is thrown away, though they have no other effect, and what they call."""
+        """Lines of no other effect whose result is thrown away, and what they call."""
         function = self.function(part)
         for node in _own_nodes(function) if function is not None else ():
             call = node.value if isinstance(node, ast.Expr) else None

@@ -3,7 +3,7 @@
 A step is a list of parts: a class, a layer, a method. Of each part the parsed syntax says whether
 it is there and whether a placeholder is left in it; then it is run by itself, so that one part can
 be right while the next is still blank: headwise's own code stands in the blanks meanwhile. A part
-that uses a wrong one waits for it. Once all are right, the whole goes through every rule of `check`.
+that uses a wrong one waits for it. Once all are right, the whole goes through all rules of `check`.
 
 What each part has to do stands in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and
 `scalar.py`; the files to start from are in `../templates/`.
@@ -66,8 +66,8 @@ def write_template(name: str, path: Path) -> None:
 def _known(name: str) -> Step:
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1)
-        told = f"did you mean {near[0]}?" if near else f"there are {', '.join(STEPS)}"
-        raise ValueError(f"{name}: there is no such step; {told}")
+        told = f"did you mean {near[0]}? There" if near else "there"
+        raise ValueError(f"{name}: there is no such step; {told} are {', '.join(STEPS)}")
     return STEPS[name]
 
 
@@ -124,7 +124,9 @@ def _child(send: Send, file: str, name: str) -> None:
                 send(alone(finding))
         for one in heard:  # by the file's own lines: what libraries say of themselves is dropped
             if one.filename == str(path):
-                said = f"{quoted(trial, one.lineno)} is warned of: {str(one.message).split(' (')[0]}"
+                said = (
+                    f"{quoted(trial, one.lineno)} is warned of: {str(one.message).split(' (')[0]}"
+                )
                 send({"verdict": Verdict("", (), (said,)).to_json()})
 
 
@@ -204,7 +206,8 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         return
     whole = StepPart("the whole", "step-whole", "")
     _fill(trial)
-    trial.module = load(trial.path, compile(trial.tree, str(trial.path), "exec"))
+    code = compile(trial.tree, str(trial.path), "exec") if trial.ours else None
+    trial.module = load(trial.path, code)
     for part in step.parts:
         if part.test is None or part.name in trial.waiting or not _begun(trial, part):
             continue

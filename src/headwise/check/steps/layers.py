@@ -50,7 +50,7 @@ def _built(trial: Trial, part: StepPart) -> Iterator[Finding]:
 
 
 def _projection(trial: Trial, part: StepPart) -> Iterator[Finding]:
-    """A layer from d_in, or from what the heads found, to d_out; with a bias where one is wanted."""
+    """A layer from d_in, or what the heads found, to d_out; with a bias where one is wanted."""
     mixes = part.short == "out_proj"
     width, given = OUT.get(part.owner, WIDTH), (B, T, WIDTH if mixes else D_IN)
     layer, biased = (trial.made[f"{part.owner}{end}"] for end in ("", ", biased"))
@@ -69,7 +69,9 @@ def _ignores(plain: nn.Module, biased: nn.Module, name: str) -> bool:
     """Whether a projection takes no notice of `qkv_bias`."""
     if "qkv_bias" not in inspect.signature(type(plain)).parameters:
         return False
-    bias = [getattr(getattr(layer, name, None), "bias", None) is not None for layer in (plain, biased)]
+    bias = [
+        getattr(getattr(layer, name, None), "bias", None) is not None for layer in (plain, biased)
+    ]
     return isinstance(getattr(plain, name, None), nn.Linear) and bias != [False, True]
 
 
@@ -82,7 +84,9 @@ def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
         return
     got = f"drops {own.p:g} of all weights" if hasattr(own, "p") else f"is {own!r}"
     line = trial.source.line(trial.names[part.name])
-    yield found(part.rule, "dropout", line=line, name=part.short, got=got, p=DROPOUT, hint=part.hint)
+    yield found(
+        part.rule, "dropout", line=line, name=part.short, got=got, p=DROPOUT, hint=part.hint
+    )
 
 
 def _buffer(trial: Trial, part: StepPart) -> Iterator[Finding]:

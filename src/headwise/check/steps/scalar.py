@@ -83,7 +83,9 @@ def _linear(trial: Trial, part: StepPart) -> Iterator[Finding]:
 
 def _softmax(trial: Trial, part: StepPart) -> Iterator[Finding]:
     def of(scores: list[float]) -> tuple[list[float], list[float]]:
-        return _floats(trial.get("softmax")(_numbers(trial, scores))), torch.tensor(scores).double().softmax(0).tolist()
+        return _floats(trial.get("softmax")(_numbers(trial, scores))), torch.tensor(
+            scores
+        ).double().softmax(0).tolist()
 
     scores = [0.5, -1.0, 2.0]
     given = _numbers(trial, scores)

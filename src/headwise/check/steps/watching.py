@@ -1,8 +1,8 @@
 """Follow a function of somebody's file line by line: what its variables were given, and where.
 
-From that a fault is laid to the line that made it: the first variable whose shape is not the one that
-the step's template names, the first line that makes a NaN, or the line at which it failed; and the
-hint is that of the blank to which the line belongs.
+From that a fault is laid to the line that made it: the first variable whose shape is not the one
+that the step's template names, the first line that makes a NaN, or the line at which it failed; and
+the hint is that of the blank to which the line belongs.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ class Watch:
         return Finding(self.part.rule, "error", said, hint)
 
 
-def watched(
-    trial: Trial, part: StepPart, sizes: Mapping[str, int], call: Callable[[], Any]
-) -> Any:
+def watched(trial: Trial, part: StepPart, sizes: Mapping[str, int], call: Callable[[], Any]) -> Any:
     """Call something; what the part's variables were given is kept in `trial.watch`."""
     watch = trial.watch = Watch(trial, part, sizes)
     try:
@@ -168,7 +166,7 @@ def _hint(trial: Trial, part: StepPart, line: int) -> str:
 
 
 def key_at(function: Function | None, part: StepPart, line: int) -> str:
-    """The blank to which a line belongs: the first variable that is given a value there or later."""
+    """The blank to which a line belongs: the variable first given a value there, or else next."""
     keys, met = [key for key in (part.shapes or part.fill) if key != "return"], set[str]()
     if function is None:
         return ""
