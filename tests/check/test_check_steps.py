@@ -405,6 +405,30 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "step-mask",
             "plain tensor",
         ),
+        (MASK.strip(), MASK.strip().replace("triu", "tril"), "step-mask", "Line 23"),
+        ("context_length), 1)", "context_length), 0)", "step-mask", "does not see itself"),
+        ("torch.ones(context_length, context_length)", "torch.ones(d_in, d_in)", "step-mask", "20"),
+        (
+            MASK.strip(),
+            "self.mask = nn.Parameter(torch.ones(context_length, context_length).triu(1))",
+            "step-mask",
+            "trained and saved",
+        ),
+        (
+            "d_out, bias=qkv_bias)",
+            "d_out, bias=False)",
+            "step-projections",
+            "has no bias, whatever",
+        ),
+        ("dropout, qkv_bias)", "dropout)", "step-heads", "without its own `qkv_bias`"),
+        ("nn.Dropout(dropout)", "nn.Dropout()", "step-parts", "drops 0.5 of all weights"),
+        ("nn.Dropout(dropout)", "dropout", "step-parts", "is 0.25"),
+        ("= scores.masked_fill", "; scores.masked_fill", "step-parts", "thrown away"),
+        (".bool()[:T, :T]", ".bool()", "step-forward", "self.mask[:T, :T].bool()"),
+        ("keys.transpose(1, 2)", "keys", "step-forward", "`queries @ keys.transpose(-2, -1)`"),
+        ("self.heads], dim=-1)", "self.heads], dim=1)", "step-forward", "torch.cat([...], dim=-1)"),
+        ("self.W_query(x)", "self.W_querry(x)", "step-forward", "Did you mean `W_query`?"),
+        ("self.W_query(x)", "W_query(x)", "step-imports", "Did you mean `self.W_query`?"),
     ],
     "split": [
         (
@@ -421,6 +445,20 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "not (2, 7, 24)",
         ),
         ("/ keys.shape[-1] ** 0.5", "/ self.d_out ** 0.5", "scale", ""),
+        (
+            "self.head_dim).transpose(1, 2)",
+            "self.head_dim)",
+            "step-forward",
+            "`queries` is [2, 7, 3, 8]; it should be [B, H, T, D], here [2, 3, 7, 8] (line 37",
+        ),
+        (
+            "scores.masked_fill(self.mask.bool()[:T, :T], -torch.inf)",
+            "scores + self.mask[:T, :T] * -torch.inf",
+            "step-forward",
+            "`scores` holds NaN from here on (line 41",
+        ),
+        ("nn.Linear(d_in, d_out,", "nn.Linear(d_in, d_in,", "step-projections", "not (2, 7, 24)"),
+        ("(B, T, self.num_heads", "(B, T, num_heads", "step-imports", "Line 37 uses `num_heads`"),
     ],
     "scalar": [
         ("* head_dim**-0.5 ", "", "scale", "not scaled at all"),
@@ -431,6 +469,28 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ("e / total for e in exps", "e for e in exps", "step-softmax", "add up to"),
         ("dot(row, x) for row in weight", "dot(row, x) + 1 for row in weight", "step-linear", ""),
         ("query = linear(x, wq)", "query = linear(x, wk)", "", ""),
+        ("* head_dim**-0.5 ", "", "scale", "`/ head_dim ** 0.5`. Look at line"),
+        (
+            "(score - top).exp()",
+            "Value((score - top).exp().data)",
+            "step-softmax",
+            "cuts the graph",
+        ),
+        ("[dot(row, x) for row in weight]", "dot(weight[0], x)", "step-linear", "one number; it"),
+        (
+            "hs + head_dim)]\n        joined",
+            "hs + 3)]\n        joined",
+            "step-attention",
+            "list of 3",
+        ),
+        (
+            "joined += out",
+            "joined = out",
+            "step-attention",
+            "`joined` is a list of 4; it should be",
+        ),
+        ("in keys]", "in keys[:-1]]", "step-attention", "`scores` is a list of 0; it should be"),
+        ("dot(query[", "dot(quary[", "step-imports", "Did you mean `query`?"),
     ],
 }
 
@@ -453,6 +513,40 @@ def test_a_wrong_part_is_named(
     assert rule in first.rule
     assert words in f"{first.message} {first.hint}"
     assert "That is headwise's fault" not in said(verdict)
+
+
+EARLY = [  # the step, the blanks that are filled (the first of them wrongly), rule and words
+    ("per_head", ("self.mask = None",), ("torch.triu", "torch.tril"), "step-mask", "Line 23"),
+    ("per_head", ("weights = None\n        return None",), ("dim=-1", "dim=1"), "softmax", ""),
+    (
+        "split",
+        ("queries = None",),
+        (").transpose(1, 2)", ")"),
+        "step-forward",
+        "`queries` is [2, 7",
+    ),
+    ("split", ("queries = None",), ("B, T, self.num_heads", "B, self.num_heads, T"), "split", ""),
+    ("split", ("scores = None",), ("keys.transpose(2, 3)", "keys"), "step-forward", "line 41"),
+    ("scalar", ("scores = None",), ("* head_dim**-0.5 ", ""), "scale", "not scaled at all"),
+]
+
+
+@pytest.mark.parametrize(("name", "only", "change", "rule", "words"), EARLY)
+def test_a_part_is_compared_before_the_last_blank_is_filled(
+    name: str,
+    only: tuple[str, ...],
+    change: tuple[str, str],
+    rule: str,
+    words: str,
+    follow: Follow,
+) -> None:
+    right = follow(name, filled(name, only=only))
+    assert {one.rule for one in right.errors} == {"step-blanks"}
+    first = follow(name, filled(name, change, only=only)).results
+    wrong = [one for one in first if one.severity == "error" and one.rule != "step-blanks"]
+    assert wrong
+    assert rule in wrong[0].rule
+    assert words in wrong[0].message
 
 
 def test_a_mask_for_the_start_is_only_a_warning(follow: Follow) -> None:
@@ -653,6 +747,7 @@ UNBOUND: Mapping[str, dict[str, int]] = {
     "class A(B):\n    c = D\n    def f(self): return __class__": {"B": 1, "D": 2},
     "try:\n    import x\nexcept ImportError as e:\n    x = None\nx": {},
     "def f(x: Unknown): pass": {"Unknown": 1},
+    "def f(x): return x\ndef g(): return [x for y in z]": {"x": 2, "z": 2},
     "from __future__ import annotations\ndef f(x: Unknown): pass": {},
     "match 1:\n    case n: n": {},
     "if (w := 1): w\nwith open('') as f: f\nprint(__name__, __file__)": {},

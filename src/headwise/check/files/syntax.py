@@ -24,16 +24,7 @@ SCOPES: dict[type[ast.AST], str] = {  # as symtable names those that have no nam
     ast.DictComp: "dictcomp",
     ast.GeneratorExp: "genexpr",
 }
-PURE = {
-    "masked_fill",
-    "transpose",
-    "permute",
-    "view",
-    "reshape",
-    "contiguous",
-    "flatten",
-    "softmax",
-}
+PURE = {"masked_fill", "transpose", "permute", "view", "reshape", "contiguous", "softmax"}
 """Methods of a tensor that leave it as it is, and give a new one."""
 SETTERS = {"register_buffer", "register_parameter", "register_module", "add_module"}
 

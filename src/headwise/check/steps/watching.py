@@ -79,11 +79,12 @@ class Watch:
     def misfit(self) -> Finding | None:
         """The first variable that does not have the shape that the template names."""
         final = {one.name: one for one in self.given}
-        at = self._statement(self.line)
-        busy = _targets(at) if at is not None else set()
+        ends = key_at(self.function, self.part, self.line) if self.failed else ""
         for name, letters in self.part.shapes.items():
+            if name == ends:  # what comes here or later is not whole yet
+                break
             one, want = final.get(name), [self.sizes[letter] for letter in letters.split()]
-            if one is None or one.line in self.trial.ours or (self.failed and name in busy):
+            if one is None or one.line in self.trial.ours:
                 continue
             if one.shape is not None and one.shape != want:
                 said = f"`{name}` is {_words(one.shape, want)}"
@@ -107,10 +108,6 @@ class Watch:
 
     def quote(self, line: int) -> str:
         return quoted(self.trial, line)
-
-    def _statement(self, line: int) -> ast.stmt | None:
-        nodes = ast.walk(self.function) if self.function is not None else ()
-        return innermost((node for node in nodes if isinstance(node, ast.stmt)), line)
 
     def _finding(self, said: str, key: str, more: str = "") -> Finding:
         hint = self.trial.step.hint(self.part, key) + more
