@@ -405,7 +405,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "step-mask",
             "plain tensor",
         ),
-        (MASK.strip(), MASK.strip().replace("triu", "tril"), "step-mask", "Line 23"),
+        (MASK.strip(), MASK.strip().replace("triu", "tril"), "step-mask", "Line 24"),
         ("context_length), 1)", "context_length), 0)", "step-mask", "does not see itself"),
         ("torch.ones(context_length, context_length)", "torch.ones(d_in, d_in)", "step-mask", "20"),
         (
@@ -455,7 +455,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "scores.masked_fill(self.mask.bool()[:T, :T], -torch.inf)",
             "scores + self.mask[:T, :T] * -torch.inf",
             "step-forward",
-            "`scores` holds NaN from here on (line 41",
+            "`scores` holds NaN from here on (line 43",
         ),
         ("nn.Linear(d_in, d_out,", "nn.Linear(d_in, d_in,", "step-projections", "not (2, 7, 24)"),
         ("(B, T, self.num_heads", "(B, T, num_heads", "step-imports", "Line 37 uses `num_heads`"),
@@ -516,7 +516,7 @@ def test_a_wrong_part_is_named(
 
 
 EARLY = [  # the step, the blanks that are filled (the first of them wrongly), rule and words
-    ("per_head", ("self.mask = None",), ("torch.triu", "torch.tril"), "step-mask", "Line 23"),
+    ("per_head", ("self.mask = None",), ("torch.triu", "torch.tril"), "step-mask", "Line 24"),
     ("per_head", ("weights = None\n        return None",), ("dim=-1", "dim=1"), "softmax", ""),
     (
         "split",
@@ -525,9 +525,21 @@ EARLY = [  # the step, the blanks that are filled (the first of them wrongly), r
         "step-forward",
         "`queries` is [2, 7",
     ),
-    ("split", ("queries = None",), ("B, T, self.num_heads", "B, self.num_heads, T"), "split", ""),
+    (
+        "split",
+        ("queries = None",),
+        ("T, self.num_heads, self.head_dim).transpose(1, 2)", "self.num_heads, T, self.head_dim)"),
+        "split",
+        "",
+    ),
     ("split", ("scores = None",), ("keys.transpose(2, 3)", "keys"), "step-forward", "line 41"),
-    ("scalar", ("scores = None",), ("* head_dim**-0.5 ", ""), "scale", "not scaled at all"),
+    (
+        "scalar",
+        ("key = None", "value = None", "scores = None"),
+        ("* head_dim**-0.5 ", ""),
+        "scale",
+        "not scaled at all",
+    ),
 ]
 
 
@@ -662,7 +674,9 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
         (["--new", "gpt2", "mine.txt"], "ends in .py"),
         (["--new", "gpt2", "gone/mine.py"], "there is no folder"),
         (["--step", "gpt2", "gone.py"], "gone.py: no such file"),
-        (["--step", "gpt2"], "no file was named"),
+        (["--step", "gpt2"], "no file was named; as in: headwise check --step gpt2 mine.py"),
+        (["--step", "per-head", "here.py"], "did you mean per_head?"),
+        (["here.py", "--stp", "gpt2"], "did you mean --step?"),
         (["--step", "gpt2", "--new", "gpt2", "mine.py"], "give one of them"),
         (["--step", "gpt2", "here.py", "--d_in", "3"], "leave out d_in"),
         (["--step", "gpt2", "here.py:Name"], "leave out :Name"),
@@ -684,6 +698,22 @@ def test_bad_input_is_one_line(
     assert message in err
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_steps_file_is_followed_by_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--new", "per_head", "mine.py"]) == 0
+    assert main(["check", "mine.py"]) == 2
+    assert "or follow its step: headwise check --step per_head mine.py" in capsys.readouterr().err
+    assert main(["check", "--step", "split", "mine.py"]) == 1
+    said = capsys.readouterr().out
+    assert "This looks like a file for `--step per_head`." in said
+    assert "No placeholder is left" not in said
+    assert main(["check", "--explain", "rules"]) == 0
+    assert "step-mask: The mask hides what comes later" in capsys.readouterr().out
+
+
 # --- the syntax -----------------------------------------------------------------------------------
 
 
@@ -700,6 +730,7 @@ def test_bad_input_is_one_line(
         ("a, b = None, None; return a @ b", ["`a` is still None", "`b` is still None"]),
         ("a = b = None; return a @ b", ["`a` is still None", "`b` is still None"]),
         ("a: int = None; return a", ["`a` is still None"]),
+        ("a = None; a = a * 2; return a", ["`a` is still None"]),
         ("x @ x", ["`f` returns nothing"]),
         ("return x", []),
         ("a = None\n    for a in x: pass\n    return a", []),

@@ -298,7 +298,7 @@ def _blanks_of_function(part: str, function: Function) -> list[Blank]:
 
 
 def _locals_of_none(nodes: list[ast.AST]) -> dict[str, int]:
-    """Local variables that are given None and nothing else, with the line of the first time."""
+    """Local variables that are given None and nothing else, but what is made of themselves."""
     nothing: dict[str, list[int]] = {}
     for node in nodes:
         for target, value in _pairs(node):
@@ -307,7 +307,16 @@ def _locals_of_none(nodes: list[ast.AST]) -> dict[str, int]:
     stores = Counter(
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
+    for node in nodes:  # scores = scores.masked_fill(…)
+        if isinstance(node, ast.Assign):
+            read = (one for one in ast.walk(node.value) if isinstance(one, ast.Name))
+            stores -= Counter({one.id for one in read} & {one.id for one in _stored(node)})
     return {name: min(lines) for name, lines in nothing.items() if len(lines) == stores[name]}
+
+
+def _stored(node: ast.AST) -> Iterator[ast.Name]:
+    names = (one for one in ast.walk(node) if isinstance(one, ast.Name))
+    return (one for one in names if isinstance(one.ctx, ast.Store))
 
 
 def _does_nothing(statement: ast.stmt) -> bool:

@@ -224,7 +224,8 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
                 trial.waiting.append(part.name)
             if finding.severity == "error" or part.name not in trial.blank:
                 yield finding
-    if trial.waiting or not any(part.test and _begun(trial, part) for part in step.parts):
+    begun = any(part.fill and _begun(trial, part) for part in step.parts)
+    if trial.waiting or (trial.blank and not begun):
         yield skipped("step-whole", "The whole is checked once every part is right.")
         return
     send({"phase": "while the whole was checked"})
@@ -285,7 +286,7 @@ def _needs(trial: Trial, part: StepPart) -> list[str]:
     """The unfinished parts that a part's code uses, and its class where that cannot be built."""
     source, owner = trial.source, part.name.rpartition(".")[0]
     if source.function(trial.names[part.name]) is None:  # a class or a layer: it is only built
-        builds = source.mentions(trial.names[part.name]) - {part.name}
+        builds = source.uses(f"{trial.names[part.name]}.__init__") - {part.name}
         return [one for one in trial.waiting if one == owner or trial.names[one] in builds]
     used = source.uses(trial.names[part.name], trial.names.values())
     built = source.mentions(trial.names[owner]) if owner else set()

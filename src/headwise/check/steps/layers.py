@@ -80,7 +80,7 @@ def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
     own = getattr(trial.made[f"{part.owner}, biased"], part.short, None)
     numbers = isinstance(own, (int, float)) and not trial.source.calls(part.owner, part.short)
     if (own if numbers else getattr(own, "p", None)) == DROPOUT:
-        yield passed(part.rule)
+        yield passed(part.rule, f"`{part.name}` drops as often as the class is told.")
         return
     got = f"drops {own.p:g} of all weights" if hasattr(own, "p") else f"is {own!r}"
     line = trial.source.line(trial.names[part.name])
