@@ -211,7 +211,7 @@ class Source:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in SETTERS:
-                found |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
+                found |= {str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)}
         return found
 
     def thrown(self, part: str) -> Iterator[tuple[int, str]]:
@@ -219,9 +219,8 @@ class Source:
         function = self.function(part)
         for node in _own_nodes(function) if function is not None else ():
             call = node.value if isinstance(node, ast.Expr) else None
-            name = getattr(call.func, "attr", "") if isinstance(call, ast.Call) else ""
-            if name in PURE:
-                yield call.lineno, name
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in PURE:
+                yield call.lineno, getattr(call.func, "attr", "")
 
     def calls(self, owner: str, name: str) -> bool:
         """Whether a class calls `self.<name>(…)`."""

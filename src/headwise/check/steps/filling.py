@@ -68,10 +68,11 @@ def _is_blank(old: ast.stmt) -> bool:
 def _written(old: ast.stmt, text: str) -> list[ast.stmt]:
     """The statements of a text; where it is one expression, in the place of the old one's value."""
     new = ast.parse(text).body
-    if len(new) == 1 and isinstance(new[0], ast.Expr):
+    only = new[0] if len(new) == 1 else None
+    if isinstance(only, ast.Expr):
         assert isinstance(old, (ast.Assign, ast.AnnAssign, ast.Return))
-        old.value = new[0].value
-        new = [old]
+        old.value = only.value
+        new[:] = [old]
     for node in (inner for one in new for inner in ast.walk(one)):
         if hasattr(node, "lineno") or isinstance(node, (ast.expr, ast.stmt)):
             ast.copy_location(node, old)

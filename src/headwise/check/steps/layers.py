@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def _ignores(plain: nn.Module, biased: nn.Module, name: str) -> bool:
 
 def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
     """It drops as often as the class is told."""
-    own = getattr(trial.made[f"{part.owner}, biased"], part.short, None)
+    own: Any = getattr(trial.made[f"{part.owner}, biased"], part.short, None)
     numbers = isinstance(own, (int, float)) and not trial.source.calls(part.owner, part.short)
     if (own if numbers else getattr(own, "p", None)) == DROPOUT:
         yield passed(part.rule, f"`{part.name}` drops as often as the class is told.")

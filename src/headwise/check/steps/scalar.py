@@ -116,7 +116,9 @@ def _attention(trial: Trial, part: StepPart) -> Iterator[Finding]:
     numbers = {name: _numbers(trial, weight) for name, weight in weights.items()}
     keys: list[Any] = []
     values: list[Any] = []
-    rows = []
+    rows: list[list[float]] = []
+    out: Any = None
+    given: tuple[Any, ...] = ()
     for token in x:
         fault = None
         try:
