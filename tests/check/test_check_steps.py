@@ -422,7 +422,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         ("dropout, qkv_bias)", "dropout)", "step-heads", "without its own `qkv_bias`"),
         ("nn.Dropout(dropout)", "nn.Dropout()", "step-parts", "drops 0.5 of all weights"),
-        ("nn.Dropout(dropout)", "dropout", "step-parts", "is 0.25"),
+        ("nn.Dropout(dropout)", "dropout", "step-parts", "is 0.25 and no layer"),
         ("= scores.masked_fill", "; scores.masked_fill", "step-parts", "thrown away"),
         (".bool()[:T, :T]", ".bool()", "step-forward", "self.mask[:T, :T].bool()"),
         ("keys.transpose(1, 2)", "keys", "step-forward", "`queries @ keys.transpose(-2, -1)`"),

@@ -83,7 +83,9 @@ def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
     if (own if numbers else getattr(own, "p", None)) == DROPOUT:
         yield passed(part.rule, f"`{part.name}` drops as often as the class is told.")
         return
-    got = f"drops {own.p:g} of all weights" if hasattr(own, "p") else f"is {own!r}"
+    got = f"is {own!r} and no layer, yet it is called"
+    if hasattr(own, "p"):
+        got = f"drops {own.p:g} of all weights"
     line = trial.source.line(trial.names[part.name])
     yield found(
         part.rule, "dropout", line=line, name=part.short, got=got, p=DROPOUT, hint=part.hint
@@ -124,7 +126,7 @@ def _is_causal(layer: nn.Module) -> bool:
 
 
 def _shape(trial: Trial, part: StepPart) -> Iterator[Finding]:
-    """What comes out has the right shape, and is no NaN."""
+    """What comes out has the right shape; the line of a NaN is kept for the whole."""
     width, given = OUT.get(part.owner, WIDTH), (B, T, D_IN)
     want, layer = (B, T, width), trial.made[part.owner]
     sizes = {"B": B, "T": T, "H": HEADS, "D": D_HEAD, "d_out": width}
@@ -133,9 +135,9 @@ def _shape(trial: Trial, part: StepPart) -> Iterator[Finding]:
     judged = judge_shape(part, out, given, want, said, name=part.owner, hint=hint)
     if judged.severity == "error":
         yield trial.watch.misfit() or judged
-    elif bool(out.isnan().any()):
-        yield trial.watch.nan() or judged
     else:
+        if bool(out.isnan().any()):
+            trial.made["nan"] = trial.watch.nan()
         yield judged
 
 
@@ -174,7 +176,11 @@ def _step(name: str, owner: str) -> Step:
 
     def whole(trial: Trial) -> Iterator[Finding]:
         layer = _make(trial, owner, WIDTH)
-        yield from check(layer, embed_dim=WIDTH, num_heads=HEADS, causal=True).results
+        results = check(layer, embed_dim=WIDTH, num_heads=HEADS, causal=True).results
+        first = next((one.rule for one in results if one.severity == "error"), "")
+        if first == "finite" and (line := trial.made.get("nan")) is not None:
+            yield line  # no mistake has this name: at least it is known where it begins
+        yield from results
 
     return step(name, TESTS, whole)
 

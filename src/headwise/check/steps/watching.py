@@ -103,7 +103,9 @@ class Watch:
             if one.nan and one.line not in self.trial.ours:
                 said = f"`{one.name}` holds NaN from here on ({self.quote(one.line)})."
                 key = key_at(self.function, self.part, one.line)
-                return self._finding(said, key, " 0 times infinity is NaN, and so is inf - inf.")
+                return self._finding(
+                    said, key, " 0 times infinity is NaN, and so are inf - inf and inf // 2."
+                )
         return None
 
     def quote(self, line: int) -> str:
