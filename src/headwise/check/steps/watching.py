@@ -46,6 +46,7 @@ class Watch:
         self.given: list[Given] = []
         self.last: dict[str, tuple[Any, int]] = {}
         self.line = 0
+        self.failed = False  # whether it raised, so that the last line did not come to its end
 
     def run(self, call: Callable[[], Any]) -> Any:
         before = sys.gettrace()
@@ -87,29 +88,22 @@ class Watch:
             if one is None or one.line in self.trial.ours:
                 continue
             if one.shape is not None and one.shape != want:
-                said = f"`{name}` is {_words(one.shape, want)}"
-                at = f"[{', '.join(letters.split())}], here {want}" if len(want) > 1 else ""
-                wanted = at or f"a list of {want[0]}"
-                said = f"{said}; it should be {wanted} ({self.quote(one.line)})."
-                return self._finding(said, name)
+                axes = f"[{', '.join(letters.split())}], here {want}"
+                right = axes if len(want) > 1 else f"a list of {want[0]}"
+                said = f"`{name}` is {_words(one.shape, want)}; it should be {right}"
+                return self._finding(f"{said} ({quoted(self.trial, one.line)}).", name)
         return None
-
-    failed = False
-    """Whether the call raised, so that the last line did not come to its end."""
 
     def nan(self) -> Finding | None:
         """The first line that makes a NaN."""
         for one in self.given:
             if one.nan and one.line not in self.trial.ours:
-                said = f"`{one.name}` holds NaN from here on ({self.quote(one.line)})."
+                said = f"`{one.name}` holds NaN from here on ({quoted(self.trial, one.line)})."
                 key = key_at(self.function, self.part, one.line)
                 return self._finding(
                     said, key, " 0 times infinity is NaN, and so are inf - inf and inf // 2."
                 )
         return None
-
-    def quote(self, line: int) -> str:
-        return quoted(self.trial, line)
 
     def _finding(self, said: str, key: str, more: str = "") -> Finding:
         hint = self.trial.step.hint(self.part, key) + more
