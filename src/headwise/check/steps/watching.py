@@ -231,11 +231,14 @@ def _words(got: list[int], want: list[int]) -> str:
 
 
 def _values(frame: FrameType) -> list[tuple[str, tuple[Any, int]]]:
-    """The variables of a function, each with what tells whether it was changed in place."""
-    return [
-        (name, (value, len(value) if isinstance(value, list) else getattr(value, "_version", 0)))
-        for name, value in frame.f_locals.items()
-    ]
+    """The variables of a function, each with a number that grows where it is changed in place."""
+
+    def version(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return 0 if value.is_inference() else value._version
+        return len(value) if isinstance(value, list) else 0
+
+    return [(name, (value, version(value))) for name, value in frame.f_locals.items()]
 
 
 def _targets(statement: ast.stmt) -> set[str]:
