@@ -83,9 +83,10 @@ def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
     if (own if numbers else getattr(own, "p", None)) == DROPOUT:
         yield passed(part.rule, f"`{part.name}` drops as often as the class is told.")
         return
+    rate = getattr(own, "p", None)
     got = f"is {own!r} and no layer, yet it is called"
-    if hasattr(own, "p"):
-        got = f"drops {own.p:g} of all weights"
+    if rate is not None:
+        got = f"drops {rate:g} of all weights"
     line = trial.source.line(trial.names[part.name])
     yield found(
         part.rule, "dropout", line=line, name=part.short, got=got, p=DROPOUT, hint=part.hint
