@@ -94,7 +94,8 @@ def read_off(subject: Target) -> Projections:
         return Projections(sources, None, heads, groups, dim, value_dim, subject.embed_dim)
     if subject.module is None:
         raise Unreadable("it is no nn.Module, which would tell its weights")
-    return read(subject.module, subject.embed_dim, subject.num_heads, subject.num_kv_heads)
+    sizes = subject.embed_dim, subject.num_heads, subject.num_kv_heads
+    return read(subject.module, *sizes, subject.idle)
 
 
 def _batch(reading: Projections) -> int:

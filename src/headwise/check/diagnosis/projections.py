@@ -8,24 +8,14 @@ the order in which they are stored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-WORDS = {
-    "q": {"q", "query", "queries", "wq", "qw", "qs"},
-    "k": {"k", "key", "keys", "wk", "kw", "ks"},
-    "v": {"v", "value", "values", "val", "wv", "vw", "vs"},
-    "o": set(
-        (
-            "o wo ow out output outputs proj projection unify unifyheads dense fc fco final "
-            "combine combined merge concat mix last"
-        ).split()
-    ),
-}
-"""What people call the projections; a name may hold several of these words."""
+from ..target.names import parts_of
+
 HEAD_BY_HEAD = {"query_key_value", "wqkv"}
 """Names under which published weights are packed head by head (layouts `neox`, `internlm2`)."""
 IN_TURNS = {"to_q", "to_k", "to_v", "to_out"}
@@ -120,6 +110,7 @@ def read(
     embed_dim: int,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
+    idle: Collection[str] = (),
 ) -> Projections:
     """Find q, k, v and the output projection of a module.
 
@@ -128,6 +119,7 @@ def read(
         embed_dim: width of its input.
         num_heads: query heads; may be left out where every head has tensors of its own.
         num_kv_heads: key/value heads; by default what the shapes say.
+        idle: names of parameters that are not used, and so not read.
 
     Raises:
         Unreadable: there is no reading, with the reason.
@@ -136,7 +128,9 @@ def read(
     >>> reading.style, reading.name("q"), reading.name("o"), reading.head_dim
     ('fused', 'in_proj_weight', 'out_proj', 8)
     """
-    found = _heads_together(list(_stores(module, embed_dim)))
+    unread = {id(one) for name, one in module.named_parameters() if name in idle}
+    stored = (one for one in _stores(module, embed_dim) if not unread & set(one.keys))
+    found = _heads_together(list(stored))
     biases = [matrix for matrix in found if matrix.bias is None and matrix.weight.ndim == 1]
     sources, out = _assigned([m for m in found if m.weight.ndim == 2], embed_dim)
     sources, out = _with_biases(sources, out, biases)
@@ -145,7 +139,7 @@ def read(
     if out is not None and not out.sure and out.weight.shape[0] != joined == out.weight.shape[1]:
         out = replace(out, weight=out.weight.T)
     norms = _norms(module)
-    used = {key for matrix in (*sources, out) if matrix is not None for key in matrix.keys}
+    used = unread | {key for matrix in (*sources, out) if matrix is not None for key in matrix.keys}
     used |= {id(parameter) for norm in norms.values() for parameter in norm.parameters()}
     names = {matrix.name.split(".")[-1] for matrix in (*sources, out) if matrix is not None}
     return Projections(
@@ -158,26 +152,6 @@ def read(
         "n p d" if names & HEAD_BY_HEAD else "p n d",
         names >= IN_TURNS,
     )
-
-
-def parts_of(name: str) -> str:
-    """Which projections a name speaks of: letters of q, k and v in its order, or `o`, or nothing.
-
-    >>> [parts_of(name) for name in ("W_query", "Wqkv", "c_attn", "key_value", "out_proj", "fc1")]
-    ['q', 'qkv', 'qkv', 'kv', 'o', 'o']
-    """
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
-    if words in (["c", "attn"], ["in", "proj"], ["in", "proj", "weight"], ["in", "proj", "bias"]):
-        return "qkv"
-    said = ""
-    for word in words:
-        bare = re.sub(r"^[wb](?=[qkvo]+$)|^to(?=[qkv])", "", word)
-        if re.fullmatch("[qkv]{2,3}", bare) and len(set(bare)) == len(bare):
-            return bare
-        said += next((part for part in "qkv" if {word, bare} & WORDS[part]), "")
-    if said:
-        return said if len(set(said)) == len(said) else ""
-    return "o" if any(word in WORDS["o"] or word in ("bo", "ob") for word in words) else ""
 
 
 def _stores(module: nn.Module, embed_dim: int) -> Iterator[Matrix]:

@@ -9,8 +9,9 @@ from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.introspect import unregistered
+from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, quoted
-from .projections import Projections, parts_of
+from .projections import Projections
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -69,4 +70,5 @@ def one_small_linear(subject: Target) -> list[Finding]:
 def no_output_projection(subject: Target, reading: Projections) -> list[Finding]:
     """That nothing mixes the heads, where they are made together and so belong together."""
     joined = subject.module is None or reading.num_heads == 1 or reading.style == "per head"
+    joined = joined or bool(subject.idle)
     return [] if joined or reading.out is not None else [found("output-projection", "none")]

@@ -60,7 +60,8 @@ def cross(ctx: ProbeContext) -> Finding | None:
     if ctx.near(ctx.result(x, subject, -source).out, out):
         made = [parameter.name for parameter in signature(type(caller.target))]
         built = named(ctx, BUILT_FOR) or any("cross" in name for name in made)
-        if not caller.separate and (built or _wants_a_width(ctx, made)):
+        guessed = context[:1] == caller.guessed[:1]
+        if not caller.separate and (guessed or built or _wants_a_width(ctx, made)):
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
     if _keys_from_queries(ctx, subject, source):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
+from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import Target
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
-from .probe_context import ProbeContext, failing
+from .probe_context import Failed, ProbeContext, failing
 
 NOTHING = 1e-30
 """An influence below this share of the largest is none; masks and softmax leave exact zeros."""
@@ -41,7 +42,12 @@ def shape(ctx: ProbeContext) -> Finding | None:
     """Other batches, one token, odd lengths; and the dtype."""
     for batch, tokens in ((1, ctx.tokens), (2, 1), (1, 1), (3, 5)):
         x = ctx.exact.input(tokens, batch)
-        out, wanted = ctx.call(x), [*x.shape[:2], ctx.subject.out_dim]
+        try:
+            out, wanted = ctx.call(x), [*x.shape[:2], ctx.subject.out_dim]
+        except Failed as failure:
+            if failure.too_few:
+                continue
+            raise
         if list(out.shape) != wanted:
             return found("shape", "sizes", x=list(x.shape), out=list(out.shape), wanted=wanted)
     x = ctx.subject.input()
@@ -146,7 +152,9 @@ def prefix(ctx: ProbeContext) -> Finding | None:
     """`f(x)[:, :t]` is `f(x[:, :t])`."""
     if not ctx.subject.causal:
         return None
-    for tokens in range(1, ctx.tokens):
+    form = ctx.subject.mask_form
+    alike = len(ctx.x) if form is not None and form.shape == "[T, S]" else 0  # taken for [B, S]
+    for tokens in (n for n in range(1, ctx.tokens) if n != alike):
         if not ctx.near(ctx.call(ctx.x[:, :tokens]), ctx.out[:, :tokens]):
             break
     else:
@@ -253,16 +261,28 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     if not named:
         return skipped("gradients", "It has no parameters that are trained.")
     with failing(f"x {list(ctx.x.shape)} with gradients"):
-        out = own(ctx.x)
-        draw = torch.Generator().manual_seed(9)
-        along = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out)
-        slopes = torch.autograd.grad((out * along).sum(), [p for _, p in named], allow_unused=True)
+        result, draw = own.result(ctx.x), torch.Generator().manual_seed(9)
+        outs = [result.out, *_beside(result)]
+        along = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y) for y in outs]
+        total = sum((y * a).sum() for y, a in zip(outs, along, strict=True))
+        slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+    idle = own.idle
     pairs = zip(named, slopes, strict=True)
-    missing = [dead for (name, one), slope in pairs if (dead := _dead(ctx, name, one, slope))]
+    dead = {name: _dead(ctx, name, one, slope) for (name, one), slope in pairs}
+    missing = [said for name, said in dead.items() if said and name not in idle]
+    if not missing and idle:
+        return skipped("gradients", f"Only another input reaches {', '.join(sorted(idle)[:3])}.")
     if not missing:
         return passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     return found("gradients", "missing", which=which)
+
+
+def _beside(result: Result) -> list[Tensor]:
+    """Other outputs of the same shape, of a second stream."""
+    others = [y for y in tensors_in(result.raw) if y.requires_grad and y is not result.weights]
+    shape = result.out.shape
+    return [y for y in others if y.ndim == len(shape) and y.shape[-1] == shape[-1]][1:]
 
 
 def _dead(ctx: ProbeContext, name: str, parameter: Tensor, slope: Tensor | None) -> str:
@@ -295,7 +315,10 @@ def large_inputs(ctx: ProbeContext) -> Finding | None:
     """A thousand times the usual size, in the subject's own dtype; outputs and gradients."""
     half = ctx.random.dtype.itemsize < 4  # which overflows by itself
     subject = ctx.random.to(torch.float32) if half else ctx.random
-    x = (subject.input() * 1000).requires_grad_(True)
+    frozen = subject.module is not None and not any(
+        p.requires_grad for p in subject.module.parameters()
+    )
+    x = (subject.input() * 1000).requires_grad_(not frozen)
     with failing(f"x {list(x.shape)} * 1000"):
         out = subject(x)
     fine = bool(out.isfinite().all())

@@ -112,6 +112,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
         seen = _best(ctx, name)
         if seen is None:
             said.append(name)
+        elif not seen.right and ctx.subject.caller.streams:
+            return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
         elif seen.right:
             return passed(rule, f"What it hides counts for nothing: {seen.form}.")
         elif seen.single:

@@ -30,6 +30,11 @@ class Failed(Exception):
         super().__init__(said)
         self.error = error
 
+    @property
+    def too_few(self) -> bool:
+        """Whether PyTorch's own norm refuses so few numbers, as it does for all layers."""
+        return "more than 1 value per channel" in str(self.error)
+
 
 @contextmanager
 def failing(call: str) -> Iterator[None]:
@@ -46,15 +51,15 @@ class ProbeContext:
     Attributes:
         subject: as it was given, with its own weights.
         random: a copy with random weights in the subject's dtype: zeros hide nothing there.
-        exact: the same in float64, where that works.
+        exact: the same in float64, where that works and is wanted.
         x, out: an input of the usual size, and what `exact` gives for it.
         effects: what masks were seen to do, by the argument's name.
     """
 
-    def __init__(self, subject: Target) -> None:
+    def __init__(self, subject: Target, exact: bool = True) -> None:
         self.subject = subject
         self.random = subject.randomised()
-        self.exact = self.random.double()
+        self.exact = self.random.double() if exact else self.random.fresh()
         self.x = self.exact.input()
         self.tokens = self.x.shape[1]
         self.effects: dict[str, Any] = {}

@@ -8,6 +8,7 @@ the attention weights where they come back.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -131,13 +132,34 @@ class Caller:
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
+        self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]
         self.positional = [name for name in names if name not in self.extra]
+        if not self.function:
+            self._guess(self.positional[:1])
         self.inputs = self._inputs([name for name in names if self.required(name)])
         if len(self.inputs) == 1 and not self.named("value"):  # of (Q, K): values are made of K
             pairs = [n for n in self.named("key") if n not in self.inputs]
             self.roles |= dict.fromkeys(pairs, "context")
+
+    def _guess(self, first: list[str]) -> None:
+        """Give roles to arguments of unknown names: one that must be given beside x is most likely
+        another sequence."""
+        for name, its in self.parameters.items():
+            if self.roles[name] or name in first or name in self.extra or its.kind > 3:
+                continue
+            told = its.annotation
+            if not self.required(name):
+                unset = its.default is None and told in (its.empty, "Tensor | None")
+                self.roles[name] = "other" * (unset or "Tensor" in str(told))
+            elif told in (int, bool, "int", "bool"):
+                self.roles[name] = "tokens" if told in (int, "int") else "training"
+            elif re.search(r"None|Optional", str(told)):
+                self.roles[name] = "nothing"
+            elif its.kind != its.VAR_POSITIONAL:
+                self.roles[name] = "nothing" if "mask" in name else "context"
+                self.guessed.append(name)
 
     def _inputs(self, required: list[str]) -> list[str]:
         """The parameters that take x: one, or query, key and value."""
@@ -187,6 +209,12 @@ class Caller:
     def separate(self) -> bool:
         """Whether queries, keys and values are given apart."""
         return len(self.inputs) == 3
+
+    @property
+    def streams(self) -> bool:
+        """Whether the call was given another sequence that nobody asked for, or packed ones."""
+        given = [n for n in self.named("context") if self.required(n) or n in self.fills]
+        return bool(given or self.named("packed")) and not self.separate
 
     @property
     def made_up(self) -> list[str]:

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..findings.verdict import Finding
-from .call_adapter import Caller, MaskForm, Result, stacked
-from .introspect import set_dropout
+from .call_adapter import Caller, MaskForm, Result, stacked, tensors_in
+from .introspect import names_called, set_dropout
 
 BATCH, TOKENS = 2, 7
 
@@ -164,6 +165,25 @@ class Target:
         raw = self.caller.feed((x, x, values), True, **keywords)
         return self.caller.read(raw, x, x).out
 
+    @property
+    def idle(self) -> set[str]:
+        """Names of parameters that only another input uses: the call does not touch them, though
+        code of the layer speaks of them."""
+        if self.module is None:
+            return set()
+        try:
+            with _Touched() as touched:
+                self(self.input())
+        except Exception:  # whatever it raises, a probe says so
+            return set()
+        said = set(names_called(self.module))
+        named = self.module.named_parameters()
+        return {
+            name
+            for name, one in named
+            if id(one) not in touched.seen and (not one.numel() or said & set(name.split(".")))
+        }
+
     # --- inputs -----------------------------------------------------------------------------------
 
     def input(
@@ -285,6 +305,20 @@ class Target:
             Broken: the constructor or the first call fails.
         """
         return None if self.factory is None else self.factory(**changes)
+
+
+class _Touched(TorchFunctionMode):
+    """Notes the tensors that functions of PyTorch are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= {id(one) for one in tensors_in([*args, kwargs or {}])}
+        return func(*args, **kwargs or {})
 
 
 def randomise(module: nn.Module, seed: int) -> None:

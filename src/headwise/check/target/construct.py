@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .names import building_role
+from .names import building_role, parts_of
 
 CONTEXT = 16
 """The longest sequence of a layer that asks for one: more than any probe needs but one."""
 
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
+USUAL |= {"eps": 1e-6, "flag": False, "once": 1}
 USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT, "window": 4}
 """What other roles get."""
 WINDOWS = (USUAL["window"], (2, 5))
@@ -43,6 +44,7 @@ class BuildSizes:
     head_dim: int | None = None
     context_length: int | None = None
     causal: bool | None = None
+    plain: bool = False  # whether configurations are taken as they are by themselves
     changes: dict[str, Any] = field(default_factory=dict)
 
     def settle(self, grouped: bool) -> BuildSizes:
@@ -61,6 +63,12 @@ class BuildSizes:
         elif embed is None:
             embed = (8 if heads != 8 else 5) * heads
         return dataclasses.replace(self, embed_dim=embed, num_heads=heads)
+
+    def widths(self, parts: str) -> tuple[int, int]:
+        """Inputs and outputs of a projection to q, k, v, or of heads back to the width (`o`)."""
+        embed, dim = self.value("width"), self.value("head_dim")
+        heads = sum(self.value("heads" if part in "qo" else "kv_heads") for part in parts)
+        return (heads * dim, embed) if parts == "o" else (embed, heads * dim)
 
     def value(self, role: str) -> Any:
         """What an argument of this role gets; `Unknown` where nothing can be said."""
@@ -96,15 +104,17 @@ class Config(dict[str, Any]):
     (24, 3, False)
     """
 
-    def __init__(self, sizes: BuildSizes, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, sizes: BuildSizes, given: Mapping[str, Any], needed: Collection[str] = ()
+    ) -> None:
         super().__init__(given)
-        self._sizes = sizes
+        self._sizes, self._needed = sizes, needed  # names that it must answer to
         self._asked: dict[str, Any] = {}
 
     def _look(self, name: str) -> Any:
         if dict.__contains__(self, name):
             return dict.__getitem__(self, name)
-        role = building_role(name)
+        role = building_role(name, name in self._needed)
         value = Unknown if role is None else self._sizes.value(role)
         if value is Unknown:
             raise Missing(name)
@@ -166,14 +176,20 @@ def build(
                 thing = factory(*args, **kwargs)
             break
         except Missing as missing:
-            raise made.question([missing.args[0]], "config field") from None
+            name = missing.args[0]
+            if name in made.needed or building_role(name, needed=True) is None:
+                raise made.question([name], "config field") from None
+            made.needed.add(name)
         except Exception as error:
             errors.append(error)
             made.place += 1
             if made.place >= made.choices:
                 raise errors[0] from None
     named = made.placed | kwargs
-    return thing, named, _by_role(_flat(named))
+    roles = _by_role(_flat(named))
+    for name, value in _asked(named):
+        roles.setdefault(building_role(name, needed=True) or "", value)
+    return thing, named, roles
 
 
 class _OnCPU(TorchFunctionMode):
@@ -191,11 +207,27 @@ class _OnCPU(TorchFunctionMode):
 
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a class or function; none where Python does not tell."""
+    """The parameters of a class or function; none where Python does not tell. What a class hands
+    on with `**kwargs` is what its base class takes."""
     try:
-        return list(inspect.signature(factory).parameters.values())
+        own = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return []
+    open_ = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    base = (
+        next((kind for kind in inspect.getmro(factory)[1:] if "__init__" in vars(kind)), object)
+        if open_ and inspect.isclass(factory)
+        else object
+    )
+    if base in (nn.Module, object):
+        return list(own.values())
+    more = [
+        p.replace(kind=p.KEYWORD_ONLY)
+        for p in signature(base)
+        if p.name not in own and p.kind in (1, 3)
+    ]
+    rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
+    return [*(p for p in own.values() if p not in rest), *more, *rest]
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -205,6 +237,12 @@ def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _fields(value).items()
         else:
             yield name, value
+
+
+def _asked(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments, and the fields that a configuration was asked for."""
+    for name, value in arguments.items():
+        yield from value._asked.items() if isinstance(value, Config) else [(name, value)]
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
@@ -220,7 +258,7 @@ def _by_role(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         role = building_role(str(name))
-        if role not in (None, "config"):
+        if role not in (None, "config") and not isinstance(value, list | tuple | dict):
             found.setdefault(role, value)
     return found
 
@@ -246,6 +284,7 @@ class _Constructor:
         self.names = [parameter.name for parameter in self.parameters]
         self.placed = dict(zip(self.names, self.args, strict=False))
         self.place, self.choices = 0, 1  # which class of configurations is taken
+        self.needed: set[str] = set()  # fields that one must have
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
@@ -270,6 +309,8 @@ class _Constructor:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             required = parameter.default is parameter.empty
+            choice = self._choice(parameter, sizes) if required and role is None else None
+            role = building_role(name, needed=required)
             if name in rest:
                 kwargs[name] = rest.pop(name)
             elif role == "config" and (required or self._config_class(name)):
@@ -277,6 +318,8 @@ class _Constructor:
                 rest = {} if required else rest
             elif role == "config":
                 continue
+            elif choice is not None:
+                kwargs[name] = choice
             elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
                 value = sizes.value(role)
                 if role == "window":
@@ -284,8 +327,6 @@ class _Constructor:
                     value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
-            elif required and (choice := self._first_choice(parameter)) is not None:
-                kwargs[name] = choice
             elif required:
                 unknown.append(name)
         if unknown:
@@ -298,9 +339,13 @@ class _Constructor:
             )
         return kwargs | rest
 
-    def _first_choice(self, parameter: inspect.Parameter) -> Any:
-        """A member of an enumeration, a word, no for a flag; or the attention inside, where it
-        takes one and its file has a class that can be built without a word."""
+    def _choice(self, parameter: inspect.Parameter, sizes: BuildSizes) -> Any:
+        """A member of an enumeration, a word, no for a flag; or a module that is handed in: a
+        projection, or the attention inside, where its file has one that can be built without a
+        word."""
+        kind = parameter.annotation
+        if inspect.isclass(kind) and issubclass(kind, nn.Module) and parts_of(parameter.name):
+            return nn.Linear(*sizes.widths(parts_of(parameter.name)))
         if not re.search("att(n|ention)$", parameter.name):
             return _first_choice(self.factory, parameter)
         for name, kind in list(vars(sys.modules.get(self.factory.__module__, typing)).items()):
@@ -332,9 +377,9 @@ class _Constructor:
         """The configuration: of its own class if there is one, else one that answers to all."""
         kind = self._config_class(name)
         if kind is None:
-            return Config(sizes, given)
+            return Config(sizes, given, self.needed)
         made = _Constructor(kind, (), given)
-        kwargs = made.work_out(sizes)
+        kwargs = given if sizes.plain else made.work_out(sizes)
         config = kind(**{name: value for name, value in kwargs.items() if name in made.names})
         if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
             config._attn_implementation = "eager"
@@ -368,17 +413,13 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     return role in SET_ALWAYS and default is not None and not isinstance(default, bool)
 
 
-_YES_OR_NO = re.compile("(log|return|use|with|is|has|need|output)_")
-"""How the names of arguments begin that take yes or no."""
-
-
 def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """The first member of an enumeration, False for a flag, or the first word that the code
     compares an argument with; None where nothing tells.
     """
     if isinstance(parameter.annotation, enum.EnumMeta):
         return next(iter(parameter.annotation))
-    if parameter.annotation in (bool, "bool") or _YES_OR_NO.match(parameter.name):
+    if parameter.annotation in (bool, "bool"):
         return False
     try:
         source = inspect.getsource(factory)

@@ -250,7 +250,7 @@ def reversed_rows(fill: Fill) -> Fill:
 
 
 FILLS: Mapping[str, Options] = {
-    **dict.fromkeys(("mask", "padding", "cache"), _constant(None)),
+    **dict.fromkeys(("mask", "nothing", "padding", "cache"), _constant(None)),
     "lengths": _made(
         lambda place: place.x.new_full((len(place.x),), place.source.shape[-2]).long()
     ),
@@ -274,6 +274,11 @@ FILLS: Mapping[str, Options] = {
     "start": _made(
         lambda place: place.start, lambda place: torch.full((len(place.x),), place.start)
     ),
+    "packed": _made(
+        lambda place: torch.tensor([0, place.x.shape[-2]], dtype=torch.int32, device=place.x.device)
+    ),
+    "other": _made(lambda place: torch.zeros_like(place.x)),
+    "frames": _constant(1),
     "height": _made(lambda place: place.x.shape[-2]),
     "width": _constant(1),
     "grid": _made(lambda place: (place.x.shape[-2], 1)),

@@ -16,7 +16,7 @@ from itertools import chain, product
 import torch
 
 from ..findings.rules import found
-from .call_adapter import LAYOUTS, Caller, MaskForm, UnusableResult
+from .call_adapter import LAYOUTS, Caller, MaskForm, Result, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .fills import FILLS, OPTIONAL, Fill, left_out
 
@@ -58,11 +58,13 @@ def first_call(subject: Target) -> None:
     caller, errors = subject.caller, list[BaseException]()
     if getattr(caller.target, "batch_first", True) is False:
         caller.layout = "time"
+    if any(caller.required(name) for name in caller.named("packed")):
+        caller.layout = "single"
     until, usual = time.process_time() + SECONDS, caller.layout
     for way in chain(_ways(caller), _lengths(subject, usual, errors)):
         way.set(subject)
         try:
-            result = subject.result(subject.input())
+            result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
         except Exception as error:
@@ -84,6 +86,18 @@ def first_call(subject: Target) -> None:
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     raise not_run(f"x {shape}", error) from error
+
+
+def _tried(subject: Target) -> Result:
+    """The first result; without gradients where its kernel has no backward on this machine."""
+    try:
+        return subject.result(subject.input())
+    except NotImplementedError as error:
+        if "backward" not in str(error) or subject.module is None:
+            raise
+    subject.module.requires_grad_(False)
+    subject.notes.append("its kernel has no backward here, so gradients were not tried")
+    return subject.result(subject.input())
 
 
 def _notes(subject: Target) -> Iterator[str]:
@@ -242,6 +256,11 @@ def _question(subject: Target, error: BaseException) -> ValueError:
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
     call = f"lambda layer, x: layer({given})"
+    if caller.guessed:
+        return ValueError(
+            f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
+            f"worked out; say how to call it: hw.check(…, call={call})"
+        )
     return ValueError(
         f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
         f'call={call}), or on the command line --call "{call}". A call that I made up fails: '

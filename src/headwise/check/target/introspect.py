@@ -36,10 +36,20 @@ def names_in(module: nn.Module) -> Iterator[str]:
                     yield from getattr(getattr(value, "__code__", None), "co_names", ())
 
 
-def _own_classes(module: nn.Module) -> Iterator[type]:
+def names_called(module: nn.Module) -> Iterator[str]:
+    """Names that a module's methods read, and those of the plain objects that it holds."""
+    for child in module.modules():
+        held = [child, *(v for v in vars(child).values() if type(v).__module__ != "builtins")]
+        for kind in (kind for one in held for kind in _own_classes(one)):
+            for name, value in vars(kind).items():
+                if name != "__init__":
+                    yield from getattr(getattr(value, "__code__", None), "co_names", ())
+
+
+def _own_classes(thing: Any) -> Iterator[type]:
     """Its classes below PyTorch's."""
-    for kind in type(module).__mro__:
-        if kind.__module__.split(".")[0] == "torch":
+    for kind in type(thing).__mro__:
+        if kind.__module__.split(".")[0] in ("torch", "builtins"):
             return
         yield kind
 

@@ -16,21 +16,58 @@ _BUILD, _CALL = (
     for kind in ("build", "call")
 )
 
+_PARTS = {
+    "q": {"q", "query", "queries", "wq", "qw", "qs"},
+    "k": {"k", "key", "keys", "wk", "kw", "ks"},
+    "v": {"v", "value", "values", "val", "wv", "vw", "vs"},
+    "o": set(
+        (
+            "o wo ow out output outputs proj projection unify unifyheads dense fc fco final "
+            "combine combined merge concat mix last"
+        ).split()
+    ),
+}
+"""What people call the projections; a name may hold several of these words."""
 _OTHER_MASKS = re.compile(
     r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos"
 )
 """Names of masks that do not say which keys of x a query sees."""
 
 
-def building_role(name: str) -> str | None:
+_GUESSED = {
+    "eps": r"(^|_)eps(ilon)?$",
+    "flag": r"^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
+    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups)$",
+    "heads": r"heads?$",
+    "head_dim": r"head",
+    "width": r"^d_|(^|_)(dim|width|size|channels?|features?|feats?|hidden|embed|emb)(_|$)",
+}
+"""Patterns of names that say what they are for, the surest first; only where something must be
+given."""
+
+
+def building_role(name: str, needed: bool = False) -> str | None:
     """What a constructor's argument (or a config's field) is for; None where the name is unknown.
+
+    Args:
+        needed: whether it must be given, so that a likely role is better than none.
 
     >>> building_role("n_embd"), building_role("NUM_HEADS"), building_role("flavour")
     ('width', 'heads', None)
+    >>> building_role("vit_n_heads"), building_role("vit_n_heads", needed=True)
+    (None, 'heads')
     """
     bare = name.lower().strip("_")
     role = _BUILD.get(bare)
-    return "dropout" if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare) else role
+    if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare):
+        return "dropout"
+    if role is not None or not needed:
+        return role
+    words = bare.split("_")
+    ends = ("_".join(words[n:]) for n in range(1, len(words)))
+    known = (_BUILD[end] for end in ends if len(end) > 2 and end in _BUILD)
+    guessed = (role for role, pattern in _GUESSED.items() if re.search(pattern, bare))
+    return next((role for role in known if role != "causal"), None) or next(guessed, None)
 
 
 def calling_role(name: str) -> str | None:
@@ -40,6 +77,28 @@ def calling_role(name: str) -> str | None:
     ('query', 'mask', None)
     """
     bare = name.lower().strip("_")
+    if bare not in _CALL and re.search(r"(rotary|rope|rot)_(pos_)?(emb|cache|table)", bare):
+        return "rotary"
     if bare in _CALL or "mask" not in bare or _OTHER_MASKS.search(bare):
         return _CALL.get(bare)
     return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"
+
+
+def parts_of(name: str) -> str:
+    """Which projections a name speaks of: letters of q, k and v in its order, or `o`, or nothing.
+
+    >>> [parts_of(name) for name in ("W_query", "Wqkv", "c_attn", "key_value", "out_proj", "fc1")]
+    ['q', 'qkv', 'qkv', 'kv', 'o', 'o']
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    if words in (["c", "attn"], ["in", "proj"], ["in", "proj", "weight"], ["in", "proj", "bias"]):
+        return "qkv"
+    said = ""
+    for word in words:
+        bare = re.sub(r"^[wb](?=[qkvo]+$)|^to(?=[qkv])", "", word)
+        if re.fullmatch("[qkv]{2,3}", bare) and len(set(bare)) == len(bare):
+            return bare
+        said += next((part for part in "qkv" if {word, bare} & _PARTS[part]), "")
+    if said:
+        return said if len(set(said)) == len(said) else ""
+    return "o" if any(word in _PARTS["o"] or word in ("bo", "ob") for word in words) else ""

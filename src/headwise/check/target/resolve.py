@@ -199,8 +199,10 @@ def _of_factory(
     except (Broken, ValueError) as first:
         if args or arguments or request.call or request.sizes.num_heads or request.sizes.embed_dim:
             raise
-        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3)):  # some insist on such numbers
-            sizes = replace(request.sizes, num_heads=heads, num_kv_heads=groups)
+        own = request.sizes
+        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
+            # some insist on such numbers, or on those of their own configuration
+            sizes = replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
             request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
                 return make()
@@ -251,7 +253,7 @@ def _settled(
     )
     if call is None:
         wide = known.get("kv_width", width)
-        _refuse_other_calls(subject, wide if wide != width and _reads(target, wide) else width)
+        _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
@@ -266,14 +268,9 @@ def _reads(target: Any, wide: int) -> bool:
     return not made or any(wide in one.shape[1:] for one in made)
 
 
-def _refuse_other_calls(subject: Target, kv_width: int) -> None:
-    """Ask how to call what wants unknown arguments, or keys of another width than queries."""
-    missing, width = subject.caller.missing(), subject.embed_dim
-    if missing:
-        raise ValueError(
-            f"check({subject.name}): what its call wants for {', '.join(missing)} cannot be worked "
-            f"out; say how to call it: hw.check(…, call=lambda layer, x: layer(x, {missing[0]}=…))"
-        )
+def _refuse_other_widths(subject: Target, kv_width: int) -> None:
+    """Ask how to call what wants keys of another width than queries."""
+    width = subject.embed_dim
     if kv_width != width:
         feeds = ["x"] + [f"x[..., :{kv_width}]"] * (2 if subject.caller.separate else 1)
         raise ValueError(
