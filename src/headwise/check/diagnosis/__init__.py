@@ -38,7 +38,7 @@ OTHER_INGREDIENTS = re.compile(
     r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
     r"position|soft_?cap|softclamp|window|sink|gate|qk_norm|talking|temperature|mem_kv|num_mem|"
     r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|local|cosine|zero_attn|"
-    r"(^|_)bias_[kv](_|$)"
+    r"(^|_)bias_[kv](_|$)|(group|batch|instance)norm"
 )
 """Names of what makes an attention more than projections and a softmax."""
 
@@ -176,7 +176,8 @@ def _example(case: Case, subject: Target, base: Variant, large: bool = False) ->
 
 
 def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
-    reasons = [*case.reading.extras, *case.subject.caller.tables]
+    reasons = [*case.reading.extras, *case.subject.caller.tables, *sorted(case.subject.idle)]
+    reasons += ["another sequence"] * case.subject.caller.streams
     out, heads = case.reading.out, case.reading.num_heads * case.reading.value_dim
     if out is not None and out.weight.shape[0] > heads:
         reasons.append(f"{out.name}, which takes more than the heads")

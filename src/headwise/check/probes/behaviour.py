@@ -289,7 +289,7 @@ def _dead(ctx: ProbeContext, name: str, parameter: Tensor, slope: Tensor | None)
     """Which part of a parameter has no gradient; empty where all of it has."""
     if slope is None:
         return name
-    if parameter.ndim < 2 or POSITIONS.search(name.lower()):
+    if parameter.ndim < 2 or not parameter.numel() or POSITIONS.search(name.lower()):
         return ""
     if bool((slope == 0).all()):
         return name
