@@ -112,12 +112,19 @@ def test_a_wrong_file_gets_the_mistakes_name(
     assert data["findings"][0]["example"]["expected"] != data["findings"][0]["example"]["actual"]
 
 
+COMMAND = "import sys; from headwise.cli import main; sys.argv[0] = 'headwise'; sys.exit(main())"
+"""What the command `headwise` does; it runs files in copies of itself."""
+
+
 def test_the_shell_sees_the_exit_codes(tmp_path: Path) -> None:
-    call = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
-    path = write(tmp_path, "def")
-    done = subprocess.run([*call, "check", path], capture_output=True, text=True, check=False)
+    text = "import os\nprint(*os.environ)\nos._exit(3)\n"
+    call = [sys.executable, "-c", COMMAND, "check", write(tmp_path, text)]
+    secret = {**os.environ, "SECRET_TOKEN": "a-secret"}
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=secret)
     assert done.returncode == 1, done.stderr
+    assert "OMP_NUM_THREADS" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    assert "SECRET" not in done.stdout + done.stderr
 
 
 # --- what is checked, and with which arguments ----------------------------------------------------
@@ -546,8 +553,7 @@ def test_a_checker_that_is_killed_leaves_nothing(tmp_path: Path, ours: Path) -> 
         f"{daemon}\nimport pathlib\npathlib.Path(__file__).with_name('on').touch()\n"
         "while True: pass\n",
     )
-    call = "import sys; from headwise.cli import main; sys.exit(main())"
-    checker = subprocess.Popen([sys.executable, "-c", call, "check", path])
+    checker = subprocess.Popen([sys.executable, "-c", COMMAND, "check", path])
     until = time.monotonic() + 60
     while not (tmp_path / "on").exists():
         assert time.monotonic() < until

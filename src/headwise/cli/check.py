@@ -192,5 +192,13 @@ def _waiting() -> Iterator[Report]:
     if not console.is_terminal:
         yield lambda seconds: None
         return
-    with console.status("checking …") as status:
-        yield lambda seconds: status.update(f"checking … {seconds:.0f} s")
+    status = console.status("checking …")
+
+    def report(seconds: float) -> None:
+        status.start()  # not before the sandbox runs: it has a thread
+        status.update(f"checking … {seconds:.0f} s")
+
+    try:
+        yield report
+    finally:
+        status.stop()

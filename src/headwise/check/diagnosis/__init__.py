@@ -31,6 +31,7 @@ from .static_checks import (
     one_small_linear,
     plain_lists,
     shared_heads,
+    slips,
 )
 from .variants import Variant, error, rebuild
 
@@ -56,7 +57,8 @@ def run(subject: Target) -> list[Finding]:
         lists = plain_lists(subject)
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
-        return [*lists, *([] if lists else dropping), *_run(subject, bool(lists), drops)]
+        early = [*slips(subject), *lists, *([] if lists else dropping)]
+        return [*early, *_run(subject, bool(lists), drops)]
 
 
 def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:

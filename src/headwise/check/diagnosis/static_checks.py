@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
+from ..files.syntax import Source
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.checked_target import Target
+from ..target.checked_target import Target, is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, quoted
 from .projections import Projections
+
+NO_EFFECT = set(
+    (
+        "masked_fill transpose permute view reshape contiguous softmax flatten unsqueeze squeeze "
+        "expand repeat repeat_interleave matmul bmm masked_select detach tril triu"
+    ).split()
+)
+"""Functions of tensors that change nothing and give a new tensor."""
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -33,6 +49,35 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     name, line = dropping[0].name, quoted(dropping[0].place)
     way, call = ("fused", name) if name == FUSED else ("called", f"F.{name}")
     return [found("dropout-in-eval", way, call=call, line=line)], True
+
+
+def slips(subject: Target) -> list[Finding]:
+    """Lines of its own classes that cannot do what they say, on whatever path they stand: a name
+    that nothing defines, and a result that nothing takes."""
+    kinds = {type(one) for one in ([] if subject.module is None else subject.module.modules())}
+    seen: list[Finding] = []
+    for home in {sys.modules.get(kind.__module__) for kind in kinds}:
+        file = str(getattr(home, "__file__", None))
+        if not file.endswith(".py") or not is_users(file):
+            continue
+        text = "".join(linecache.getlines(file, vars(home)))
+        names = {kind.__name__ for kind in kinds if kind.__module__ == home.__name__}
+        with contextlib.suppress(SyntaxError):
+            seen += _slips(Source(text, file), names, vars(home))
+    return seen
+
+
+def _slips(source: Source, kinds: set[str], known: Mapping[str, Any]) -> Iterator[Finding]:
+    classes = [source.definitions[name] for name in kinds & set(source.definitions)]
+    for name, line in source.unbound.items():
+        if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in classes):
+            yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
+    for node in (node for kind in classes for node in ast.walk(kind)):
+        call = node.value if isinstance(node, ast.Expr) else None
+        function = call.func if isinstance(call, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr in NO_EFFECT:
+            line = quoted((source.file, node.lineno))
+            yield found("unused-result", "lost", name=function.attr, line=line)
 
 
 def plain_lists(subject: Target) -> list[Finding]:

@@ -1,9 +1,9 @@
 """The sandbox's own side: a keeper, and under it the process that does the job.
 
-`sandbox.run` starts this file as a script, so the keeper holds no torch. It becomes the subreaper
-of its descendants: one that makes a session of its own, or whose parent has ended, is still found
-under it, counted, and ended with it. The keeper ends when the job does, when a limit is passed, or
-when the process that asked for the job is gone.
+`sandbox.run` starts this file as a script, or calls `keep` in a copy of itself. The keeper becomes
+the subreaper of its descendants: one that makes a session of its own, or whose parent has ended, is
+still found under it, counted, and ended with it. The keeper ends when the job does, when a limit is
+passed, or when the process that asked for the job is gone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def keep() -> None:
-    """Run the job that stands on standard input, and write how it ended to `ended`."""
-    job = json.loads(sys.stdin.readline())
+def keep(job: dict[str, Any] | None = None) -> None:
+    """Run the job, or the one that stands on standard input, and write how it ended to `ended`."""
+    job = job or json.loads(sys.stdin.readline())
+    assert job is not None
     box = Path(job["box"])
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)  # input() finds the end, not the job

@@ -1,8 +1,8 @@
 """Code that somebody else wrote, run in a process of its own, with limits.
 
-`run("module:function", arguments)` calls that function in a fresh Python and gives back what it
-reported, and how it ended. Whatever the code does in there, the caller lives: time, memory, written
-and printed bytes and processes are limited, and all that it started is ended with it.
+`run("module:function", arguments)` calls that function in a process of its own and gives back what
+it reported, and how it ended. Whatever the code does in there, the caller lives: time, memory,
+written and printed bytes and processes are limited, and all that it started is ended with it.
 
 It guards against accidents (an endless loop, an `exit()`, a fork without an end), not against
 malice: the code runs with the user's own rights, like any file that is run with Python. It gets
@@ -16,6 +16,7 @@ none of the user's secrets by its environment, and an empty home of its own.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -25,13 +26,14 @@ import site
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from .keeper import GRACE, OUT_OF_MEMORY, START, TICK
+from .keeper import GRACE, OUT_OF_MEMORY, START, TICK, keep
 
 GIB = 2**30
 KEPT = 4096  # bytes of what the code prints that are kept
@@ -128,20 +130,10 @@ def _echo(send: Callable[[Any], None], text: str) -> None:
 
 def _wait(job: dict[str, Any], box: Path, report: Callable[[float], object]) -> int:
     """Start the keeper and wait for its end: its exit code."""
-    keeper = Path(__file__).with_name("keeper.py")
+    told = environment(os.environ, box / "home")
     with (box / "printed").open("ab") as printed:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-P", str(keeper)],
-            stdin=subprocess.PIPE,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment(os.environ, box / "home"),
-        )
+        process = Fork(job, printed.fileno(), told) if _may_fork() else _started(job, printed, told)
     try:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(json.dumps(job).encode() + b"\n")
         began = time.monotonic()
         while (spent := time.monotonic() - began) < 2 * START + job["seconds"] + GRACE:
             report(spent)
@@ -151,6 +143,86 @@ def _wait(job: dict[str, Any], box: Path, report: Callable[[float], object]) -> 
         process.terminate()  # it ends all others first
         process.wait()
     return process.returncode
+
+
+def _started(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Process:
+    """A fresh Python that runs the keeper."""
+    keeper = Path(__file__).with_name("keeper.py")
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-P", str(keeper)],
+        stdin=subprocess.PIPE,
+        stdout=printed,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=told,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(job).encode() + b"\n")
+    return process
+
+
+def _may_fork() -> bool:
+    """Whether a copy of this process may run the keeper, which saves another import of torch: the
+    command itself, on Linux, before it has a second thread."""
+    command = Path(sys.argv[0]).name == "headwise" and sys.platform == "linux"
+    return command and threading.active_count() == 1 and "torch" in sys.modules
+
+
+class Fork:
+    """A copy of this process that runs the keeper, with the environment that it is told."""
+
+    def __init__(self, job: dict[str, Any], printed: int, told: dict[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode = 0
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                _become_keeper(printed, told)
+                keep(job)
+                code = 0
+            except SystemExit:
+                code = 0
+            finally:
+                os._exit(code)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; as with `subprocess.Popen`."""
+        until = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self.pid:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid, self.returncode = 0, os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
+                raise subprocess.TimeoutExpired("headwise check", timeout or 0.0)
+            else:
+                time.sleep(TICK / 10)
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end, which ends all others first."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+Process = subprocess.Popen[bytes] | Fork
+
+
+def _become_keeper(printed: int, told: dict[str, str]) -> None:
+    """What a fresh Python would be: a session, an environment and an output of its own."""
+    os.setsid()
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.closerange(3, 256)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", False), write_through=True)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.FileIO(2, "w", False), write_through=True)
+    os.environ.clear()
+    os.environ.update(told)
+    tempfile.tempdir = None
+    sys.path[:] = sys.path[1 - sys.flags.safe_path :]  # without the command's own folder
+    sys.modules["torch"].set_num_threads(int(told["OMP_NUM_THREADS"]))
 
 
 # What the code is told of the user's environment: where programs and libraries are, the language,

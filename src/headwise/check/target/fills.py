@@ -256,7 +256,10 @@ FILLS: Mapping[str, Options] = {
     ),
     "residual": _made(lambda place: torch.zeros_like(place.x)),
     **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
-    "context": _made(lambda place: place.source if place.keys is None else place.keys),
+    "context": _made(
+        lambda place: place.source if place.keys is None else place.keys,
+        lambda place: place.source[:, None],
+    ),
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),
     "cos": _any_of(_from_file(0), _COS),
