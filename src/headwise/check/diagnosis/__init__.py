@@ -143,7 +143,7 @@ def _finding(
     """What is said of a fault; with no base there is no right output to show beside it."""
     names = words_of(case.reading, case.inputs[1].shape[1])
     message, hint = fault.message.format(**names), fault.hint.format(**names)
-    line = lines_of(case.subject, case.inputs[1], fault.rule)
+    line = lines_of(case.subject, case.inputs[1], fault.rule, fault.odd_one)
     severity = fault.severity
     if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"

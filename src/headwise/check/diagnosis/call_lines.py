@@ -70,8 +70,12 @@ def _scores(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def lines_of(subject: Target, x: Tensor, rule: str) -> str:
-    """Quote the likeliest line for a mistake of this rule, or nothing."""
+def lines_of(subject: Target, x: Tensor, rule: str, which: int = 0) -> str:
+    """Quote the likeliest line for a mistake of this rule, or nothing.
+
+    Args:
+        which: of the lines for queries, keys and values.
+    """
     suspects = ALL[rule].suspects
     if not suspects:
         return ""
@@ -84,7 +88,9 @@ def lines_of(subject: Target, x: Tensor, rule: str) -> str:
         square = suspects.get("square", False) and name != FUSED
         fits = [call for call in calls.made if call.name == name and (call.square or not square)]
         if places := [call.place for call in fits if call.place is not None]:
-            return quoted(places[-1 if suspects.get("last") else 0])
+            apart = list(dict.fromkeys(places))
+            first = which if len(apart) >= 3 else 0
+            return quoted(apart[-1 if suspects.get("last") else first])
     return ""
 
 

@@ -39,6 +39,14 @@ class Fault:
             changed = replace(changed, mask="causal")
         return changed
 
+    @property
+    def odd_one(self) -> int:
+        """Which of queries, keys and values alone it is about; 0 where it is about all."""
+        for value in self.change.values():
+            if isinstance(value, list | tuple) and len(value) == 3 and len(set(value)) == 2:
+                return next(n for n in range(3) if value.count(value[n]) == 1)
+        return 0
+
     def adds_to(self, other: Fault) -> bool:
         """Whether both can be made at once."""
         return not set(self.change) & set(other.change)

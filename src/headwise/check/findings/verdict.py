@@ -24,7 +24,12 @@ COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "d
 Nested = list[Any]
 """Nested lists of numbers, as `Tensor.tolist()` gives them."""
 
-UNTRIED = ("No form was found", "Only another input reaches", "Which tokens it speaks of")
+UNTRIED = (
+    "No form was found",
+    "No way was found",
+    "Only another input reaches",
+    "Which tokens it speaks of",
+)
 """How findings begin on what could not be tried."""
 
 SHOWN = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...layers.kv_cache import KVCache
+from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Broken, Target, told
 from ..target.construct import signature
 from ..target.fills import reversed_rows
+from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
@@ -61,6 +64,9 @@ def cross(ctx: ProbeContext) -> Finding | None:
         made = [parameter.name for parameter in signature(type(caller.target))]
         built = named(ctx, BUILT_FOR) or any("cross" in name for name in made)
         guessed = context[:1] == caller.guessed[:1]
+        needed = bool(context) and caller.required(context[0]) and not ctx.subject.idle
+        if needed and re.search("cross", type(caller.target).__name__.lower()):
+            return found("cross", "unused")
         if not caller.separate and (guessed or built or _wants_a_width(ctx, made)):
             return skipped("cross", f"It does not use {context[0]} as it was built.")
         return found("cross", "unused")
@@ -111,7 +117,7 @@ def _wants_a_width(ctx: ProbeContext, made: list[str]) -> bool:
         other = ctx.subject.rebuilt(kv_width=ctx.subject.embed_dim)
         if other is None:
             return False
-        other, (source, x) = replace(other.double(), causal=False), (ctx.x.flip(1), ctx.x)
+        other, (source, x) = replace(other.to(ctx.x.dtype), causal=False), (ctx.x.flip(1), ctx.x)
         return not ctx.near(ctx.result(x, other, source).out, ctx.result(x, other, -source).out)
     except (Failed, Broken, ValueError):
         return True
@@ -120,8 +126,10 @@ def _wants_a_width(ctx: ProbeContext, made: list[str]) -> bool:
 def rotary(ctx: ProbeContext) -> Finding | None:
     """Rotary tables that are handed in: they count, and only by the distance of tokens."""
     caller = ctx.exact.caller
-    if caller.custom is not None or not caller.tables or ctx.tokens < 4:
+    if caller.custom is not None or ctx.tokens < 4:
         return None
+    if not caller.tables:
+        return _by_distance(ctx)
     others = {name: reversed_rows(fill) for name, fill in caller.tables.items()}
     moved = replace(ctx.exact, caller=caller.shifted())
     other = replace(ctx.exact, caller=replace(caller, fills={**caller.fills, **others}))
@@ -135,6 +143,26 @@ def rotary(ctx: ProbeContext) -> Finding | None:
             return skipped("rotary", f"It does not use {names} as it was built.")
         return found("rotary", "unused", names=names)
     return passed("rotary") if ctx.near(here, ctx.out) else found("rotary", "shift", names=names)
+
+
+def _by_distance(ctx: ProbeContext) -> Finding | None:
+    """Rotary positions of the layer's own: where all tokens are equal, a score is settled by the
+    distance of two of them."""
+    module = ctx.exact.module
+    said = [] if module is None else list(names_in(module))
+    if not ctx.subject.causal or not any(SPEAKS_OF_ROPE.search(name.lower()) for name in said):
+        return None
+    calls = Calls(ctx.tokens)
+    with contextlib.suppress(Failed), calls:
+        ctx.call(ctx.x[:, :1].expand_as(ctx.x))
+    scores = [call.scores for call in calls.made if call.scores is not None]
+    seen = torch.ones(ctx.tokens, ctx.tokens, dtype=torch.bool).tril()
+    if not scores or scores[0].shape[-2:] != seen.shape:
+        return None
+    first = scores[0].masked_fill(~seen, 0.0)
+    alike = ctx.near(first[..., 1:, 1:].tril(), first[..., :-1, :-1].tril())
+    said = "Its rotary positions count by the distance of two tokens alone."
+    return passed("rotary", said) if alike else found("rotary", "distance")
 
 
 # --- caches ---------------------------------------------------------------------------------------
@@ -205,7 +233,7 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
         yield lambda: _kept(subject.fresh(), {}, flags)
 
 
-def _called(subject: Target, x: Tensor, past: int, **given: Any) -> Any:
+def _called(subject: Target, x: Tensor, past: int, /, **given: Any) -> Any:
     """The result on a chunk, with its causal mask where masks are passed."""
     form = subject.mask_form
     if form is not None:

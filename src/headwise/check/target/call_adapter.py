@@ -226,7 +226,7 @@ class Caller:
         """Required parameters that nothing is known about."""
         return [name for name in self.made_up if self.roles[name] not in FILLS]
 
-    def __call__(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
+    def __call__(self, x: Tensor, source: Tensor | None = None, /, **keywords: Any) -> Result:
         """The result on x `[B, T, E]`; keys and values from `source` `[B, S, E]` if it is given.
 
         `keywords` are further arguments of the call, masks among them.
@@ -250,6 +250,7 @@ class Caller:
         feeds: tuple[Tensor, Tensor, Tensor],
         cross: bool,
         place: Place | None = None,
+        /,
         **keywords: Any,
     ) -> Any:
         """What the target returns for these inputs of queries, keys and values, as it is.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import inspect
 import linecache
 import re
@@ -102,7 +103,7 @@ class Target:
         """The attention weights as they come back, `[B, H, T, T]` or `[B, T, T]`, or None."""
         return self.result(x).weights
 
-    def result(self, x: Tensor, source: Tensor | None = None, **keywords: Any) -> Result:
+    def result(self, x: Tensor, source: Tensor | None = None, /, **keywords: Any) -> Result:
         """Output and weights, with keys and values from `source`, and the mask that is passed.
 
         x itself is not handed on, so that nothing can write to it.
@@ -176,13 +177,10 @@ class Target:
                 self(self.input())
         except Exception:  # whatever it raises, a probe says so
             return set()
-        said = set(names_called(self.module))
-        named = self.module.named_parameters()
-        return {
-            name
-            for name, one in named
-            if id(one) not in touched.seen and (not one.numel() or said & set(name.split(".")))
-        }
+        said, named = set(names_called(self.module)), dict(self.module.named_parameters())
+        layers = {name: re.sub(r"\.(weight|bias)$", "", name) for name in named}
+        used = {layers[name] for name, one in named.items() if id(one) in touched.seen}
+        return {n for n, layer in layers.items() if layer not in used and said & set(n.split("."))}
 
     # --- inputs -----------------------------------------------------------------------------------
 
@@ -386,6 +384,7 @@ def told(error: BaseException, file: Path | None = None) -> str:
     """
     text = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    said += _meant(error)
     frames = traceback.walk_tb(error.__traceback__)
     names = ((place, place[0].f_code.co_filename) for place in frames)
     own = [one for one in names if (one[1] == str(file) if file else is_users(one[1]))]
@@ -395,6 +394,19 @@ def told(error: BaseException, file: Path | None = None) -> str:
     line = linecache.getline(name, number, frame.f_globals).strip()
     code = f": `{line}`{''.join(_had(line, frame.f_locals))}" if line else ""
     return f"{said} (line {number} of {Path(name).name}{code})"
+
+
+def _meant(error: BaseException) -> str:
+    """The attribute of a module that is nearest to one that it has not."""
+    owner, name = getattr(error, "obj", None), getattr(error, "name", None) or ""
+    if isinstance(error, AttributeError) and not isinstance(owner, nn.Module):
+        found = re.search(r"has no attribute '(\w+)'", str(error))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        owner, name = frames[-1].f_locals.get("self"), found[1] if found else ""
+    whole = isinstance(owner, nn.Module) and "_modules" in vars(owner)
+    known = dir(owner) if whole else ()
+    near = difflib.get_close_matches(name, known, n=1) if name else []
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
@@ -414,7 +426,7 @@ def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor ours."""
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parents[2])
     inside = ("site-packages", "dist-packages", "<frozen", "<@beartype", here)
     standard = str(Path(inspect.__file__).parent)
     return not any(part in filename for part in inside) and not filename.startswith(standard)
