@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,15 +54,17 @@ def slips(subject: Target) -> list[Finding]:
     """Lines of its own classes that cannot do what they say, on whatever path they stand: a name
     that nothing defines, and a result that nothing takes."""
     kinds = {type(one) for one in ([] if subject.module is None else subject.module.modules())}
+    homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for kind in kinds:
+        made = vars(kind).get("forward") or vars(kind).get("__init__")
+        file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
+        if is_users(file):
+            homes.setdefault(file, (made.__globals__, set()))[1].add(kind.__name__)
     seen: list[Finding] = []
-    for home in {sys.modules.get(kind.__module__) for kind in kinds}:
-        file = str(getattr(home, "__file__", None))
-        if not file.endswith(".py") or not is_users(file):
-            continue
-        text = "".join(linecache.getlines(file, vars(home)))
-        names = {kind.__name__ for kind in kinds if kind.__module__ == home.__name__}
+    for file, (known, names) in homes.items():
         with contextlib.suppress(SyntaxError):
-            seen += _slips(Source(text, file), names, vars(home))
+            source = Source("".join(linecache.getlines(file, known)), file)
+            seen += _slips(source, names, known)
     return seen
 
 

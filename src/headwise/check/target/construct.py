@@ -343,8 +343,7 @@ class _Constructor:
         """A member of an enumeration, a word, no for a flag; or a module that is handed in: a
         projection, or the attention inside, where its file has one that can be built without a
         word."""
-        kind = parameter.annotation
-        if inspect.isclass(kind) and issubclass(kind, nn.Module) and parts_of(parameter.name):
+        if "Module" in str(parameter.annotation) and parts_of(parameter.name):
             return nn.Linear(*sizes.widths(parts_of(parameter.name)))
         if not re.search("att(n|ention)$", parameter.name):
             return _first_choice(self.factory, parameter)
