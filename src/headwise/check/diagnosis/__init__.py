@@ -31,7 +31,7 @@ from .static_checks import (
     one_small_linear,
     plain_lists,
     shared_heads,
-    slips,
+    unused_results,
 )
 from .variants import Variant, error, rebuild
 
@@ -57,7 +57,7 @@ def run(subject: Target) -> list[Finding]:
         lists = plain_lists(subject)
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
-        early = [*slips(subject), *lists, *([] if lists else dropping)]
+        early = [*unused_results(subject), *lists, *([] if lists else dropping)]
         return [*early, *_run(subject, bool(lists), drops)]
 
 

@@ -50,9 +50,27 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     return [found("dropout-in-eval", way, call=call, line=line)], True
 
 
-def slips(subject: Target) -> list[Finding]:
-    """Lines of its own classes that cannot do what they say, on whatever path they stand: a name
-    that nothing defines, and a result that nothing takes."""
+def unused_results(subject: Target) -> Iterator[Finding]:
+    """Lines of its classes whose result nothing takes, on whatever path they stand."""
+    for source, classes, _ in _written(subject):
+        for node in (node for kind in classes for node in ast.walk(kind)):
+            call = node.value if isinstance(node, ast.Expr) else None
+            function = call.func if isinstance(call, ast.Call) else None
+            if isinstance(function, ast.Attribute) and function.attr in NO_EFFECT:
+                line = quoted((source.file, node.lineno))
+                yield found("unused-result", "lost", name=function.attr, line=line)
+
+
+def undefined(subject: Target) -> Iterator[Finding]:
+    """Names in its classes that nothing defines, on whatever path they stand."""
+    for source, classes, known in _written(subject):
+        for name, line in source.unbound.items():
+            if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in classes):
+                yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
+
+
+def _written(subject: Target) -> Iterator[tuple[Source, list[ast.AST], Mapping[str, Any]]]:
+    """The user's files that its classes are written in, these classes, and what the file knows."""
     kinds = {type(one) for one in ([] if subject.module is None else subject.module.modules())}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for kind in kinds:
@@ -60,25 +78,10 @@ def slips(subject: Target) -> list[Finding]:
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
         if is_users(file):
             homes.setdefault(file, (made.__globals__, set()))[1].add(kind.__name__)
-    seen: list[Finding] = []
     for file, (known, names) in homes.items():
         with contextlib.suppress(SyntaxError):
             source = Source("".join(linecache.getlines(file, known)), file)
-            seen += _slips(source, names, known)
-    return seen
-
-
-def _slips(source: Source, kinds: set[str], known: Mapping[str, Any]) -> Iterator[Finding]:
-    classes = [source.definitions[name] for name in kinds & set(source.definitions)]
-    for name, line in source.unbound.items():
-        if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in classes):
-            yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
-    for node in (node for kind in classes for node in ast.walk(kind)):
-        call = node.value if isinstance(node, ast.Expr) else None
-        function = call.func if isinstance(call, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr in NO_EFFECT:
-            line = quoted((source.file, node.lineno))
-            yield found("unused-result", "lost", name=function.attr, line=line)
+            yield source, [source.definitions[n] for n in names & set(source.definitions)], known
 
 
 def plain_lists(subject: Target) -> list[Finding]:

@@ -32,6 +32,7 @@ from .robustness import (
     move,
     registered,
     reload,
+    runs,
     train_eval,
 )
 
@@ -73,6 +74,7 @@ OTHER_LENGTHS = {"prefix", "equal-tokens", "one-token", "cross", "cache", "conte
 """Rules that are told by calls with another number of tokens."""
 
 ALWAYS = _by_rule(
+    runs,
     registered,
     move,
     heads_divide,

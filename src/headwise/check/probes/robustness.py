@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ..diagnosis.static_checks import undefined
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.checked_target import Broken, randomise, told
@@ -65,6 +66,11 @@ def contiguous(ctx: ProbeContext) -> Finding | None:
 
 
 # --- registered, moved, saved ---------------------------------------------------------------------
+
+
+def runs(ctx: ProbeContext) -> Finding | None:
+    """Names that nothing defines, on a path that no call here takes."""
+    return next(undefined(ctx.subject), None)
 
 
 def registered(ctx: ProbeContext) -> Finding | None:
