@@ -108,18 +108,22 @@ def run(subject: Target) -> list[Finding]:
             continue
         said = {done.message for done in results}
         one = _tried(rule, probe, ctx)
-        if one is not None and one.severity == "error":
-            if own is not None and rule in NUMBERS:  # what only its float64 shows is no mistake
-                again = _tried(rule, probe, own)
-                one = again if again is None or again.severity != "error" else one
-            if one is not None and one.message in said:
-                one = skipped(rule, "The same call fails.")
+        if one is not None and own is not None and rule in NUMBERS and _doubtful(one):
+            again = _tried(rule, probe, own)  # what only its float64 shows is no mistake
+            one = again if again is None or not _doubtful(again) else one
+        if one is not None and one.severity == "error" and one.message in said:
+            one = skipped(rule, "The same call fails.")
         if one is None:
             continue
         results.append(one)
         if rule in FIRST and one.severity == "error" and not _still_numbers(rule, ctx):
             stopped = rule
     return results
+
+
+def _doubtful(one: Finding) -> bool:
+    """Whether it says that something is wrong, or could not be tried."""
+    return one.severity == "error" or one.open
 
 
 def _tried(rule: str, probe: Probe, ctx: ProbeContext) -> Finding | None:

@@ -115,6 +115,8 @@ def _named_causal(subject: Target) -> bool:
     """Whether its name, its arguments or a triangular buffer say that it should be causal."""
     target = subject.caller.target
     name = name_of(target).lower()
+    if subject.caller.streams:  # the name may speak of the layer's place in a model
+        return False
     if re.search(r"(?<!non)(?<!non_)causal|(?<!un)masked|decoder", name):
         return True
     if subject.roles.get("causal") is not None:
