@@ -16,6 +16,7 @@ none of the user's secrets by its environment, and an empty home of its own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -175,6 +176,7 @@ class Fork:
     def __init__(self, job: dict[str, Any], printed: int, told: dict[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # what is there already is not looked through again
         self.returncode = 0
         self.pid = os.fork()
         if self.pid == 0:

@@ -181,12 +181,14 @@ def cache(ctx: ProbeContext) -> Finding | None:
         try:
             outs = _in_chunks(make(), ctx.x, (3, 2, 1))
         except Exception as error:
-            said = said or told(error)
+            said = said or ("" if isinstance(error, LookupError) else told(error))
             if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
                 return found("cache", "refused", error=told(error))
             continue
         return passed("cache") if ctx.near(outs, wanted) else _cache_fault(ctx, make, outs)
-    return skipped("cache", f"No way was found to use its cache ({said}).") if drivers else None
+    if said:
+        return skipped("cache", f"No way was found to use its cache ({said}).")
+    return skipped("cache", "Nothing that comes back looks like a cache.") if drivers else None
 
 
 def _cache_fault(ctx: ProbeContext, make: Callable[[], Chunk], outs: Tensor) -> Finding:
