@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..findings.rules import ALL
 from ..target.checked_target import Target, is_users
 
+CHECK = str(Path(__file__).parents[1])
 FUSED = "scaled_dot_product_attention"
 
 
@@ -102,9 +103,9 @@ def quoted(place: tuple[str, int] | None) -> str:
 
 
 def _users_line() -> tuple[str, int] | None:
-    """The innermost frame that belongs to the user's own file."""
+    """The innermost frame below the check's own call that belongs to the user's own file."""
     frame = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.startswith(CHECK):
         file = frame.f_code.co_filename
         if is_users(file):
             return file, frame.f_lineno
