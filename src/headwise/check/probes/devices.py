@@ -7,7 +7,7 @@ device `meta` plays them, too, but takes a second to start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Elsewhere(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        given, name = list(_all(args)) + list(_all(kwargs.values())), getattr(func, "__name__", "")
+        given, name = list(tensors_in([*args, kwargs])), getattr(func, "__name__", "")
         there = [tensor for tensor in given if _is_marked(tensor)]
         here = [tensor for tensor in given if not _is_marked(tensor) and tensor.ndim]
         if there and here and name not in MOVES | MIXES:
@@ -50,7 +50,7 @@ class Elsewhere(TorchFunctionMode):
             )
         result = func(*args, **kwargs)
         if there or kwargs.get("device") is not None or (name in MOVES and _told(args)):
-            for tensor in _all([result]):
+            for tensor in tensors_in(result):
                 _mark(tensor)
         return result
 
@@ -71,11 +71,3 @@ def _mark(tensor: Tensor) -> None:
 
 def _is_marked(tensor: Tensor) -> bool:
     return getattr(tensor, "_headwise_there", False)
-
-
-def _all(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _all(value)
