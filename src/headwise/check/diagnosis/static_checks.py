@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def unused_results(subject: Target) -> Iterator[Finding]:
             call = node.value if isinstance(node, ast.Expr) else None
             function = call.func if isinstance(call, ast.Call) else None
             if isinstance(function, ast.Attribute) and function.attr in NO_EFFECT:
-                line = quoted((source.file, node.lineno))
+                line = quoted((source.file, function.lineno))
                 yield found("unused-result", "lost", name=function.attr, line=line)
 
 
@@ -69,7 +69,7 @@ def undefined(subject: Target) -> Iterator[Finding]:
                 yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
 
 
-def _written(subject: Target) -> Iterator[tuple[Source, list[ast.AST], Mapping[str, Any]]]:
+def _written(subject: Target) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
     """The user's files that its classes are written in, these classes, and what the file knows."""
     kinds = {type(one) for one in ([] if subject.module is None else subject.module.modules())}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
@@ -77,7 +77,7 @@ def _written(subject: Target) -> Iterator[tuple[Source, list[ast.AST], Mapping[s
         made = vars(kind).get("forward") or vars(kind).get("__init__")
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
         if is_users(file):
-            homes.setdefault(file, (made.__globals__, set()))[1].add(kind.__name__)
+            homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)
     for file, (known, names) in homes.items():
         with contextlib.suppress(SyntaxError):
             source = Source("".join(linecache.getlines(file, known)), file)

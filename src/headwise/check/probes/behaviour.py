@@ -264,7 +264,7 @@ def gradients(ctx: ProbeContext) -> Finding | None:
         result, draw = own.result(ctx.x), torch.Generator().manual_seed(9)
         outs = [result.out, *_beside(result)]
         along = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y) for y in outs]
-        total = sum((y * a).sum() for y, a in zip(outs, along, strict=True))
+        total = torch.stack([(y * a).sum() for y, a in zip(outs, along, strict=True)]).sum()
         slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
     idle = own.idle
     pairs = zip(named, slopes, strict=True)
