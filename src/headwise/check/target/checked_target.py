@@ -180,7 +180,7 @@ class Target:
         said, named = set(names_called(self.module)), dict(self.module.named_parameters())
         layers = {name: re.sub(r"\.(weight|bias)$", "", name) for name in named}
         used = {layers[name] for name, one in named.items() if id(one) in touched.seen}
-        return {n for n, layer in layers.items() if layer not in used and said & set(n.split("."))}
+        return {n for n, one in layers.items() if one not in used and said & set(one.split("."))}
 
     # --- inputs -----------------------------------------------------------------------------------
 
