@@ -224,7 +224,8 @@ def _become_keeper(printed: int, told: dict[str, str]) -> None:
     os.environ.update(told)
     tempfile.tempdir = None
     sys.path[:] = sys.path[1 - sys.flags.safe_path :]  # without the command's own folder
-    sys.modules["torch"].set_num_threads(int(told["OMP_NUM_THREADS"]))
+    with contextlib.suppress(ValueError):  # "4,2" counts threads of two levels
+        sys.modules["torch"].set_num_threads(int(told["OMP_NUM_THREADS"].partition(",")[0]))
 
 
 # What the code is told of the user's environment: where programs and libraries are, the language,
