@@ -1,7 +1,7 @@
 """The core tests on other versions, each in an environment of its own: `make test-matrix`.
 
     python tests/matrix.py                                        # every row, the table last
-    python tests/matrix.py --rows 3.11,2.11.0,4.57.6 3.13,,none   # only these
+    python tests/matrix.py --rows 3.11,2.10.0,4.57.6 3.13,,none   # only these
 
 A row is a Python, a PyTorch and a transformers; nothing stands for the newest of the index, and
 `none` for no transformers. By itself it takes every Python that this machine has with the newest of

@@ -390,7 +390,7 @@ fails(script, "'0' is compiled by torch.jit", torch.randn(1, 2))
 function = nn.Sequential(Attends(torch.compile(attend, backend="eager")))
 x = torch.randn(1, 2, 3, 4)
 function(x)
-# PyTorch 2.11 puts a frame of its own, `inner`, around functions that are in no file.
+# PyTorch before 2.12 puts a frame of its own, `inner`, around functions that are in no file.
 fails(function, "'0' calls '(attend|inner)'.*compiled by torch.compile.*force_eager")
 function(x)
 for model, name in ((whole, "_orig_mod"), (part, "0._orig_mod"), (in_place, "0"), (function, "0")):
