@@ -25,7 +25,7 @@ def grid(
 
 
 def _ends(block: slice | None, size: int) -> tuple[int, int]:
-    """Where a block begins and ends; `slice.indices()` is nothing that PyTorch 2.10 and 2.11 compile."""
+    """Where a block begins and ends; PyTorch before 2.12 compiles no `slice.indices()`."""
     if block is None:
         return 0, size
     return block.start or 0, size if block.stop is None else min(block.stop, size)
