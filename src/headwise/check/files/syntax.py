@@ -136,13 +136,6 @@ class Source:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 yield node
 
-    def assigned(self, line: int) -> str:
-        """The variable that a line gives a value, or an empty string."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or 0):
-                return node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
-        return ""
-
     # --- parts ------------------------------------------------------------------------------------
 
     def function(self, part: str) -> Function | None:
