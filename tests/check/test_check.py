@@ -20,8 +20,8 @@ import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
 from headwise.check.findings.rules import RULES
 from headwise.check.target.checked_target import Broken
-from headwise.check.target.construct import BuildSizes, Config
 from headwise.check.target.resolve import resolve
+from headwise.check.target.sizes import BuildSizes, Config
 from headwise.layers.attention import MultiHeadAttention
 from headwise.testing import assert_attention
 from headwise.tutorial.implementations.per_head import CausalAttention, NotebookCausalAttention

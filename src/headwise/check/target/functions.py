@@ -12,9 +12,10 @@ from torch import Tensor
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target
-from .construct import BuildSizes, name_of, shown
+from .construct import name_of
 from .first_call import not_run
 from .masking import ZERO, learn_causality
+from .sizes import BuildSizes, shown
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
 """Which axes a function's tensors have."""

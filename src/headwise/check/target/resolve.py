@@ -16,20 +16,12 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
-from .construct import (
-    BuildSizes,
-    build,
-    facts,
-    input_width,
-    matrix_width,
-    name_of,
-    shown,
-    signature,
-)
+from .construct import build, facts, input_width, matrix_width, name_of, signature
 from .first_call import first_call
 from .functions import of_function
 from .masking import learn_causality
 from .names import building_role, calling_role
+from .sizes import BuildSizes, shown
 
 
 @dataclass(frozen=True)
