@@ -65,6 +65,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     run.log({"loss": 1.0})  # the run's own steps are left alone
     monitor = told(run)
     run.finish()
+    wandb.teardown()  # its service has then written the last record
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, metrics = [], []
     for data in records(path):
