@@ -6,6 +6,7 @@ fails on the day that PyTorch changes it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -70,9 +71,13 @@ def arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
     Those that were not given have their defaults.
     """
-    known = operator._schema.arguments
-    given = dict(zip((one.name for one in known), args, strict=False))
-    return {one.name: one.default_value for one in known} | given | kwargs
+    known = _defaults(operator)
+    return known | dict(zip(known, args, strict=False)) | kwargs
+
+
+@functools.cache
+def _defaults(operator: Any) -> dict[str, Any]:
+    return {one.name: one.default_value for one in operator._schema.arguments}
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
