@@ -303,3 +303,31 @@ def test_counts_and_groups_do_not_depend_on_the_backend() -> None:
     for row in zip(*tables, strict=True):
         for key, value in row[0].items():
             assert all(other[key] == pytest.approx(value, rel=1e-5) for other in row)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", ["q", "k", "mask", "sinks"])
+def test_weights_are_never_read_of_what_has_changed_since(backend: str, what: str) -> None:
+    q, k, v = torch.randn(2, 6, 70, 8), torch.randn(2, 3, 70, 8), torch.randn(2, 3, 70, 8)
+    mask, sinks = torch.rand(2, 1, 70, 70) > 0.3, torch.randn(6)
+    seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.Dense(mask), sinks=sinks, backend=backend)
+    entropy, weights = seen["entropy"].clone(), seen.weights(heads=[1, 5], keys=[0, 7])
+    {"q": q, "k": k, "mask": mask, "sinks": sinks}[what].zero_()
+    torch.testing.assert_close(seen["entropy"], entropy)
+    with pytest.raises(ValueError, match="changed in place"):
+        seen.weights(heads=[1, 5], keys=[0, 7])
+    v.zero_()
+    assert weights.shape == (2, 2, 70, 2)
+
+
+def test_weights_are_read_while_a_cache_goes_on_behind_its_keys() -> None:
+    cache, q = hw.KVCache(max_length=9), torch.randn(2, 3, 4, 5)
+    with torch.inference_mode():
+        k, v = cache.append(torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5))
+        seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal())
+        weights = seen.weights()
+        cache.append(torch.randn(2, 3, 1, 5), torch.randn(2, 3, 1, 5))
+        assert torch.equal(seen.weights(), weights)
+        k.zero_()
+        with pytest.raises(ValueError, match="changed in place"):
+            seen.weights()

@@ -24,13 +24,16 @@ def entries(
     heads: Which = None,
     queries: Which = None,
     keys: Which = None,
+    changed: bool = False,
 ) -> Float[Tensor, "B h t s"]:
     """Exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
 
+    Where tensors of the call may have `changed` since, whole rows are held to the log-sum-exp.
+
     Raises:
-        ValueError: a number that there is not, or none.
+        ValueError: a number that there is not, or none; tensors that have changed.
     """
-    e, device, call = view.extent, view.device, view.constant
+    e, device = view.extent, view.device
     h, i, j = (
         torch.arange(size, device=device)[_index(wanted, size, name)]
         for wanted, size, name in (
@@ -39,8 +42,16 @@ def entries(
             (keys, e.keys, "keys"),
         )
     )
+    if changed:
+        _must_hold(view, lse, h, i)
     if not near(lse):
         return rows_of_p(view, i)[0][:, h][..., j]
+    return probability(_scores(view, h, i, j), lse.detach()[:, h][:, :, i, None])
+
+
+def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t s"]:
+    """The scores of these heads, queries and keys, −∞ where the mask forbids."""
+    e, call = view.extent, view.constant
     q = call.q[:, h][:, :, i]
     k = call.k[:, h // e.group][:, :, j]
     scores = q @ k.mT * call.scale
@@ -51,9 +62,31 @@ def entries(
         full[:, h] = scores
         scores = full
     scores, _ = finish_scores(scores, call.mask, e, *place, softcap=call.softcap)
-    if by_head:
-        scores = scores[:, h]
-    return probability(scores, lse.detach()[:, h][:, :, i, None])
+    return scores[:, h] if by_head else scores
+
+
+def _must_hold(view: View, lse: Float[Tensor, "B H n"], h: Tensor, i: Tensor) -> None:
+    """Raise ValueError where the scores of these rows have another log-sum-exp than they had."""
+    every = torch.arange(view.extent.keys, device=view.device)
+    for some in i.split(_ROWS):
+        now = _scores(view, h, some, every).logsumexp(-1)
+        if view.sinks is not None:
+            sinks = view.sinks.detach()[h, None]
+            now = torch.logaddexp(now, sinks).where(now > -torch.inf, now)
+        before = lse.detach()[:, h][:, :, some]
+        if not torch.allclose(now, before, rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
+            raise ValueError(
+                "seen.weights(…): q, k, the mask or the sinks were changed in place after they "
+                "were observed, and weights are read of them; read weights before, or observe a "
+                "copy, such as k.clone()."
+            )
+
+
+_ROWS = 64
+"""Of how many queries scores are made at once."""
+
+_CLOSE = 1e-3
+"""How far apart log-sum-exps of the same scores may be."""
 
 
 def _index(wanted: Which, size: int, name: str) -> slice | list[int]:

@@ -21,7 +21,7 @@ from .execute import execute
 from .needs import Need, Setting
 from .plan import Plan, plan
 from .sampling import draw
-from .seen import Readings, Seen
+from .seen import Readings, Seen, changes
 from .view import View
 
 
@@ -126,6 +126,7 @@ def observe(
         readings,
         output=found.out if made is None else made,
         lost=keeps_graph and not engine.view.gradients,
+        counted=() if torch.compiler.is_compiling() else changes(call),
     )
 
 
