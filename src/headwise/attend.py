@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .backends import Call, check_scores, choose
+from .core.heard import heard
 from .core.mask_algebra import Mask
 from .core.shapes import as_given
 from .core.unknown import refuse_unknown
@@ -82,4 +83,4 @@ def attend(
         out, lse = choose(call, backend).output(call.drawn() if dropout else call)
     if lse is not None:
         check_scores(call, lse)
-    return out
+    return heard(call, out)

@@ -143,6 +143,71 @@ def test_fused_attention_with_other_axes(attend: Callable[..., Tensor]) -> None:
     assert torch.equal(without, model.out(heads.transpose(1, 2).flatten(2)))
 
 
+# ── headwise's own functions, in modules of others ──────────────────────────────────────────────
+
+OWN: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "plain": (T, T, {}),
+    "causal": (T, T, {"mask": hw.Causal(), "scale": 0.3}),
+    "the end of a sequence": (T, S, {"mask": hw.Causal()}),
+    "bias, softcap and sinks": (
+        T,
+        T,
+        {"mask": hw.Bias(NOISE[..., :T]), "softcap": 2.0, "sinks": torch.tensor([0.3, 1, -2, 0])},
+    ),
+    "another sequence's padding": (T, S, {"mask": hw.Padding(torch.tensor([S, 3]))}),
+    "dropout": (T, T, {"dropout": 0.4}),
+}
+
+
+@pytest.mark.parametrize("function", [hw.attend, hw.observe])
+@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize("groups", [H, 2])
+def test_own_functions_in_modules_of_others(
+    function: Callable[..., Any], case: str, groups: int
+) -> None:
+    t, s, options = OWN[case]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q, k, v, **options)
+        return found if isinstance(found, Tensor) else found.out
+
+    model = Attends(run, groups)
+    context = None if t == s else torch.randn(B, s, E)
+    x = torch.randn(B, t, E)
+    seen = watched(
+        nn.Sequential(nn.Identity(), model) if t == s else model, x, *[context][t == s :]
+    )
+    where = seen["1" if t == s else ""]
+    (call,) = where.calls
+    asked = {name: options[name] for name in ("scale", "softcap", "sinks") if name in options}
+    assert_as_defined(call, truth(*model.split, mask=options.get("mask"), **asked))
+    if case == "dropout":
+        return
+    with ablate(model, {"": [1]}):
+        without = model(x, context)
+    heads = run(*model.split).index_fill(1, torch.tensor([1]), 0.0)
+    assert torch.equal(without, model.out(heads.transpose(1, 2).flatten(2)))
+
+
+def test_own_functions_on_a_part_of_a_sequence() -> None:
+    options: Any = {"mask": hw.Causal(), "first_query": 2}
+    model = Attends(lambda q, k, v: hw.attend(q, k, v, **options))
+    seen = watched(model, torch.randn(B, T, E), torch.randn(B, S, E))
+    want = hw.observe(*model.split, hw.Mass(hw.Previous()), **options)
+    torch.testing.assert_close(seen[""]["previous"], want["previous"].detach())
+
+
+def test_own_layers_are_told_of_once() -> None:
+    model = nn.Sequential(hw.MultiHeadAttention(E, H), Attends(hw.attend))
+    x = torch.randn(B, T, E)
+    told: list[str] = []
+    with catch(model, lambda call: told.append(call.name)), hw.watch(model) as seen:
+        model(x)
+        hw.attend(*torch.randn(3, B, H, T, D))  # not of the model
+    assert told == ["0", "1"]
+    assert [len(seen[name].calls) for name in seen.modules] == [1, 1]
+
+
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_fused_attention_on_nested_tensors(layout: torch.layout) -> None:
     warnings.simplefilter("ignore")

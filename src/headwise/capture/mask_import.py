@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.index import grid, lookup
 from ..core.mask_algebra import And, Interval, Mask
-from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Window
+from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window
 from ..core.shapes import Extent
 from ..stats.view import keys_in_sight
 from .contents import Copy, once
@@ -257,7 +257,7 @@ def at_the_end(mask: Mask, extent: Extent) -> bool:
         table = mask.mask if isinstance(mask, Dense) else mask.values > mask.low
         table = table[(None,) * (4 - table.dim())]
         return bool((table != table[:, :, :1]).any())
-    return True
+    return not isinstance(mask, Padding)
 
 
 def reach(mask: Mask, extent: Extent, device: torch.device) -> int:

@@ -34,6 +34,16 @@ class _Quiet(threading.local):
 _QUIET = _Quiet()
 
 
+@contextmanager
+def silence() -> Iterator[None]:
+    """What is called while this lasts is part of a call that is told, and noticed by nobody."""
+    _QUIET.depth += 1
+    try:
+        yield
+    finally:
+        _QUIET.depth -= 1
+
+
 class Net:
     """Who is running, how a call is told, and what is remembered between the steps of one.
 
@@ -94,7 +104,7 @@ class Net:
             forward.read.add((x.shape[:-1].numel(), out.shape[-1]))
         for forward in self.names.stack:
             if forward.waiting:
-                with self.silence(), torch.no_grad():
+                with silence(), torch.no_grad():
                     settled = read(forward.waiting, x)
                 if forward.lost:  # a whole by itself may be a part: the module's end tells
                     settled = [one for one in settled if one.reason]
@@ -123,15 +133,6 @@ class Net:
         """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
         return not _QUIET.depth and self.names.inside
 
-    @contextmanager
-    def silence(self) -> Iterator[None]:
-        """What is called while this lasts is part of a call that is told, and noticed by nobody."""
-        _QUIET.depth += 1
-        try:
-            yield
-        finally:
-            _QUIET.depth -= 1
-
     def tell(
         self, call: AttentionCall, waiting: Waiting | None = None, among: Forward | None = None
     ) -> Tensor | None:
@@ -146,7 +147,7 @@ class Net:
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):
             call.first_head, call.layer_heads = place
-        with self.silence():
+        with silence():
             new = self.listener(call)
         if waiting is not None:
             waiting.made = waiting.made if new is None else new

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .adapters.compiled import compiled_functions, refuse_compiled
 from .adapters.flex import flex_calls
-from .adapters.headwise import own_layers
+from .adapters.headwise import own_calls, own_layers
 from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
@@ -50,6 +50,7 @@ def catch(
     with ExitStack() as stack:
         stack.enter_context(net.names.following())
         stack.enter_context(own_layers(net))
+        stack.enter_context(own_calls(net))
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))

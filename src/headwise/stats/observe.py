@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, OnePass, choose
+from ..core.heard import heard
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.numbers import fault_of_flags
@@ -124,7 +125,7 @@ def observe(
     return Seen(
         found,
         readings,
-        output=found.out if made is None else made,
+        output=made if found.out is None else heard(call, found.out),
         lost=keeps_graph and not engine.view.gradients,
         counted=() if torch.compiler.is_compiling() else changes(call),
     )

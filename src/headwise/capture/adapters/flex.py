@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
 from ..contents import captured
-from ..net import Functions, Net
+from ..net import Functions, Net, silence
 from ..parts import Waiting
 from ..patches import Replaced
 from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
@@ -120,7 +120,7 @@ def _tell(
     out = made = result if isinstance(result, Tensor) else result[0]
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     for net in _FLEX.nets:
-        with net.silence():
+        with silence():
             call = _call(net, q, k, v, out, score_mod, block_mask, scale)
         said = f"flex_attention giving {list(out.shape)}"
         waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)

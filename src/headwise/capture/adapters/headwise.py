@@ -1,23 +1,29 @@
-"""headwise's own layer, which tells of its calls itself."""
+"""headwise's own layer, which tells of its calls itself; and `attend()` and `observe()` as people
+call them in modules of their own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ...attend import attend
+from ...core import heard
+from ...core.call import Call
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
 from ...stats.base import Statistic
 from ...stats.observe import observe
 from ...stats.results import Reading
 from ..call import HeadsCall, Looking
-from ..net import Net
+from ..mask_import import at_the_end
+from ..net import Net, silence
+from ..parts import Waiting
+from ..patches import Replaced
 
 
 class OwnCall(HeadsCall):
@@ -64,9 +70,9 @@ class _Observer:
         v: Tensor,
         keywords: dict[str, Any],
     ) -> Tensor:
-        made: Any = partial(attend, q, k, v, **keywords)
+        made: Any = partial(_untold, attend, q, k, v, **keywords)
         if self.before is not None:
-            made = self.before(layer, q, k, v, keywords)
+            made = _untold(self.before, layer, q, k, v, keywords)
         for net in self.nets:
             if not net.open:
                 continue
@@ -87,6 +93,12 @@ class _Observer:
             new = net.tell(call)
             made = call.out if new is None else new
         return made if isinstance(made, Tensor) else made()
+
+
+def _untold(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function as a part of what is told."""
+    with silence():
+        return function(*args, **kwargs)
 
 
 _LOCK = threading.Lock()
@@ -112,3 +124,41 @@ def own_layers(net: Net) -> Iterator[None]:
                 observer.nets = tuple(other for other in observer.nets if other is not net)
                 if not observer.nets:
                     layer.observer = observer.before
+
+
+# ── calls of people's own modules ───────────────────────────────────────────────────────────────
+
+
+def own_calls(net: Net) -> AbstractContextManager[None]:
+    """Hear of the calls of `attend()` and `observe()` that are in no `MultiHeadAttention`."""
+    return _CALLS.heard_by(net)
+
+
+def _listen() -> Callable[[], None]:
+    heard.observers.append(_tell)
+    return lambda: heard.observers.remove(_tell)
+
+
+_CALLS = Replaced(_listen)
+
+
+def _tell(asked: Call, out: Tensor) -> Tensor:
+    """Tell every net, those inside of what those outside have made of the output."""
+    names = ("mask", "scale", "softcap", "sinks")
+    keywords = {name: getattr(asked, name) for name in names}
+    for net in _CALLS.nets:
+        call = HeadsCall(
+            net.names.current,
+            "attend",
+            asked.q,
+            asked.k,
+            asked.v,
+            out,
+            keywords=keywords | {"first_query": asked.extent.first_query},
+            own_positions=not net.names.crosses and at_the_end(asked.mask, asked.extent),
+        )
+        said = f"attend giving {list(out.shape)}"
+        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+        new = net.tell(call, waiting)
+        out = out if new is None else new
+    return out

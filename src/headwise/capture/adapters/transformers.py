@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..call import HeadsCall
-from ..net import Net
+from ..net import Net, silence
 from ..patches import Replaced
 from .transformers_arguments import Function, Given, Meaning
 
@@ -115,7 +115,7 @@ def _attend(
     net = nets[-1]
     tensors = (query, key, value, attention_mask)
     given = Given(net, _FOUND, function, module, *tensors, options)
-    with net.silence():  # silence is for all nets of a thread
+    with silence():  # silence is for all nets of a thread
         meaning = given.meaning(run)
         if meaning is not None:
             first = _KEPT.first if key is _KEPT.keys else 0
