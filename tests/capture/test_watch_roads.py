@@ -904,7 +904,8 @@ from headwise.core.reference import attention
 from headwise.capture.ablate import ablate
 from headwise.capture.session import catch
 
-code = flex_attention.__code__
+code, masks = flex_attention.__code__, create_block_mask.__code__
+compiled_masks = torch.compile(create_block_mask, backend="eager")
 blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
 table = torch.randn(4, 32)
 
@@ -923,6 +924,9 @@ class Flex(nn.Module):
     def forward(self, x):
         parts = self.qkv(x).split([64, 32, 32], -1)
         self.split = [y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in parts]
+        if self.options["block_mask"] == "compiled":
+            rows = lambda b, h, i, j: i >= j
+            self.options["block_mask"] = compiled_masks(rows, None, None, 16, 16, device="cpu")
         return self.function(*self.split, **self.options)
 
 x, i = torch.randn(2, 16, 64), torch.arange(16)
@@ -931,10 +935,12 @@ cases = [(None, blocks, {"mask": hw.Causal()}), (biased, None, {"mask": bias}),
          (capped, blocks, {"mask": hw.Causal(), "softcap": 2.0})]
 asked = (hw.LSE(), hw.Entropy(), hw.Mass(hw.Self()), hw.Received())
 compiled = torch.compile(flex_attention, backend="eager")
-for n, (score_mod, block_mask, keywords) in enumerate([*cases, cases[0]]):
+made = (None, "compiled", {"mask": hw.Causal()})
+for n, (score_mod, block_mask, keywords) in enumerate([*cases, cases[0], made]):
     model = Flex(compiled if n == len(cases) else flex_attention, score_mod, block_mask)
     with torch.no_grad():
         plain = model(x)
+        model.options["block_mask"] = block_mask
         with hw.watch(model, *asked) as seen:
             assert torch.equal(model(x), plain)
         full = attention(*(y.double() for y in model.split), **keywords)
@@ -945,6 +951,7 @@ for n, (score_mod, block_mask, keywords) in enumerate([*cases, cases[0]]):
             without = model(x)
     assert torch.equal(without, plain.index_fill(1, torch.tensor([1]), 0.0))
     assert flex_attention.__code__ is code
+    assert create_block_mask.__code__ is masks
 """
 
 

@@ -38,8 +38,9 @@ def watch(
     Sees attention through `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and PyTorch's
     transformer layers (the fused ones of evaluation too), `flex_attention`, `varlen_attn`, models
     of transformers under any `attn_implementation`, headwise's own layer, `attend` and `observe`
-    in any module, and a softmax over the last axis that values are multiplied with. Only the statistics are kept. On exit, also after an
-    exception, everything is as it was. Calls in the thread that watches are seen.
+    in any module, and a softmax over the last axis that values are multiplied with. Only the
+    statistics are kept. On exit, also after an exception, everything is as it was. Calls in the
+    thread that watches are seen.
 
     Where queries and keys are of one sequence, a key that no query may attend to is padding; the
     query at its position counts as one that may attend to nothing, and stays out of every mean.

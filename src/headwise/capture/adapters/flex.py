@@ -36,14 +36,21 @@ def flex_calls(net: Net) -> AbstractContextManager[None]:
 
 
 _OLD = types.SimpleNamespace()
-"""`run`: the function with its own code."""
+"""`run` and `create`: `flex_attention` and `create_block_mask` with their own code."""
 
 
 def _replace() -> Callable[[], None]:
-    """Give the function other code; gives what undoes it."""
-    function = sys.modules[_MODULE].flex_attention
-    _OLD.run = twin(function)
-    return replace(function, "__code__", _CODE)
+    """Give the functions other code; gives what undoes it."""
+    module = sys.modules[_MODULE]
+    _OLD.run, _OLD.create = twin(module.flex_attention), twin(module.create_block_mask)
+    undo = replace(module.flex_attention, "__code__", _CODE)
+    undo_masks = replace(module.create_block_mask, "__code__", _MASKS)
+
+    def both() -> None:
+        undo()
+        undo_masks()
+
+    return both
 
 
 _FLEX = Replaced(_replace)
@@ -68,10 +75,31 @@ _CODE = (
     )
 ).__code__
 _CODE = uncompiled(_CODE)
+_MASKS = (
+    lambda *args, **kwargs: __import__(
+        "headwise.capture.adapters.flex", fromlist=["created"]
+    ).created(*args, **kwargs)
+).__code__
+_MASKS = uncompiled(_MASKS)
 
 
 def heard(*args: Any, **kwargs: Any) -> Any:
-    """Run the old code, without the modes that watch, and tell of the call.
+    """Run the old code of `flex_attention` and tell of the call."""
+    return _alone(_OLD.run, _tell, args, kwargs)
+
+
+def created(*args: Any, **kwargs: Any) -> Any:
+    """Run the old code of `create_block_mask`: nothing in it attends."""
+    return _alone(_OLD.create, lambda mask, *_: mask, args, kwargs)
+
+
+def _alone(
+    function: Callable[..., Any],
+    then: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run old code without the modes that watch, and give what follows of its result.
 
     The compiler that the caller has set to work is set on the old code and on nothing else.
     """
@@ -79,17 +107,18 @@ def heard(*args: Any, **kwargs: Any) -> Any:
     watching = _without_modes()
     try:
         set_eval_frame(compiler)
-        result = _OLD.run(*args, **kwargs)
+        result = function(*args, **kwargs)
         set_eval_frame(None)
         _restore(watching)
-        return _tell(result, *args)
+        return then(result, *args)
     finally:
         set_eval_frame(None)
         _restore(watching)
         set_eval_frame(compiler)
 
 
-heard.__code__ = uncompiled(heard.__code__)
+for _own in (heard, created, _alone):
+    _own.__code__ = uncompiled(_own.__code__)
 
 
 def _restore(taken: list[Any]) -> None:
