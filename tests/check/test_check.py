@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
 from headwise.check.findings.rules import RULES
+from headwise.check.target.call_adapter import SINGLE, TIME_FIRST, USUAL
 from headwise.check.target.checked_target import Broken
 from headwise.check.target.resolve import resolve
 from headwise.check.target.sizes import BuildSizes, Config
@@ -262,7 +263,7 @@ def test_a_layer_that_cannot_be_copied_deeply_is_checked_too() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_the_layout_is_found(batch_first: bool) -> None:
     subject = resolve(nn.MultiheadAttention(24, 3, batch_first=batch_first))
-    assert subject.caller.layout == ("batch" if batch_first else "time")
+    assert subject.caller.layout is (USUAL if batch_first else TIME_FIRST)
 
     class TimeFirst(Attention):
         def __init__(self, dim: int, heads: int) -> None:
@@ -272,7 +273,7 @@ def test_the_layout_is_found(batch_first: bool) -> None:
             return self.attend(x.transpose(0, 1)).transpose(0, 1)
 
     turned = resolve(TimeFirst)
-    assert turned.caller.layout == "time"
+    assert turned.caller.layout is TIME_FIRST
     assert turned.causal
     assert any("[T, B, E]" in note for note in turned.notes)
 
@@ -289,7 +290,7 @@ def test_one_sequence_at_a_time_is_found() -> None:
             return weights[:, :tokens] @ self.v(x)
 
     subject = resolve(Single)
-    assert subject.caller.layout == "single"
+    assert subject.caller.layout is SINGLE
     assert check(Single).passed
 
 

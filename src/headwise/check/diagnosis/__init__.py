@@ -23,7 +23,7 @@ from .call_lines import lines_of
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
-from .scores import named_by_scores
+from .scores import named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
@@ -57,7 +57,7 @@ def run(subject: Target) -> list[Finding]:
         lists = plain_lists(subject)
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
-        early = [*unused_results(subject), *lists, *([] if lists else dropping)]
+        early = [*unused_results(subject.module), *lists, *([] if lists else dropping)]
         return [*early, *_run(subject, bool(lists), drops)]
 
 
@@ -148,7 +148,7 @@ def _finding(
     if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"
     example = None if base is None else _example(case, subject, base, large)
-    return Finding(fault.rule, severity, message, hint + line, example)
+    return Finding(fault.rule, severity, message, hint + line, example, ground="weights")
 
 
 def _example(case: Case, subject: Target, base: Variant, large: bool = False) -> Example | None:
@@ -187,6 +187,8 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
+    if not any(True for _ in scores_of(case)):
+        return _unread("no softmax over tokens was seen")
     if reasons:
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}

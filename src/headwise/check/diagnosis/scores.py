@@ -28,7 +28,7 @@ def named_by_scores(case: Case, bases: Sequence[Variant], sure: bool) -> list[Fa
     Args:
         sure: whether it is known that it must be causal, or must not be.
     """
-    seen = list(_seen(case))
+    seen = list(scores_of(case))
     if not seen:
         return []
     known = {base: list(faults(case.reading, base, sure)) for base in bases[:BASES]}
@@ -84,7 +84,7 @@ def _scale(case: Case, variant: Variant, seen: Sequence[Tensor]) -> float | None
     return None
 
 
-def _seen(case: Case) -> Iterator[Tensor]:
+def scores_of(case: Case) -> Iterator[Tensor]:
     """The scores of a call, `[B, H, T, T]`, in every order of their batch and heads."""
     x, heads = case.inputs[1], case.reading.num_heads
     batch, tokens, _ = x.shape

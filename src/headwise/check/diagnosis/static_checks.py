@@ -50,9 +50,15 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     return [found("dropout-in-eval", way, call=call, line=line)], True
 
 
-def unused_results(subject: Target) -> Iterator[Finding]:
+def read_off(thing: Any) -> Iterator[Finding]:
+    """What the source of a class or module tells, which need not be built or called for it."""
+    yield from unused_results(thing)
+    yield from undefined(thing)
+
+
+def unused_results(thing: Any) -> Iterator[Finding]:
     """Lines of its classes whose result nothing takes, on whatever path they stand."""
-    for source, classes, _ in _written(subject):
+    for source, classes, _ in _written(thing):
         for node in (node for kind in classes for node in ast.walk(kind)):
             call = node.value if isinstance(node, ast.Expr) else None
             function = call.func if isinstance(call, ast.Call) else None
@@ -61,17 +67,18 @@ def unused_results(subject: Target) -> Iterator[Finding]:
                 yield found("unused-result", "lost", name=function.attr, line=line)
 
 
-def undefined(subject: Target) -> Iterator[Finding]:
+def undefined(thing: Any) -> Iterator[Finding]:
     """Names in its classes that nothing defines, on whatever path they stand."""
-    for source, classes, known in _written(subject):
+    for source, classes, known in _written(thing):
         for name, line in source.unbound.items():
             if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in classes):
                 yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
 
 
-def _written(subject: Target) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
+def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
     """The user's files that its classes are written in, these classes, and what the file knows."""
-    kinds = {type(one) for one in ([] if subject.module is None else subject.module.modules())}
+    parts = thing.modules() if isinstance(thing, nn.Module) else ()
+    kinds = {thing} if isinstance(thing, type) else {type(one) for one in parts}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for kind in kinds:
         made = vars(kind).get("forward") or vars(kind).get("__init__")
@@ -118,6 +125,6 @@ def one_small_linear(subject: Target) -> list[Finding]:
 
 def no_output_projection(subject: Target, reading: Projections) -> list[Finding]:
     """That nothing mixes the heads, where they are made together and so belong together."""
-    joined = subject.module is None or reading.num_heads == 1 or reading.style == "per head"
-    joined = joined or bool(subject.idle)
+    apart = reading.num_heads == 1 or reading.style == "per head"
+    joined = subject.projections is not None or apart or bool(subject.idle)
     return [] if joined or reading.out is not None else [found("output-projection", "none")]

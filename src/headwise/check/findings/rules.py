@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from .verdict import Example, Finding, Severity
+from .verdict import Example, Finding, Ground, Severity
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Wording:
     message: str
     hint: str = ""
     severity: Severity = "error"
+    ground: Ground = "call"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class CheckRule:
 
 
 def _rule(name: str, row: dict[str, Any]) -> CheckRule:
-    usual = {"message": row.get("message", "")}
+    numbers = row.get("about", "numbers") == "numbers"
+    usual = {"ground": row.get("ground", "weights" if numbers else "call")}
+    usual |= {"message": row.get("message", "")}
     others = _ROWS[row["like"]] if "like" in row else {}
     tables = {way: text for way, text in (others | row).items() if isinstance(text, dict)}
     ways = {way: Wording(**usual | text) for way, text in tables.items() if way != "suspects"}
@@ -71,7 +74,7 @@ def found(rule: str, way: str, example: Example | None = None, /, **words: Any) 
     """Make the finding on a rule that is broken in one of its ways."""
     text = ALL[rule].ways[way]
     message, hint = text.message.format(**words), text.hint.format(**words)
-    return Finding(rule, text.severity, message, hint, example)
+    return Finding(rule, text.severity, message, hint, example, ground=text.ground)
 
 
 def passed(rule: str, message: str = "") -> Finding:

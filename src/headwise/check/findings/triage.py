@@ -6,8 +6,10 @@ waits until nothing is wrong: one thing at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from .grounds import weighed
 from .rules import RULES, skipped
 from .verdict import Finding
 
@@ -25,14 +27,24 @@ SURROUNDED = {
 """What has reasons where the definition gives the same numbers."""
 
 
-def joined(named: list[Finding], probed: list[Finding]) -> tuple[Finding, ...]:
+def joined(
+    named: list[Finding],
+    probed: list[Finding],
+    called: Sequence[str] = (),
+    built: Sequence[str] = (),
+) -> tuple[Finding, ...]:
     """Give all results, in the order in which to read them.
+
+    Args:
+        named: what the diagnosis found; probed: what the probes saw.
+        called, built: what was guessed for the call and for the constructor, in words.
 
     >>> mistake = Finding("scale", "error", "Scores are not divided.")
     >>> seen = Finding("prefix", "error", "The first 2 tokens alone give another output.")
     >>> [(one.rule, one.explained_by) for one in joined([mistake], [seen])]
     [('scale', None), ('prefix', 'scale')]
     """
+    named, probed = weighed(named, probed, called, built)
     vague = [one for one in named if one.rule == UNNAMED and one.severity == "error"]
     sharp = [one for one in named if one not in vague]
     certain = any(one.rule == UNNAMED and one.severity == "passed" for one in named)

@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 Severity = Literal["error", "warning", "passed", "skipped"]
+Ground = Literal["source", "call", "weights"]
+"""What an error stands on, as `grounds` weighs it."""
 SIGNS: dict[str, str] = {"error": "❌", "warning": "⚠", "passed": "✅", "skipped": "–"}
 COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
 
 Nested = list[Any]
 """Nested lists of numbers, as `Tensor.tolist()` gives them."""
 
+NOT_JUDGED = "Not judged for a guess of mine"
 UNTRIED = (
+    NOT_JUDGED,
     "No form was found",
     "No way was found",
     "Only another input reaches",
@@ -100,6 +104,7 @@ class Finding:
         example: the smallest input on which it goes wrong.
         explained_by: the rules of named mistakes that explain this result, joined by "and", so
             that it is no finding of its own.
+        ground: what it stands on where it is an error: the "source", a "call", or the "weights".
     """
 
     rule: str
@@ -108,6 +113,7 @@ class Finding:
     hint: str = ""
     example: Example | None = None
     explained_by: str | None = None
+    ground: Ground = "call"
 
     @property
     def open(self) -> bool:
@@ -163,7 +169,8 @@ class Verdict:
     @property
     def unchecked(self) -> tuple[Finding, ...]:
         """What stays open where nothing is wrong: the definition, or a mask, that was not tried."""
-        closed = self.errors or not any(one.rule == "definition" for one in self.results)
+        tried = any(one.rule in ("definition", "shape") for one in self.results)
+        closed = self.errors or not tried
         return () if closed else tuple(one for one in self.results if one.open)
 
     def _of(self, severity: Severity) -> tuple[Finding, ...]:

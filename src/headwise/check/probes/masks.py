@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
+from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.checked_target import Target, told
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
@@ -56,7 +56,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
     masks = caller.named("mask")
     if caller.custom is not None or not (own or masks):
         return None
-    if ctx.tokens < 4 or caller.layout == "single":
+    if ctx.tokens < 4 or caller.layout is SINGLE:
         return skipped("padding", "Its context is too short, or it takes one sequence at a time.")
     if own:
         return _judged(ctx, "padding", own)

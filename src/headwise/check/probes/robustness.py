@@ -70,7 +70,7 @@ def contiguous(ctx: ProbeContext) -> Finding | None:
 
 def runs(ctx: ProbeContext) -> Finding | None:
     """Names that nothing defines, on a path that no call here takes."""
-    return next(undefined(ctx.subject), None)
+    return next(undefined(ctx.subject.module), None)
 
 
 def registered(ctx: ProbeContext) -> Finding | None:

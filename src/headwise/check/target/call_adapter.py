@@ -91,16 +91,36 @@ class Result:
     raw: Any
 
 
-Turn = Callable[[Tensor], Tensor]
-LAYOUTS: dict[str, tuple[str, Turn, Turn]] = {
-    "batch": ("[B, T, E]", lambda x: x, lambda y: y),
-    "time": ("[T, B, E]", lambda x: x.transpose(0, 1), lambda y: y.transpose(0, 1)),
-    "pages": ("[B, 1, T, E]", lambda x: x[:, None], lambda y: y.squeeze(1)),
-    "grid": ("[B, T, 1, E]", lambda x: x[:, :, None], lambda y: y.squeeze(2)),
-    "channels": ("[B, E, T]", lambda x: x.mT, lambda y: y.mT),
-    "map": ("[B, E, T, 1]", lambda x: x.mT[..., None], lambda y: y.flatten(2).mT),
-}
-"""How x `[B, T, E]` goes in, and how what comes out becomes `[B, T, E]` again."""
+@dataclass(frozen=True)
+class Layout:
+    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1."""
+
+    axes: str
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.axes)}]"
+
+    def into(self, x: Tensor) -> Tensor:
+        """x as the call takes it."""
+        turned = x.permute(*("BTE".index(axis) for axis in self.axes if axis != "1"))
+        return turned if self.extra is None else turned.unsqueeze(self.extra)
+
+    def back(self, y: Tensor) -> Tensor:
+        """What comes out, `[B, T, E]` again."""
+        own = y if self.extra is None else y.squeeze(self.extra)
+        axes = self.axes.replace("1", "")
+        return own.permute(*(axes.index(axis) for axis in "BTE")) if own.ndim == 3 else own
+
+    @property
+    def extra(self) -> int | None:
+        """Where the axis of 1 stands."""
+        return self.axes.index("1") if "1" in self.axes else None
+
+
+USUAL, TIME_FIRST, SINGLE = Layout("BTE"), Layout("TBE"), Layout("TE")
+"""The usual layout; PyTorch's own without `batch_first`; and one sequence at a time."""
+LAYOUTS = (USUAL, TIME_FIRST, *map(Layout, "B1TE BT1E 1TBE T1BE 1BTE TB1E BET BET1 BE1T".split()))
+"""How x may go in, the likeliest first."""
 
 
 class UnusableResult(Exception):
@@ -111,15 +131,15 @@ class UnusableResult(Exception):
 class Caller:
     """One way to call a target on x.
 
-    `layout`: a name in `LAYOUTS`, or "single" `[T, E]`, one sequence at a time. `fills` are how
-    arguments are made that nobody gave; `start` is the position of the first token.
+    `fills` are how arguments are made that nobody gave; `start` is the position of the first
+    token.
     """
 
     target: Callable[..., Any]
     extra: dict[str, Any] = field(default_factory=dict)
     head_dim: int = 1
     heads: int = 1
-    layout: str = "batch"
+    layout: Layout = USUAL
     custom: Callable[[Any, Tensor], Any] | None = None
     function: bool = False
     fills: dict[str, Fill] = field(default_factory=dict)
@@ -234,14 +254,14 @@ class Caller:
         memory, cross = (x, False) if source is None else (source, True)
         if self.custom is not None:
             return self.read(self.custom(self.target, x), x, x)
-        if self.layout == "single":
+        if self.layout is SINGLE:
             pairs = zip(x, memory, strict=True)
             return stacked(
                 self.read(self.feed((row, rest, rest), cross, **keywords), row, rest)
                 for row, rest in pairs
             )
-        turn = LAYOUTS[self.layout][1]
-        feeds = turn(x), turn(memory), turn(memory)
+        into = self.layout.into
+        feeds = into(x), into(memory), into(memory)
         place = Place(x, memory, self.start, feeds[1])
         return self.read(self.feed(feeds, cross, place, **keywords), x, memory)
 
@@ -289,15 +309,14 @@ class Caller:
 
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
         """The output and the weights among what was returned for x `[…, T, E]`."""
-        _, into, back = LAYOUTS.get(self.layout, LAYOUTS["batch"])
         lead, square = tuple(x.shape[:-1]), (x.shape[-2], source.shape[-2])
-        axes = x.ndim if self.layout == "single" else into(x).ndim
+        turned = len(self.layout.axes) if x.ndim == 3 else 0
         found = [t for t in tensors_in(raw) if t.is_floating_point()]
         if not found:
             none = "None (is a `return` missing?)"
             said = none if raw is None else f"a {type(raw).__name__} without a tensor"
             raise UnusableResult(f"returns {said}")
-        tensors = [(t, back(t) if t.ndim == axes else t) for t in found]
+        tensors = [(t, self.layout.back(t) if t.ndim == turned else t) for t in found]
         fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
         if not fits:
             raise UnusableResult(f"returns a tensor of shape {list(found[0].shape)}")

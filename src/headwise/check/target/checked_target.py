@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..findings.verdict import Finding
-from .call_adapter import Caller, MaskForm, Result, stacked, tensors_in
+from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
 from .introspect import names_called, set_dropout
 
 BATCH, TOKENS = 2, 7
@@ -58,6 +58,8 @@ class Target:
         roles: the constructor's arguments, as given or worked out, by role.
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
+        guesses, made_up: what was guessed to call it, and to build it, for people; nothing in the
+            usual call, or in one that was given.
         notes: what was worked out, for people.
     """
 
@@ -81,6 +83,8 @@ class Target:
     factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
+    guesses: list[str] = field(default_factory=list)
+    made_up: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     # --- calling ----------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class Target:
     @property
     def bare(self) -> bool:
         """Whether the call takes plain batches `[B, T, E]`, nothing turned or looped."""
-        return self.caller.custom is None and self.caller.layout == "batch"
+        return self.caller.custom is None and self.caller.layout is USUAL
 
     def of_values(self, x: Tensor, values: Tensor) -> Tensor:
         """The output for queries and keys from x and values from another `[B, T, E]`."""

@@ -21,19 +21,31 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .names import building_role, parts_of
-from .sizes import WINDOWS, BuildSizes, Config, Missing, Unknown, asked, fields_of, flat, shown
+from .sizes import (
+    WINDOWS,
+    BuildSizes,
+    Config,
+    Missing,
+    Unknown,
+    asked,
+    fields_of,
+    flat,
+    invented,
+    shown,
+)
 
 
 def build(
     factory: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], sizes: BuildSizes
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Call a class or factory with arguments that are given or worked out.
 
     Returns:
-        What it gives; the arguments under its own names; and the same by role.
+        What it gives; the arguments under its own names; the same by role; and those that were
+        made up.
 
     Raises:
-        ValueError: an argument that has to be asked for.
+        Unsaid: an argument that has to be asked for.
         Exception: whatever the constructor raises.
     """
     made = _Constructor(factory, args, given)
@@ -47,7 +59,8 @@ def build(
             break
         except Missing as missing:
             name = missing.args[0]
-            if name in made.needed or building_role(name, needed=True) is None:
+            known = sizes.tried is not None or building_role(name, needed=True) is not None
+            if name in made.needed or not known:
                 raise made.question([name], "config field") from None
             made.needed.add(name)
         except Exception as error:
@@ -59,7 +72,14 @@ def build(
     roles = _by_role(flat(named))
     for name, value in asked(named):
         roles.setdefault(building_role(name, needed=True) or "", value)
-    return thing, named, roles
+    configs = [value._invented for value in named.values() if isinstance(value, Config)]
+    for made_up in configs:
+        made.invented |= made_up
+    return thing, named, roles, made.invented
+
+
+class Unsaid(ValueError):
+    """An argument that has to be asked for."""
 
 
 class _OnCPU(TorchFunctionMode):
@@ -132,6 +152,7 @@ class _Constructor:
         self.placed = dict(zip(self.names, self.args, strict=False))
         self.place, self.choices = 0, 1  # which class of configurations is taken
         self.needed: set[str] = set()  # fields that one must have
+        self.invented: dict[str, Any] = {}
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
@@ -174,6 +195,8 @@ class _Constructor:
                     value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
+            elif (value := self._invented(parameter, sizes)) is not Unknown:
+                kwargs[name] = self.invented[name] = value
             elif required:
                 unknown.append(name)
         if unknown:
@@ -185,6 +208,16 @@ class _Constructor:
                 f"{', '.join(rest)}; it has {known}"
             )
         return kwargs | rest
+
+    def _invented(self, parameter: inspect.Parameter, sizes: BuildSizes) -> Any:
+        """What is tried for an argument that must be given, or that is called though it is None."""
+        code, name = _source_of(self.factory), parameter.name
+        called = re.search(rf"(?<![.\w]){name}\(", code) is not None
+        if parameter.default is not parameter.empty and not (called and parameter.default is None):
+            return Unknown
+        tested = re.search(rf"\b(if|not|and|or|assert) ([\w.]+\.)?{name}\b(?! [<>=])", code)
+        use = "called" if called else "tested" if tested else ""
+        return invented(sizes, str(parameter.annotation), use)
 
     def _choice(self, parameter: inspect.Parameter, sizes: BuildSizes) -> Any:
         """A member of an enumeration, a word, no for a flag; or a module that is handed in: a
@@ -231,12 +264,12 @@ class _Constructor:
             config._attn_implementation = "eager"
         return config
 
-    def question(self, unknown: list[str], what: str) -> ValueError:
+    def question(self, unknown: list[str], what: str) -> Unsaid:
         """What has to be asked for."""
         name, plural = name_of(self.factory), "s" if len(unknown) > 1 else ""
         call = ", ".join(f"{one}=…" for one in unknown)
         flags = " ".join(f"--{one} …" for one in unknown)
-        return ValueError(
+        return Unsaid(
             f"check({name}): what is to be given for the {what}{plural} {', '.join(unknown)} "
             f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
             f"the command line {flags}"
@@ -267,12 +300,16 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> 
         return next(iter(parameter.annotation))
     if parameter.annotation in (bool, "bool"):
         return False
-    try:
-        source = inspect.getsource(factory)
-    except (OSError, TypeError):
-        return None
+    source = _source_of(factory)
     words = re.search(rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']", source)
     return None if words is None else words[1]
+
+
+def _source_of(factory: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(factory)
+    except (OSError, TypeError):
+        return ""
 
 
 def _can_be_built(kind: type) -> bool:

@@ -1,7 +1,8 @@
 """Find how a target is called: the layout of x, what arguments get that nobody gave, a mask that
 hides nothing, a number of tokens that it insists on.
 
-A call that was made up and fails is no mistake of its author's: then somebody has to say how.
+What is found beyond the usual call is a guess, and goes on record as one (`Target.guesses`): what
+breaks under it is no mistake of the layer's author. Where nothing goes in, somebody has to say how.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from itertools import chain, product
 import torch
 
 from ..findings.rules import found
-from .call_adapter import LAYOUTS, Caller, MaskForm, Result, UnusableResult
+from .call_adapter import (
+    LAYOUTS,
+    SINGLE,
+    TIME_FIRST,
+    USUAL,
+    Caller,
+    Layout,
+    MaskForm,
+    Result,
+    UnusableResult,
+)
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .fills import FILLS, OPTIONAL, Fill, left_out
 
@@ -32,20 +43,26 @@ LONGEST = 256
 class Way:
     """One way to make the first call; `room` as in `Target`."""
 
-    layout: str
+    layout: Layout
     room: int | None = None
     form: MaskForm | None = None
     fills: Mapping[str, Fill] = field(default_factory=dict)
     only: bool = False
 
-    @property
-    def plain(self) -> bool:
-        return self.form is None and not self.fills
-
     def set(self, subject: Target) -> None:
         """Let a subject be called so."""
         subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
         subject.room, subject.only, subject.open_form = self.room, self.only, self.form
+
+    def guesses(self, usual: Layout) -> Iterator[str]:
+        """What of it is made up, in words."""
+        if self.layout is not usual:
+            yield f"x as {self.layout}"
+        if self.room is not None:
+            yield f"{self.room} tokens"
+        if self.form is not None:
+            yield str(self.form)
+        yield from self.fills
 
 
 def first_call(subject: Target) -> None:
@@ -57,9 +74,9 @@ def first_call(subject: Target) -> None:
     """
     caller, errors = subject.caller, list[BaseException]()
     if getattr(caller.target, "batch_first", True) is False:
-        caller.layout = "time"
+        caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
-        caller.layout = "single"
+        caller.layout = SINGLE
     until, usual = time.process_time() + SECONDS, caller.layout
     for way in chain(_ways(caller), _lengths(subject, usual, errors)):
         way.set(subject)
@@ -67,17 +84,20 @@ def first_call(subject: Target) -> None:
             result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
+            if way.layout is not usual and mixes(subject) != (True, False):
+                raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
-            goes_in = isinstance(error, UnusableResult) and way.plain and way.layout == usual
+            goes_in = isinstance(error, UnusableResult) and not [*way.guesses(usual)]
             if goes_in or time.process_time() > until:
                 break
             continue
         subject.out_dim = result.out.shape[-1]
+        subject.guesses += [*way.guesses(usual), *caller.guessed] * (caller.custom is None)
         if not caller.settled:
             _choose_table(subject)
-        if subject.bare and _is_time_first(subject):
-            caller.layout = "time"
+        if subject.bare and mixes(subject) == (False, True):
+            caller.layout = TIME_FIRST
         subject.notes += _notes(subject)
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
@@ -103,10 +123,10 @@ def _tried(subject: Target) -> Result:
 def _notes(subject: Target) -> Iterator[str]:
     """What is to be said of a call that was found."""
     layout = subject.caller.layout
-    if layout == "single":
+    if layout is SINGLE:
         yield "it takes one sequence [T, E] at a time, without a batch"
-    elif layout != "batch":
-        yield f"it takes x as {LAYOUTS[layout][0]}"
+    elif layout is not USUAL:
+        yield f"it takes x as {layout}"
     if subject.room is not None:
         most = "it takes" if subject.only else "it takes no more than about"
         yield f"{most} {subject.room} tokens{', and no other number' * subject.only}"
@@ -118,7 +138,7 @@ def _notes(subject: Target) -> Iterator[str]:
 def _ways(caller: Caller) -> Iterator[Way]:
     """Ways to make the first call, the likeliest first."""
     usual, every = caller.layout, list(caller.parameters)
-    layouts = dict.fromkeys((usual, "single"))
+    layouts = dict.fromkeys((usual, SINGLE))
     if caller.custom is not None:
         yield from (Way(layout) for layout in layouts)
         yield from (Way(usual, room) for room in (4, 2))
@@ -132,14 +152,14 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield Way(usual, None, form, fills)
     for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
-    for layout, form in product((usual, "time"), _open_forms(caller, every)):
+    for layout, form in product((usual, TIME_FIRST), _open_forms(caller, every)):
         yield Way(layout, None, form)
     yield from (Way(usual, None, None, fills) for fills in given[1])
     for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
         yield Way(layout, None, None, fills)
 
 
-def _lengths(subject: Target, layout: str, errors: Sequence[BaseException]) -> Iterator[Way]:
+def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
     """Calls with as many tokens as the first error speaks of, and with no other number."""
     known = _known_sizes(subject)
     for size in dict.fromkeys(n for n in _sizes_in(errors[0]) if 1 < n <= LONGEST):
@@ -199,17 +219,15 @@ def _choose_table(subject: Target) -> None:
     caller.fills = first
 
 
-def _is_time_first(subject: Target) -> bool:
-    """Whether what is mixed lies along the first axis, and nothing along the second."""
-    x = subject.input().detach().requires_grad_(True)
-    try:
-        out = subject.caller(x.clone()).out
-        if not out.requires_grad:
-            return False
-        slope = torch.autograd.grad(out[-1, -1].sum(), x)[0].norm(dim=-1)
-    except Exception:
-        return False
-    return bool(slope[:-1, -1].sum() > 0) and bool((slope[:, :-1] == 0).all())
+def mixes(subject: Target) -> tuple[bool, bool]:
+    """Whether an output depends on other tokens of its sequence, and on other sequences."""
+    x = subject.input()
+    tokens, rows = x.clone(), x.clone()
+    tokens[-1, :-1], rows[:-1] = x[-1, :-1].flip(-1), x[:-1].flip(-1)
+    with torch.no_grad():
+        one, *others = (subject(given)[-1, -1].nan_to_num() for given in (x, tokens, rows))
+    least = 1e-6 * one.abs().max()
+    return bool((others[0] - one).abs().max() > least), bool((others[1] - one).abs().max() > least)
 
 
 # --- whose fault it is ----------------------------------------------------------------------------
@@ -236,11 +254,12 @@ def _known_sizes(subject: Target) -> set[int]:
 
 def _of_guess(subject: Target, error: BaseException) -> bool:
     """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
-    argument that was left out; or comes from a library, of whose layer x alone is no call."""
+    argument that was left out; or comes from a library, of whose layer x alone is no call; or the
+    layer itself refuses."""
     if isinstance(error, UnusableResult):
         return False
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    if not frames or _OTHER_AXES.search(str(error)):
+    if not frames or _OTHER_AXES.search(str(error)) or refuses(error):
         return True
     sizes = set(_sizes_in(error))
     if TOKENS in sizes and sizes - _known_sizes(subject):
@@ -249,6 +268,14 @@ def _of_guess(subject: Target, error: BaseException) -> bool:
     words = set(re.findall(r"\w+", frames[-1].line or ""))
     left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
     return bool(words & set(left))
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an error is raised on purpose: by a `raise` or an `assert`, or for a package that is
+    not there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = frames[-1].line or "" if frames else ""
+    return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
 
 
 def _question(subject: Target, error: BaseException) -> ValueError:
@@ -264,8 +291,14 @@ def _question(subject: Target, error: BaseException) -> ValueError:
     return ValueError(
         f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
         f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
-        f"{told(error)}"
+        f"{told(error)}{install(error)}"
     )
+
+
+def install(error: BaseException) -> str:
+    """What to type where a package is not there."""
+    missing = isinstance(error, ImportError) and error.name
+    return f"; it wants a package: pip install {missing.split('.')[0]}" if missing else ""
 
 
 def not_run(what: str, error: BaseException) -> Broken:

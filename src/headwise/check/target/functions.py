@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target
 from .construct import name_of
-from .first_call import not_run
-from .masking import ZERO, learn_causality
+from .first_call import mixes, not_run
+from .masking import learn_causality
 from .sizes import BuildSizes, shown
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
@@ -27,24 +27,28 @@ def of_function(
     sizes: BuildSizes,
     causal: bool | None,
     seed: int,
+    label: str = "",
 ) -> Target:
-    """The target for a function of q, k and v.
+    """The target for a function of q, k and v, or a module of them that has no weights.
 
     Args:
         arguments: that it gets beside them.
+        label: what to call it; its name by default.
     """
     sizes = sizes.settle(sizes.num_kv_heads is not None)
     embed, heads = sizes.embed_dim or 24, sizes.num_heads or 3
     groups, dim = sizes.num_kv_heads or heads, max(1, embed // heads)
-    label = name_of(function)
+    label = label or f"{name_of(function)}(q, k, v{', ' * bool(arguments)}{shown(arguments)})"
+    if isinstance(function, nn.Module):
+        function = function.eval().cpu()
     caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
     if missing := caller.missing():
         raise ValueError(
-            f"check({label}): what it wants for {', '.join(missing)} cannot be worked out; give it "
-            f"by name: hw.check(…, {missing[0]}=…)"
+            f"check({name_of(function)}): what it wants for {', '.join(missing)} cannot be worked "
+            f"out; give it by name: hw.check(…, {missing[0]}=…)"
         )
     subject = Target(
-        name=f"{label}(q, k, v{', ' * bool(arguments)}{shown(arguments)})",
+        name=label,
         caller=caller,
         embed_dim=embed,
         num_heads=heads,
@@ -81,12 +85,12 @@ def _with_axes(subject: Target) -> Target:
             trial = replace(trial, num_heads=1, num_kv_heads=1, projections=own, caller=one)
         try:
             trial(trial.input())
-            mixes = _mixes_tokens(trial)
+            goes = mixes(trial)[0]
         except Exception as error:
             errors.append(error)
             continue
-        chosen = trial if mixes or chosen is None else chosen
-        if mixes:
+        chosen = trial if goes or chosen is None else chosen
+        if goes:
             break
     if chosen is None:
         error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
@@ -95,10 +99,3 @@ def _with_axes(subject: Target) -> Target:
         raise not_run(f"q, k and v {shape}", error) from error
     chosen.notes.append(f"q, k and v are given as {AXES[chosen.axes]}")
     return chosen
-
-
-def _mixes_tokens(subject: Target) -> bool:
-    """Whether some output depends on another token: else the axes are taken for one another."""
-    influence = subject.influence(subject.input(tokens=5, batch=1)).nan_to_num(1.0)
-    off = influence.tril(-1) + influence.triu(1)
-    return bool(off.max() > ZERO * influence.max())

@@ -38,9 +38,11 @@ _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
     "flag": r"^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
     "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups)$",
+    "base": r"theta|(^|_)base$",
+    "temperature": r"temperature",
     "heads": r"heads?$",
     "head_dim": r"head",
-    "width": r"^d_|(^|_)(dim|width|size|channels?|features?|feats?|hidden|embed|emb)(_|$)",
+    "width": r"^d_|dimension|(^|_)(dim|width|size|channels?|feat(ure)?s?|hidden|emb|embed)(_|$)",
 }
 """Patterns of names that say what they are for, the surest first; only where something must be
 given."""

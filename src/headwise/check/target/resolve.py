@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
-from .construct import build, facts, input_width, matrix_width, name_of, signature
-from .first_call import first_call
+from .construct import Unsaid, build, facts, input_width, matrix_width, name_of, signature
+from .first_call import first_call, install
 from .functions import of_function
 from .masking import learn_causality
 from .names import building_role, calling_role
 from .sizes import BuildSizes, shown
+
+TRIES = 5
+"""How many values are tried for arguments whose names tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,15 @@ def _is_function_of_x(thing: Any, width: int, arguments: dict[str, Any]) -> bool
 
 
 def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
-    """Whether the first things it takes are tensors, not sizes."""
-    if inspect.isclass(thing):
+    """Whether the first things it takes are tensors, not sizes, and it has no weights of its
+    own."""
+    module = isinstance(thing, nn.Module)
+    if inspect.isclass(thing) or (module and any(True for _ in thing.parameters())):
         return False
-    parameters = [p for p in signature(thing) if p.name not in arguments]
+    call = thing.forward if module else thing
+    parameters = [p for p in signature(call) if p.name not in arguments]
     if not parameters:  # builtins tell nothing; Python's own factories without arguments do
-        return not inspect.isfunction(thing)
+        return not module and not inspect.isfunction(thing)
     roles = [calling_role(p.name) for p in parameters[:3]]
     if roles[:2] == ["query", "key"] or set(roles) == {"query", "key", "value"}:
         return True
@@ -116,14 +122,17 @@ def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _of_instance(thing: Any, request: Request) -> Target:
-    known, label = facts(thing), f"check({type(thing).__name__}(…))"
-    width = request.sizes.embed_dim or _width_of(thing, known)
+    known, name, sizes = facts(thing), f"{type(thing).__name__}(…)", request.sizes
+    label = f"check({name})"
+    if request.call is None and isinstance(thing, nn.Module) and _is_function_of_qkv(thing, {}):
+        return _without_weights(copied(thing), name, known, request)
+    width = sizes.embed_dim or _width_of(thing, known)
     if width is None:
         raise ValueError(
             f"{label}: the width of its input cannot be found; give it: "
             "hw.check(module, embed_dim=24)"
         )
-    heads = request.sizes.num_heads or known.get("heads") or _heads_of(thing)
+    heads = sizes.num_heads or known.get("heads") or _heads_of(thing)
     if heads is None:
         raise ValueError(
             f"{label}: how many heads it has cannot be found; give it: "
@@ -134,8 +143,16 @@ def _of_instance(thing: Any, request: Request) -> Target:
             f"{label}: its weights are on the device meta and have no numbers; give one that is "
             "on the CPU or a GPU"
         )
-    name = f"{type(thing).__name__}(…)"
     return _settled(copied(thing), name, width, heads, known, request)
+
+
+def _without_weights(thing: Any, name: str, known: dict[str, Any], request: Request) -> Target:
+    """The subject for a function of q, k and v that was built; its sizes are those it was told."""
+    sizes = request.sizes
+    heads = sizes.num_heads or known.get("heads", 3)
+    width = sizes.embed_dim or heads * known.get("head_dim", 8)
+    sizes = replace(sizes, embed_dim=width, num_heads=heads)
+    return of_function(thing, {}, sizes, request.causal, request.seed, name)
 
 
 def _width_of(thing: Any, known: dict[str, Any]) -> int | None:
@@ -168,45 +185,63 @@ def _of_factory(
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                target, named, roles = build(factory, args, own, sizes)
+                target, named, roles, made_up = build(factory, args, own, sizes)
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
             raise Broken(found("builds", "fails", label=label, error=told(error))) from error
+        guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
             raise Broken(found("builds", "result", label=label, kind=kind))
-        if not isinstance(target, nn.Module) and _is_function_of_qkv(target, {}):
-            return of_function(target, {}, request.sizes, request.causal, request.seed)
+        if request.call is None and _is_function_of_qkv(target, {}):
+            subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
+            return replace(subject, factory=make, roles=roles, made_up=guessed)
         known = facts(target)
         heads = roles.get("heads") or known.get("heads") or _heads_of(target) or 1
         known |= roles
         width = roles.get("width") or _width_of(target, known) or sizes.embed_dim or 24
         name = f"{label}({shown(named)})"
         subject = _settled(target, name, width, heads, known, request, roles)
-        return replace(subject, factory=make)
+        return replace(subject, factory=make, made_up=guessed)
 
     try:
         return make()
     except (Broken, ValueError) as first:
-        if args or arguments or request.call or request.sizes.num_heads or request.sizes.embed_dim:
-            raise
         own = request.sizes
-        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
-            # some insist on such numbers, or on those of their own configuration
-            sizes = replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+        given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
+        for sizes in _other_sizes(own, first, given):
             request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
                 return make()
         fault = first.__cause__
-        own = isinstance(fault, NameError | AttributeError | ImportError)
-        if not isinstance(first, Broken) or first.finding.rule != "builds" or own or fault is None:
+        if given or fault is None or not _builds(first) or _is_misspelt(fault):
             raise
         raise ValueError(
             f"check({label}): I do not know how to build this: give its arguments, as in "
             f"hw.check({label}, {_asked(factory)}), or a layer that is built. With what I made up "
-            f"for them it fails: {told(fault)}"
+            f"for them it fails: {told(fault)}{install(fault)}"
         ) from fault
+
+
+def _builds(first: Exception) -> bool:
+    return isinstance(first, Broken) and first.finding.rule == "builds"
+
+
+def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[BuildSizes]:
+    """Other sizes to build it with: some insist on such numbers, or on those of their own
+    configuration; and what no name tells is tried, where nothing else is left."""
+    if not given and not isinstance(first, Unsaid):
+        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
+            yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+    if isinstance(first, Unsaid) or (_builds(first) and not given):
+        yield from (replace(own, tried=n) for n in range(TRIES))
+
+
+def _is_misspelt(fault: BaseException) -> bool:
+    """Whether a name is not there, whatever a constructor is given."""
+    owner = getattr(fault, "obj", None)
+    return isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
 
 
 def _asked(factory: Callable[..., Any]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from .names import building_role
 
 CONTEXT = 16
@@ -13,7 +15,7 @@ CONTEXT = 16
 
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
-USUAL |= {"eps": 1e-6, "flag": False, "once": 1}
+USUAL |= {"eps": 1e-6, "flag": False, "once": 1, "base": 10000.0}
 USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT, "window": 4}
 """What other roles get."""
 WINDOWS = (USUAL["window"], (2, 5))
@@ -31,6 +33,7 @@ class BuildSizes:
     context_length: int | None = None
     causal: bool | None = None
     plain: bool = False  # whether configurations are taken as they are by themselves
+    tried: int | None = None  # which value is tried where names tell nothing
     changes: dict[str, Any] = field(default_factory=dict)
 
     def settle(self, grouped: bool) -> BuildSizes:
@@ -67,8 +70,29 @@ class BuildSizes:
             "rotary_width": max(2, (self.head_dim or embed // heads) // 4 * 2),
             "context": self.context_length or CONTEXT,
             "causal": bool(self.causal),
+            "temperature": (self.head_dim or max(1, embed // heads)) ** 0.5,
         }
         return (USUAL | sizes | self.changes).get(role, Unknown)
+
+
+def invented(sizes: BuildSizes, kind: str = "", use: str = "") -> Any:
+    """What is tried for a name that tells nothing; `Unknown` where nothing is tried.
+
+    Args:
+        kind: its annotation, in words.
+        use: the code that may use it: "called", "tested" or nothing.
+    """
+    if sizes.tried is None:
+        return Unknown
+    numbers = (sizes.value("width"), sizes.value("head_dim"), 2, 1)
+    options = numbers if "int" in kind else (numbers[0], False, *numbers[1:])
+    if use == "called":
+        options = (torch.nn.ReLU, torch.nn.functional.relu)
+    elif use == "tested" or "bool" in kind:
+        options = (False, True)
+    elif "float" in kind:
+        options = (1.0, 0.5)
+    return options[sizes.tried % len(options)]
 
 
 class Unknown:
@@ -96,12 +120,15 @@ class Config(dict[str, Any]):
         super().__init__(given)
         self._sizes, self._needed = sizes, needed  # names that it must answer to
         self._asked: dict[str, Any] = {}
+        self._invented: dict[str, Any] = {}
 
     def _look(self, name: str) -> Any:
         if dict.__contains__(self, name):
             return dict.__getitem__(self, name)
         role = building_role(name, name in self._needed)
         value = Unknown if role is None else self._sizes.value(role)
+        if value is Unknown and name in self._needed:
+            value = self._invented[name] = invented(self._sizes)
         if value is Unknown:
             raise Missing(name)
         self._asked[name] = value

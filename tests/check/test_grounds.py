@@ -1,0 +1,163 @@
+"""What a ❌ stands on: what was guessed is never held against somebody's layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.target.resolve import resolve
+
+
+class Pages(nn.Module):
+    """Right attention over the rows of pages `[B, P, T, E]`, each row with all of its page."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, _, width = x.shape
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(2, 3) for t in self.split(x))
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.proj(heads.transpose(2, 3).reshape(*x.shape[:3], width))
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)
+
+
+def test_axes_are_found_where_tokens_are_mixed_and_sequences_are_not() -> None:
+    subject = resolve(Pages)
+    assert str(subject.caller.layout) == "[B, 1, T, E]"
+    assert subject.guesses == ["x as [B, 1, T, E]"]
+    assert check(Pages).passed
+
+    class Columns(Pages):
+        """The same over the first axis."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+
+    assert str(resolve(Columns).caller.layout) == "[T, 1, B, E]"
+    verdict = check(Columns)
+    assert verdict.passed
+    assert verdict["definition"].severity == "passed"
+
+
+def test_a_mistake_whose_numbers_agree_stands_though_the_call_was_guessed() -> None:
+    class Unscaled(Pages):
+        def split(self, x: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = super().split(x)
+            return q * 8**0.5, k, v
+
+    assert check(Unscaled).errors[0].rule == "scale"
+
+
+class Other(Pages):
+    """Attention of another kind: a learnt kernel in the softmax's place."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.kernel = nn.Parameter(torch.randn(dim // heads, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in self.split(x))
+        q, k = ((t @ self.kernel).relu() for t in (q, k))
+        heads = q @ (k.mT @ v)  # its weights do not sum to 1
+        return self.proj(heads.transpose(-3, -2).flatten(-2))
+
+
+def test_attention_of_another_kind_is_not_held_to_the_textbook() -> None:
+    class Plain(Other):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.ndim == 3
+            return super().forward(x)
+
+    verdict = check(Plain)
+    assert verdict.passed
+    assert verdict["equal-tokens"].severity == "skipped"
+    assert "not read" in verdict["equal-tokens"].message
+    assert "definition" in [one.rule for one in verdict.unchecked]
+
+    class Mixed(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x.mean(0)
+
+    assert check(Mixed).errors[0].rule == "batch"  # which no layer may
+
+
+def test_what_breaks_in_a_guessed_call_stays_open() -> None:
+    class Paged(Other):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.ndim == 4
+            return super().forward(x) * torch.arange(len(x))[:, None, None, None]
+
+    verdict = check(Paged)
+    assert verdict.passed
+    assert "batch" in [one.rule for one in verdict.unchecked]
+    assert "x as [B, 1, T, E]" in verdict["batch"].message
+    assert "batch" in [
+        one.rule for one in check(Paged, call=lambda layer, x: layer(x[:, None])[:, 0]).errors
+    ]
+
+
+class Scaled(nn.Module):
+    """A function of q, k and v that is a module, with what it is called with in others' code."""
+
+    def __init__(self, temperature: float, over: int = -1) -> None:
+        super().__init__()
+        self.temperature, self.over = temperature, over
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / self.temperature).softmax(self.over) @ v
+
+
+def test_a_module_of_qkv_without_weights_is_a_function() -> None:
+    verdict = check(Scaled)
+    assert verdict.passed
+    assert verdict["definition"].severity == "passed"
+    assert check(Scaled(8**0.5)).passed
+    assert check(Scaled(8**0.5, over=-2)).errors[0].rule == "softmax"
+
+
+def test_names_that_tell_nothing_are_tried_and_what_follows_is_not_judged() -> None:
+    class Named(Pages):
+        def __init__(self, dim: int, heads: int, zork: int, flurb: bool) -> None:
+            super().__init__(dim, heads)
+            self.zork = zork if flurb else 1
+            self.out = nn.Linear(zork, dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, None])[:, 0] * self.zork
+
+    subject = resolve(Named)
+    assert subject.made_up == ["zork=24"]
+    assert check(Named).passed
+
+
+@pytest.mark.parametrize(
+    "wanted", ["import nowhere_to_be_found", "raise RuntimeError('install it')"]
+)
+def test_what_the_layer_itself_refuses_is_asked_for(wanted: str) -> None:
+    class Refusing(Pages):
+        def forward(self, x: Tensor) -> Tensor:
+            if wanted.startswith("import"):
+                import nowhere_to_be_found  # noqa: F401 # pyright: ignore
+            raise RuntimeError("install it")
+
+    with pytest.raises(ValueError, match=r"nowhere_to_be_found|install it") as asked:
+        check(Refusing)
+    assert ("pip install" in str(asked.value)) == wanted.startswith("import")
+
+
+class Lost(Pages):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.qkv(x)
+        scores.masked_fill(scores > 0, 0.0)
+        raise NotImplementedError
+
+
+def test_the_source_is_read_where_nothing_can_be_called() -> None:
+    assert [one.rule for one in check(Lost).errors] == ["unused-result"]
