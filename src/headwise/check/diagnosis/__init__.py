@@ -187,6 +187,8 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
+    if subject.open_form is not None:
+        return _unread("what its mask means was guessed")
     if not any(True for _ in scores_of(case)):
         return _unread("no softmax over tokens was seen")
     if reasons:

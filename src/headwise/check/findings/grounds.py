@@ -2,7 +2,7 @@
 
 Each finding names the ground that it needs (`Finding.ground`):
 
-- "source": it is read off the code.
+- "any": it is read off the code, or no call may do so, whatever was made up for it.
 - "call": every layer does so, whatever it computes, when it is called as it is meant to be: by the
   usual call, or by one that was given.
 - "weights": attention does so. Attention of another kind may not; so it counts where attention,
@@ -52,10 +52,10 @@ def _grounds(named: Sequence[Finding], called: Sequence[str], built: Sequence[st
         for one in named
     )
     if definition == "passed" or (mistaken and not built):
-        return {"source", "call", "weights"}
+        return {"any", "call", "weights"}
     if called or built:
-        return {"source"}
-    return {"source", "call"} if definition == "skipped" else {"source", "call", "weights"}
+        return {"any"}
+    return {"any", "call"} if definition == "skipped" else {"any", "call", "weights"}
 
 
 def _stands(one: Finding, grounds: set[Ground]) -> bool:

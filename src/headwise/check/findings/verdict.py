@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Severity = Literal["error", "warning", "passed", "skipped"]
-Ground = Literal["source", "call", "weights"]
+Ground = Literal["any", "call", "weights"]
 """What an error stands on, as `grounds` weighs it."""
 SIGNS: dict[str, str] = {"error": "❌", "warning": "⚠", "passed": "✅", "skipped": "–"}
 COLOURS = {"error": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
@@ -104,7 +104,7 @@ class Finding:
         example: the smallest input on which it goes wrong.
         explained_by: the rules of named mistakes that explain this result, joined by "and", so
             that it is no finding of its own.
-        ground: what it stands on where it is an error: the "source", a "call", or the "weights".
+        ground: what it stands on where it is an error: "any", a "call", or the "weights".
     """
 
     rule: str

@@ -69,13 +69,6 @@ class ProbeContext:
         return self.call(self.x)
 
     @cached_property
-    def mixes_heads(self) -> bool:
-        """Whether it has a matrix from heads to heads: their weights need not sum to 1."""
-        heads, module = self.subject.num_heads, self.subject.module
-        parameters = () if module is None or heads == 1 else module.parameters()
-        return any(tuple(one.shape[:2]) == (heads, heads) for one in parameters)
-
-    @cached_property
     def influence(self) -> Tensor:
         """Who depends on whom, `[T, T]`; inputs are small, so that no weight is 0 but by a mask."""
         with failing(f"x {list(self.x[:1].shape)} with gradients"):

@@ -178,6 +178,9 @@ class _Constructor:
                 continue
             required = parameter.default is parameter.empty
             choice = self._choice(parameter, sizes) if required and role is None else None
+            if isinstance(parameter.default, str) and sizes.word:
+                words = [word for word in _words(self.factory, name) if word != parameter.default]
+                choice = words[sizes.word - 1] if sizes.word <= len(words) else None
             role = building_role(name, needed=required)
             if name in rest:
                 kwargs[name] = rest.pop(name)
@@ -300,9 +303,13 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> 
         return next(iter(parameter.annotation))
     if parameter.annotation in (bool, "bool"):
         return False
-    source = _source_of(factory)
-    words = re.search(rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']", source)
-    return None if words is None else words[1]
+    return next(iter(_words(factory, parameter.name)), None)
+
+
+def _words(factory: Callable[..., Any], name: str) -> list[str]:
+    """The words that the code compares an argument with."""
+    pattern = rf"\b{name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
+    return list(dict.fromkeys(re.findall(pattern, _source_of(factory))))
 
 
 def _source_of(factory: Callable[..., Any]) -> str:

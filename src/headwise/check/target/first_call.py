@@ -60,8 +60,6 @@ class Way:
             yield f"x as {self.layout}"
         if self.room is not None:
             yield f"{self.room} tokens"
-        if self.form is not None:
-            yield str(self.form)
         yield from self.fills
 
 
@@ -152,9 +150,11 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield Way(usual, None, form, fills)
     for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
-    for layout, form in product((usual, TIME_FIRST), _open_forms(caller, every)):
+    open_forms = _open_forms(caller, every)
+    for layout, form in product((usual, TIME_FIRST), open_forms):
         yield Way(layout, None, form)
-    yield from (Way(usual, None, None, fills) for fills in given[1])
+    for form, fills in chain(product([None], given[1]), product(open_forms, given[1][:2])):
+        yield Way(usual, None, form, fills)
     for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
         yield Way(layout, None, None, fills)
 

@@ -40,7 +40,7 @@ def of_function(
     groups, dim = sizes.num_kv_heads or heads, max(1, embed // heads)
     label = label or f"{name_of(function)}(q, k, v{', ' * bool(arguments)}{shown(arguments)})"
     if isinstance(function, nn.Module):
-        function = function.eval().cpu()
+        function.eval()
     caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
     if missing := caller.missing():
         raise ValueError(

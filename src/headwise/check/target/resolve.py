@@ -234,6 +234,7 @@ def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[Bui
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+        yield from (replace(own, word=n) for n in (1, 2))
     if isinstance(first, Unsaid) or (_builds(first) and not given):
         yield from (replace(own, tried=n) for n in range(TRIES))
 
@@ -261,7 +262,8 @@ def _settled(
     """The subject for a target whose sizes are known: how it is called, and whether causal."""
     parameters = ()
     if isinstance(target, nn.Module):
-        target = target.eval().cpu()
+        target.eval()  # which somebody's own `train` may not give back
+        target = target.cpu()
         parameters = target.parameters()
     sizes, call = request.sizes, request.call
     said = sizes.head_dim or known.get("head_dim")
