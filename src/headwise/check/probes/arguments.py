@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import dis
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,16 +17,12 @@ from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
-from ..target.checked_target import Broken, Target, told
-from ..target.construct import signature
+from ..target.checked_target import Target, told
 from ..target.fills import reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
-
-BUILT_FOR = re.compile("cross|decoder|self_att|is_")
-"""Names that say that a layer was built to attend to one sequence or to another."""
 
 EITHER = {"y", "other"}
 """Names of another sequence that do not say whether queries or keys are made of it."""
@@ -61,15 +57,12 @@ def cross(ctx: ProbeContext) -> Finding | None:
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
         return found("cross", "shape", out=list(out.shape), **sizes)
     if ctx.near(ctx.result(x, subject, -source).out, out):
-        made = [parameter.name for parameter in signature(type(caller.target))]
-        built = named(ctx, BUILT_FOR) or any("cross" in name for name in made)
-        guessed = context[:1] == caller.guessed[:1]
-        needed = bool(context) and caller.required(context[0]) and not ctx.subject.idle
-        if needed and re.search("cross", type(caller.target).__name__.lower()):
+        known = caller.separate or (
+            caller.required(context[0]) and not caller.guessed and not ctx.subject.idle
+        )
+        if known or not _is_read(caller.target, context[0]):
             return found("cross", "unused")
-        if not caller.separate and (guessed or built or _wants_a_width(ctx, made)):
-            return skipped("cross", f"It does not use {context[0]} as it was built.")
-        return found("cross", "unused")
+        return skipped("cross", f"It does not use {context[0]} as it was built.")
     if _keys_from_queries(ctx, subject, source):
         if not caller.separate:
             return skipped("cross", "It attends to its own tokens as well as to others.")
@@ -109,18 +102,13 @@ def _says_causal(target: Any) -> bool:
     return any(value is True and building_role(name) == "causal" for name, value in own.items())
 
 
-def _wants_a_width(ctx: ProbeContext, made: list[str]) -> bool:
-    """Whether it uses another sequence, or cannot do without, once it is built with its width."""
-    if not any(building_role(name) == "kv_width" for name in made):
-        return False
-    try:
-        other = ctx.subject.rebuilt(kv_width=ctx.subject.embed_dim)
-        if other is None:
-            return False
-        other, (source, x) = replace(other.to(ctx.x.dtype), causal=False), (ctx.x.flip(1), ctx.x)
-        return not ctx.near(ctx.result(x, other, source).out, ctx.result(x, other, -source).out)
-    except (Failed, Broken, ValueError):
+def _is_read(target: Any, name: str) -> bool:
+    """Whether the code of its call reads an argument at all."""
+    call = getattr(target, "forward", target)
+    if not hasattr(call, "__code__"):
         return True
+    read = [its.argval for its in dis.get_instructions(call) if its.opname.startswith("LOAD")]
+    return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
 
 
 def rotary(ctx: ProbeContext) -> Finding | None:

@@ -177,10 +177,9 @@ class _Constructor:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             required = parameter.default is parameter.empty
-            choice = self._choice(parameter, sizes) if required and role is None else None
-            if isinstance(parameter.default, str) and sizes.word:
-                words = [word for word in _words(self.factory, name) if word != parameter.default]
-                choice = words[sizes.word - 1] if sizes.word <= len(words) else None
+            worded = sizes.tried is not None and isinstance(parameter.default, str)
+            untold = worded or (required and role is None)
+            choice = self._choice(parameter, sizes) if untold else None
             role = building_role(name, needed=required)
             if name in rest:
                 kwargs[name] = rest.pop(name)
@@ -229,7 +228,7 @@ class _Constructor:
         if "Module" in str(parameter.annotation) and parts_of(parameter.name):
             return nn.Linear(*sizes.widths(parts_of(parameter.name)))
         if not re.search("att(n|ention)$", parameter.name):
-            return _first_choice(self.factory, parameter)
+            return _first_choice(self.factory, parameter, sizes.tried or 0)
         for name, kind in list(vars(sys.modules.get(self.factory.__module__, typing)).items()):
             if "Attention" in name and inspect.isclass(kind) and issubclass(kind, nn.Module):
                 free = all(p.default is not p.empty or p.kind > 1 for p in signature(kind))
@@ -295,21 +294,18 @@ def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
     return role in SET_ALWAYS and default is not None and not isinstance(default, bool)
 
 
-def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The first member of an enumeration, False for a flag, or the first word that the code
-    compares an argument with; None where nothing tells.
+def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tried: int) -> Any:
+    """A member of an enumeration, False for a flag, or a word that the code compares an argument
+    with: the first one, or another that is `tried`; None where nothing tells.
     """
-    if isinstance(parameter.annotation, enum.EnumMeta):
-        return next(iter(parameter.annotation))
     if parameter.annotation in (bool, "bool"):
         return False
-    return next(iter(_words(factory, parameter.name)), None)
-
-
-def _words(factory: Callable[..., Any], name: str) -> list[str]:
-    """The words that the code compares an argument with."""
-    pattern = rf"\b{name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
-    return list(dict.fromkeys(re.findall(pattern, _source_of(factory))))
+    if isinstance(parameter.annotation, enum.EnumMeta):
+        options = list(parameter.annotation)
+    else:
+        pattern = rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
+        options = list(dict.fromkeys(re.findall(pattern, _source_of(factory))))
+    return options[tried % len(options)] if options else None
 
 
 def _source_of(factory: Callable[..., Any]) -> str:

@@ -23,7 +23,7 @@ from .masking import learn_causality
 from .names import building_role, calling_role
 from .sizes import BuildSizes, shown
 
-TRIES = 5
+TRIES = 4
 """How many values are tried for arguments whose names tell nothing."""
 
 
@@ -234,8 +234,7 @@ def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[Bui
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
-        yield from (replace(own, word=n) for n in (1, 2))
-    if isinstance(first, Unsaid) or (_builds(first) and not given):
+    if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
 
 

@@ -34,7 +34,6 @@ class BuildSizes:
     causal: bool | None = None
     plain: bool = False  # whether configurations are taken as they are by themselves
     tried: int | None = None  # which value is tried where names tell nothing
-    word: int = 0  # which of the words is taken that the code compares an argument with
     changes: dict[str, Any] = field(default_factory=dict)
 
     def settle(self, grouped: bool) -> BuildSizes:
