@@ -8,6 +8,7 @@ the attention weights where they come back.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -93,7 +94,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Layout:
-    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1."""
+    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1, or with the
+    tokens in rows and columns, "H" and "W", as nearly square as their number allows."""
 
     axes: str
 
@@ -102,17 +104,26 @@ class Layout:
 
     def into(self, x: Tensor) -> Tensor:
         """x as the call takes it."""
-        turned = x.permute(*("BTE".index(axis) for axis in self.axes if axis != "1"))
-        return turned if self.extra is None else turned.unsqueeze(self.extra)
+        count = x.shape[1]
+        height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+        full = x.unflatten(1, (height, -1)) if "H" in self.axes else x
+        turned = full.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
+        return turned if self._extra is None else turned.unsqueeze(self._extra)
 
     def back(self, y: Tensor) -> Tensor:
         """What comes out, `[B, T, E]` again."""
-        own = y if self.extra is None else y.squeeze(self.extra)
-        axes = self.axes.replace("1", "")
-        return own.permute(*(axes.index(axis) for axis in "BTE")) if own.ndim == 3 else own
+        own, axes = y if self._extra is None else y.squeeze(self._extra), self.axes.replace("1", "")
+        if own.ndim != len(axes):
+            return own
+        turned = own.permute(*(axes.index(axis) for axis in self._usual))
+        return turned.flatten(1, 2) if "H" in axes else turned
 
     @property
-    def extra(self) -> int | None:
+    def _usual(self) -> str:
+        return "BHWE" if "H" in self.axes else "BTE"
+
+    @property
+    def _extra(self) -> int | None:
         """Where the axis of 1 stands."""
         return self.axes.index("1") if "1" in self.axes else None
 
@@ -121,6 +132,8 @@ USUAL, TIME_FIRST, SINGLE = Layout("BTE"), Layout("TBE"), Layout("TE")
 """The usual layout; PyTorch's own without `batch_first`; and one sequence at a time."""
 LAYOUTS = (USUAL, TIME_FIRST, *map(Layout, "B1TE BT1E 1TBE T1BE 1BTE TB1E BET BET1 BE1T".split()))
 """How x may go in, the likeliest first."""
+MAPS = Layout("BEHW"), Layout("BHWE")
+"""How it may go in where one number of tokens is insisted on."""
 
 
 class UnusableResult(Exception):

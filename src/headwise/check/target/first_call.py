@@ -19,6 +19,7 @@ import torch
 from ..findings.rules import found
 from .call_adapter import (
     LAYOUTS,
+    MAPS,
     SINGLE,
     TIME_FIRST,
     USUAL,
@@ -160,11 +161,12 @@ def _ways(caller: Caller) -> Iterator[Way]:
 
 
 def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
-    """Calls with as many tokens as the first error speaks of, and with no other number."""
+    """Calls with as many tokens as the errors speak of, and with no other number."""
     known = _known_sizes(subject)
-    for size in dict.fromkeys(n for n in _sizes_in(errors[0]) if 1 < n <= LONGEST):
+    said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
+    for size in [size for size in said if 1 < size <= LONGEST][:4]:
         if size not in known:
-            yield Way(layout, size, only=True)
+            yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
 
 
 def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:

@@ -215,7 +215,8 @@ def _of_factory(
             with contextlib.suppress(Broken, ValueError):
                 return make()
         fault = first.__cause__
-        if given or fault is None or not _builds(first) or _is_misspelt(fault):
+        missing = isinstance(fault, ImportError)  # a package that is not there
+        if fault is None or not _builds(first) or _is_misspelt(fault) or (given and not missing):
             raise
         raise ValueError(
             f"check({label}): I do not know how to build this: give its arguments, as in "
