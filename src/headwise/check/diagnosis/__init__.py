@@ -23,7 +23,7 @@ from .call_lines import lines_of
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
-from .scores import named_by_scores, scores_of
+from .scores import named_by_scores, recorded, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
@@ -42,6 +42,15 @@ OTHER_INGREDIENTS = re.compile(
     r"(^|_)bias_[kv](_|$)|(group|batch|instance)norm"
 )
 """Names of what makes an attention more than projections and a softmax."""
+OTHER_FUNCTIONS = set(
+    (
+        "relu leaky_relu gelu silu elu selu celu softplus sigmoid logsigmoid hardsigmoid tanh "
+        "hardtanh hardswish mish group_norm batch_norm instance_norm cumsum cumprod topk sort roll "
+        "unfold avg_pool1d avg_pool2d max_pool1d max_pool2d interpolate cdist "
+        "gumbel_softmax multinomial bernoulli fft_fft fft_rfft scatter index_add"
+    ).split()
+)
+"""Functions that are called for the same."""
 
 
 def run(subject: Target) -> list[Finding]:
@@ -179,6 +188,7 @@ def _example(case: Case, subject: Target, base: Variant, large: bool = False) ->
 
 def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
     reasons = [*case.reading.extras, *case.subject.caller.tables, *sorted(case.subject.idle)]
+    reasons += sorted({call.name for call in recorded(case)} & OTHER_FUNCTIONS)
     reasons += ["another sequence"] * case.subject.caller.streams
     out, heads = case.reading.out, case.reading.num_heads * case.reading.value_dim
     if out is not None and out.weight.shape[0] > heads:

@@ -10,7 +10,7 @@ from itertools import chain, combinations, islice
 import torch
 from torch import Tensor
 
-from .call_lines import Calls
+from .call_lines import Calls, LineCall
 from .faults import Fault, faults
 from .fit import FITS, Case
 from .variants import MADE_OF, SCALES, Variant, allowed_of, heads_of, products, sizes_of
@@ -84,14 +84,19 @@ def _scale(case: Case, variant: Variant, seen: Sequence[Tensor]) -> float | None
     return None
 
 
-def scores_of(case: Case) -> Iterator[Tensor]:
-    """The scores of a call, `[B, H, T, T]`, in every order of their batch and heads."""
-    x, heads = case.inputs[1], case.reading.num_heads
-    batch, tokens, _ = x.shape
-    calls = Calls(tokens, dropless=case.drops)
+def recorded(case: Case) -> list[LineCall]:
+    """What a call calls of PyTorch's."""
+    x = case.inputs[1]
+    calls = Calls(x.shape[1], dropless=case.drops)
     with contextlib.suppress(Exception), calls:  # a compiled kernel cannot be recorded
         case.subject(x)
-    taken = [call.scores for call in calls.made if call.scores is not None]
+    return calls.made
+
+
+def scores_of(case: Case) -> Iterator[Tensor]:
+    """The scores of a call, `[B, H, T, T]`, in every order of their batch and heads."""
+    heads, (batch, _, _) = case.reading.num_heads, case.inputs[1].shape
+    taken = [call.scores for call in recorded(case) if call.scores is not None]
     if len(taken) == heads > 1 and all(one.shape == taken[0].shape for one in taken):
         taken = [torch.stack(taken, 1)]
     for scores in taken[:1]:

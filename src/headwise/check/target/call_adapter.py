@@ -104,10 +104,11 @@ class Layout:
 
     def into(self, x: Tensor) -> Tensor:
         """x as the call takes it."""
-        count = x.shape[1]
-        height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
-        full = x.unflatten(1, (height, -1)) if "H" in self.axes else x
-        turned = full.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
+        if "H" in self.axes:
+            count = x.shape[1]
+            height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+            x = x.unflatten(1, (height, -1))
+        turned = x.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
         return turned if self._extra is None else turned.unsqueeze(self._extra)
 
     def back(self, y: Tensor) -> Tensor:

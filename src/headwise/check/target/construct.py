@@ -72,9 +72,8 @@ def build(
     roles = _by_role(flat(named))
     for name, value in asked(named):
         roles.setdefault(building_role(name, needed=True) or "", value)
-    configs = [value._invented for value in named.values() if isinstance(value, Config)]
-    for made_up in configs:
-        made.invented |= made_up
+    for config in (value for value in named.values() if isinstance(value, Config)):
+        made.invented |= config._invented
     return thing, named, roles, made.invented
 
 
