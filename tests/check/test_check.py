@@ -155,13 +155,17 @@ def test_a_config_copies_and_knows_what_it_was_asked() -> None:
 
 
 def test_what_cannot_be_worked_out_is_asked_for_once_by_name() -> None:
+    class Named(Attention):
+        def __init__(self, k: int, heads: int, flavour: dict[str, int]) -> None:
+            self.build(k, heads * flavour["dark"])
+
     with pytest.raises(ValueError, match="cannot be worked out") as error:
-        check(named("k", "heads", "flavour"))
+        check(Named)
     said = str(error.value)
     assert "arguments k, flavour cannot be worked out" in said
     assert "hw.check(Named, k=…, flavour=…)" in said
     assert "--k … --flavour …" in said
-    assert check(named("k", "heads", "flavour"), k=24, heads=3, flavour=1).passed
+    assert check(Named, k=24, heads=3, flavour={"dark": 1}).passed
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,17 @@ def test_attention_of_another_kind_is_not_held_to_the_textbook() -> None:
     assert check(Mixed).errors[0].rule == "batch"  # which no layer may
 
 
+def test_an_activation_behind_it_is_no_mistake() -> None:
+    class Bent(Pages):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.ndim == 3
+            return super().forward(x[:, None])[:, 0].relu()
+
+    verdict = check(Bent)
+    assert verdict.passed
+    assert "relu" in verdict["definition"].message
+
+
 def test_what_breaks_in_a_guessed_call_stays_open() -> None:
     class Paged(Other):
         def forward(self, x: Tensor) -> Tensor:

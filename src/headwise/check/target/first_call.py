@@ -164,9 +164,8 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
     """Calls with as many tokens as the errors speak of, and with no other number."""
     known = _known_sizes(subject)
     said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
-    for size in [size for size in said if 1 < size <= LONGEST][:4]:
-        if size not in known:
-            yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
+    for size in [size for size in said if size <= LONGEST and size not in known][:3]:
+        yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
 
 
 def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
