@@ -87,7 +87,7 @@ def first_call(subject: Target) -> None:
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
-            goes_in = isinstance(error, UnusableResult) and not [*way.guesses(usual)]
+            goes_in = isinstance(error, UnusableResult) and way == Way(usual)
             if goes_in or time.process_time() > until:
                 break
             continue
