@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..files.syntax import Source
+from ..files.syntax import Source, unused
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target, is_users
@@ -19,14 +19,6 @@ from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, quoted
 from .projections import Projections
-
-NO_EFFECT = set(
-    (
-        "masked_fill transpose permute view reshape contiguous softmax flatten unsqueeze squeeze "
-        "expand repeat repeat_interleave matmul bmm masked_select detach tril triu"
-    ).split()
-)
-"""Functions of tensors that change nothing and give a new tensor."""
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -59,12 +51,8 @@ def read_off(thing: Any) -> Iterator[Finding]:
 def unused_results(thing: Any) -> Iterator[Finding]:
     """Lines of its classes whose result nothing takes, on whatever path they stand."""
     for source, classes, _ in _written(thing):
-        for node in (node for kind in classes for node in ast.walk(kind)):
-            call = node.value if isinstance(node, ast.Expr) else None
-            function = call.func if isinstance(call, ast.Call) else None
-            if isinstance(function, ast.Attribute) and function.attr in NO_EFFECT:
-                line = quoted((source.file, function.lineno))
-                yield found("unused-result", "lost", name=function.attr, line=line)
+        for line, name in unused(*classes):
+            yield found("unused-result", "lost", name=name, line=quoted((source.file, line)))
 
 
 def undefined(thing: Any) -> Iterator[Finding]:
@@ -114,11 +102,8 @@ def one_small_linear(subject: Target) -> list[Finding]:
         return []
     wide = subject.embed_dim // heads
     for name, child in module.named_modules():
-        weight = getattr(child, "weight", None)
-        square = (
-            isinstance(child, nn.Linear) and weight is not None and weight.shape == (wide, wide)
-        )
-        if square and parts_of(name.split(".")[-1]) in ("q", "k", "v"):
+        shape = getattr(child.weight, "shape", ()) if isinstance(child, nn.Linear) else ()
+        if shape == (wide, wide) and parts_of(name.split(".")[-1]) in ("q", "k", "v"):
             return [found("shared-heads", "small", H=heads, name=name, D=wide, E=subject.embed_dim)]
     return []
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from itertools import chain, groupby
 from pathlib import Path
+from types import CodeType
 
 from ..files import Report, Send, alone, judged, split_target, telling
 from ..files.loading import IMPORTING, load, parsed
 from ..files.sandbox import Limits, run
-from ..files.syntax import NO_RETURN, Blank, Source
+from ..files.syntax import NO_RETURN, Blank, Source, code_at, quoted, unused
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
 from .base import Step, StepPart, Trial
@@ -32,7 +32,7 @@ from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
-from .watching import code_of, failed, meant, quoted
+from .watching import failed, meant
 
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 
@@ -53,13 +53,15 @@ def write_template(name: str, path: Path) -> None:
     Raises:
         ValueError: there is no such step, or the file exists, or its name is no Python file's.
     """
-    text = template(name)
+    text, wrong = template(name), ""
     if path.suffix != ".py":
-        raise ValueError(f"--new {name} {path}: give the file a name that ends in .py")
-    if path.exists():
-        raise ValueError(f"--new {name} {path}: the file is there already; give another name")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--new {name} {path}: there is no folder {path.parent}")
+        wrong = "give the file a name that ends in .py"
+    elif path.exists():
+        wrong = "the file is there already; give another name"
+    elif not path.absolute().parent.is_dir():
+        wrong = f"there is no folder {path.parent}"
+    if wrong:
+        raise ValueError(f"--new {name} {path}: {wrong}")
     path.write_text(text, "utf-8")
 
 
@@ -124,10 +126,9 @@ def _child(send: Send, file: str, name: str) -> None:
                 send(alone(finding))
         for one in heard:  # by the file's own lines: what libraries say of themselves is dropped
             if one.filename == str(path):
-                said = (
-                    f"{quoted(trial, one.lineno)} is warned of: {str(one.message).split(' (')[0]}"
-                )
-                send({"verdict": Verdict("", (), (said,)).to_json()})
+                said = f"is warned of: {str(one.message).split(' (')[0]}"
+                note = f"{quoted(path, one.lineno)} {said}"
+                send({"verdict": Verdict("", (), (note,)).to_json()})
 
 
 def _variant(name: str, source: Source) -> Step:
@@ -138,8 +139,8 @@ def _names(step: Step, source: Source) -> dict[str, str]:
     """Each part with the name that the file has for it."""
     found: dict[str, str] = {}
     for part in step.parts:
-        owner, dot, short = part.name.rpartition(".")
-        choices = [f"{found.get(owner, owner)}{dot}{name}" for name in (short, *part.also)]
+        before = f"{found[part.owner]}." if part.owner else ""
+        choices = [f"{before}{name}" for name in (part.short, *part.also)]
         found[part.name] = next((name for name in choices if source.has(name)), choices[0])
     return found
 
@@ -147,30 +148,33 @@ def _names(step: Step, source: Source) -> dict[str, str]:
 def _read(trial: Trial) -> Iterator[Finding]:
     """What the syntax tells: imports, parts that are not there, placeholders."""
     source, step = trial.source, trial.step
-    parts = {part.name for part in step.parts}
-    missing = {name: line for name, line in source.unbound.items() if name not in parts}
+    missing = _missing(trial)
     for name, line in missing.items():
         hint = step.imports.get(name) or f"Import or define `{name}` further up."
         if name not in step.imports and (near := meant(trial, name, line)):
             hint = f"Did you mean `{near}`?"
         yield found("step-imports", "unbound", name=name, line=line, hint=hint)
-    trial.runs = not missing
     if not missing:
         yield passed("step-imports", "Every name that is used is imported or defined.")
     for part in step.parts:
         name, owner = trial.names[part.name], trial.names.get(part.owner, "")
-        if owner and not source.has(owner):
-            trial.waiting.append(part.name)  # its class is not there: said already
-        elif not source.has(name):
-            trial.waiting.append(part.name)
-            where = f" in `{owner}`" if owner else ""
-            hint = part.hint if owner else f"{part.hint}{_other_step(trial)}"
-            yield found("step-parts", "missing", name=part.short, where=where, hint=hint)
+        if not source.has(name):
+            trial.waiting[part.name] = None
+            if not owner or source.has(owner):  # else it is said already that its class is missing
+                where, more = (f" in `{owner}`", "") if owner else ("", _other_step(trial))
+                hint = f"{part.hint}{more}"
+                yield found("step-parts", "missing", name=part.short, where=where, hint=hint)
         if left_over := source.blanks(name):
             trial.blank.append(part.name)
             yield from _blanks(part, step, left_over)
     if not trial.blank and not trial.waiting:
         yield passed("step-blanks", "No placeholder is left.")
+
+
+def _missing(trial: Trial) -> dict[str, int]:
+    """Names that nothing gives a meaning to, but for those of parts."""
+    parts = {part.name for part in trial.step.parts}
+    return {name: line for name, line in trial.source.unbound.items() if name not in parts}
 
 
 def _other_step(trial: Trial) -> str:
@@ -198,30 +202,26 @@ def _blanks(part: StepPart, step: Step, blanks: list[Blank]) -> Iterator[Finding
 def _run(trial: Trial, send: Send) -> Iterator[Finding]:
     """What running it tells, part by part, then the whole."""
     step = trial.step
-    reason = step.refuses() if trial.runs else "nothing can be run before the imports are right"
-    if reason is not None:
+    imports = "nothing can be run before the imports are right"
+    if reason := imports if _missing(trial) else step.refuses():
         send({"subject": f"{trial.path.name}, step {step.name}, by its syntax alone"})
         yield from _unused(trial)
         yield skipped("step-whole", f"Only the syntax was read: {reason}.")
         return
-    whole = StepPart("the whole", "step-whole", "")
-    _fill(trial)
-    code = compile(trial.tree, str(trial.path), "exec") if trial.ours else None
-    trial.module = load(trial.path, code)
+    trial.module = load(trial.path, _filled(trial))
     for part in step.parts:
-        if part.test is None or part.name in trial.waiting or not _begun(trial, part):
+        if not part.test or part.name in trial.waiting or not _begun(trial, part):
             continue
-        needs = _needs(trial, part)
-        if needs:
-            trial.waiting.append(part.name)
-            names = " and ".join(f"`{_short(need, part)}`" for need in needs)
+        if needs := _needs(trial, part):
+            trial.waiting[part.name] = None
+            names = " and ".join(f"`{need.removeprefix(f'{part.owner}.')}`" for need in needs)
             if part.owner not in needs:
                 yield skipped(part.rule, f"`{part.short}` waits for {names}.")
             continue
         send({"phase": f"while `{part.short}` was tried"})
-        for finding in _tried(partial(part.test, trial, part), trial, part):
-            if finding.severity == "error" and part.name not in trial.waiting:
-                trial.waiting.append(part.name)
+        for finding in _tried(trial, part):
+            if finding.severity == "error":
+                trial.waiting[part.name] = None
             if finding.severity == "error" or part.name not in trial.blank:
                 yield finding
     begun = any(part.fill and _begun(trial, part) for part in step.parts)
@@ -229,7 +229,7 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
         yield skipped("step-whole", "The whole is checked once every part is right.")
         return
     send({"phase": "while the whole was checked"})
-    findings = [*_tried(partial(step.whole, trial), trial, whole)]
+    findings = [*_tried(trial, StepPart("the whole", "step-whole", test="whole"))]
     if not trial.blank:
         yield from findings
         return
@@ -239,14 +239,13 @@ def _run(trial: Trial, send: Send) -> Iterator[Finding]:
     yield skipped("step-whole", f"With headwise's code in the blanks, what is written {said}.")
 
 
-def _fill(trial: Trial) -> None:
-    """Fill the blanks; a part with one for which there is no code waits."""
-    parts = {part.name: part for part in trial.step.parts if part.name in trial.blank}
-    code = {trial.names[name]: part.fill for name, part in parts.items()}
-    filled = fill(trial.source, code)
-    trial.tree, trial.ours = filled.tree, filled.lines
-    left = [name for name in parts if trial.names[name] in filled.left]
-    trial.waiting += [name for name in left if name not in trial.waiting]
+def _filled(trial: Trial) -> CodeType | None:
+    """The code with its blanks filled; a part with one for which there is no code waits."""
+    parts = [part for part in trial.step.parts if part.name in trial.blank]
+    code = {trial.names[part.name]: part.fill for part in parts}
+    tree, trial.ours, left = fill(trial.source, code)
+    trial.waiting |= {part.name: None for part in parts if trial.names[part.name] in left}
+    return compile(tree, str(trial.path), "exec") if trial.ours else None
 
 
 def _begun(trial: Trial, part: StepPart) -> bool:
@@ -260,10 +259,10 @@ def _with_thrown(findings: Iterator[Finding], trial: Trial) -> Iterator[Finding]
     for finding in findings:
         if finding.severity == "error" and finding.rule != "step-blanks" and not told:
             told = True
-            for part in trial.step.parts:
-                for line, name in trial.source.thrown(trial.names[part.name]):
-                    words = {"line": line, "name": name}
-                    yield found("step-parts", "thrown", code=code_of(trial, line), **words)
+            functions = (trial.source.function(trial.names[part.name]) for part in trial.step.parts)
+            for line, name in unused(*filter(None, functions)):
+                words = {"line": line, "name": name, "code": code_at(trial.path, line)}
+                yield found("step-parts", "thrown", **words)
         yield finding
 
 
@@ -273,8 +272,7 @@ def _unused(trial: Trial) -> Iterator[Finding]:
         if part.name in trial.waiting or not part.uses:
             continue
         used = trial.source.uses(trial.names[part.name], trial.names.values())
-        missing = [f"`{name}`" for name in part.uses if name not in used]
-        if missing:
+        if missing := [f"`{name}`" for name in part.uses if name not in used]:
             said = f"`{part.short}` does not use {' and '.join(missing)}."
             yield Finding(part.rule, "warning", said, part.hint)
         else:
@@ -284,36 +282,30 @@ def _unused(trial: Trial) -> Iterator[Finding]:
 
 def _needs(trial: Trial, part: StepPart) -> list[str]:
     """The unfinished parts that a part's code uses, and its class where that cannot be built."""
-    source, owner = trial.source, part.name.rpartition(".")[0]
-    if source.function(trial.names[part.name]) is None:  # a class or a layer: it is only built
-        builds = source.uses(f"{trial.names[part.name]}.__init__") - {part.name}
-        return [one for one in trial.waiting if one == owner or trial.names[one] in builds]
-    used = source.uses(trial.names[part.name], trial.names.values())
-    built = source.mentions(trial.names[owner]) if owner else set()
-    found = []
-    for other in dict.fromkeys(trial.waiting):
+    source, names = trial.source, trial.names
+    if source.function(names[part.name]) is None:  # a class or a layer: it is only built
+        builds = source.uses(f"{names[part.name]}.__init__") - {part.name}
+        return [one for one in trial.waiting if one == part.owner or names[one] in builds]
+    used = source.uses(names[part.name], names.values())
+    built = source.mentions(names[part.owner]) if part.owner else set()
+    needs = []
+    for other in trial.waiting:
         kind, _, short = other.rpartition(".")
-        if kind == owner:
+        if kind == part.owner:
             needed = short in used
         else:  # a class that this one builds: its methods are called, too
-            needed = (trial.names[kind] if kind else short) in used | (built if kind else set())
-        if needed or other == owner:
-            found.append(other)
-    return found
+            needed = (names[kind] if kind else short) in used | (built if kind else set())
+        if needed or other == part.owner:
+            needs.append(other)
+    return needs
 
 
-def _short(need: str, part: StepPart) -> str:
-    owner, _, short = need.rpartition(".")
-    return short if owner == part.name.rpartition(".")[0] else need
-
-
-def _tried(
-    test: Callable[[], Iterator[Finding]], trial: Trial, part: StepPart
-) -> Iterator[Finding]:
-    """The test's findings; what it raises is one, too."""
+def _tried(trial: Trial, part: StepPart) -> Iterator[Finding]:
+    """What a part's test finds; what it raises is a finding, too."""
     trial.watch = None
     try:
-        yield from test()
+        done = trial.step.tests[part.test](trial, part)
+        yield from [done] if isinstance(done, Finding) else done
     except MemoryError:
         raise
     except Exception as error:

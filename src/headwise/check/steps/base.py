@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..files.syntax import Source
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 
 Shape = tuple[int, ...]
-# What a part's test yields: findings of the part's own rule, most often one.
-Test = Callable[["Trial", "StepPart"], Iterator[Finding]]
-Whole = Callable[["Trial"], Iterator[Finding]]
+# What a part's test finds, of the part's own rule: most often one finding.
+Test = Callable[["Trial", "StepPart"], Finding | Iterable[Finding]]
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """Something that a step asks for.
-
-    Args:
-        name: `function`, `Class`, `Class.method` or `Class.attribute`.
-        rule: the rule that its test's findings belong to.
-        hint: what is to be written there.
-        test: how it is tried; None: it is enough that it is there, the whole shows the rest.
-        also: other names that will do.
-        uses: parts that its code is expected to use; asked only where nothing can be run.
-        fill: headwise's own code for each blank, by its key.
-        shapes: of the variables of a function, in letters, in the order in which one writes them.
-        returns: the hint for what is returned; default: `hint`.
-    """
+    """Something that a step asks for: a row of `steps.toml`, which says what its fields are."""
 
     name: str
     rule: str
-    hint: str
-    test: Test | None = None
-    also: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
+    hint: str = ""
+    test: str = ""
+    also: Sequence[str] = ()
+    uses: Sequence[str] = ()
     fill: Mapping[str, str] = field(default_factory=dict[str, str])
     shapes: Mapping[str, str] = field(default_factory=dict[str, str])
     returns: str = ""
@@ -57,28 +47,19 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a tutorial.
+    """A step of a tutorial, as `steps.toml` has it.
 
-    Args:
-        name: as `--step` and `--new` take it.
-        about: one line.
-        parts: in the order in which one writes them.
-        blanks: hints for variables of the template that are still None.
-        imports: the line that imports a name.
-        whole: the last test, of everything together.
-        refuses: says why nothing can be run here, or None.
-        mistakes: by the rule of a mistake that was named, its hint in this step's own language, the
-            variable whose line makes it (`at`), and the rule it goes by here.
+    `tests` are those that its parts name, and that of the `whole` at the end; `refuses` says why
+    nothing can be run here, or None.
     """
 
     name: str
-    about: str
-    parts: tuple[StepPart, ...]
+    tests: Mapping[str, Test]
+    parts: Sequence[StepPart]
     blanks: Mapping[str, str]
     imports: Mapping[str, str]
-    whole: Whole
+    mistakes: Mapping[str, Mapping[str, str]]
     refuses: Callable[[], str | None]
-    mistakes: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
     def hint(self, part: StepPart, key: str) -> str:
         """What to write in a blank of a part."""
@@ -90,34 +71,26 @@ _ROWS = tomllib.loads((files("headwise.check.steps") / "steps.toml").read_text("
 
 
 def step(
-    name: str,
-    tests: Mapping[str, Test],
-    whole: Whole,
-    refuses: Callable[[], str | None] = lambda: None,
-    first: str = "",
+    name: str, tests: Mapping[str, Test], refuses: Callable[[], str | None] = lambda: None
 ) -> Step:
-    """Make a step of its rows and of the tests that they name; the part `first` is tried first."""
+    """Make a step of its rows and of the tests that they name."""
     row = _ROWS[name]
     like = _ROWS[row.get("like", name)]
 
-    def said(text: str) -> str:
-        for word, by in row.get("words", {}).items():
+    def said(text: Any) -> Any:
+        for word, by in row.get("words", {}).items() if isinstance(text, str) else ():
             text = text.replace(f"{{{word}}}", by)
         return text
 
-    parts = []
-    for part in like["parts"]:
-        test, also, uses = (part.get(key) for key in ("test", "also", "uses"))
-        words = part["name"], part["rule"], said(part["hint"])
-        names = tuple(also or ()), tuple(uses or ())
-        more = {} if "like" in row else {"fill": part.get("fill", {})}
-        more |= {"shapes": part.get("shapes", {}), "returns": said(part.get("returns", ""))}
-        parts.append(StepPart(*words, tests[test] if test else None, *names, **more))
-    parts.sort(key=lambda part: part.name != first)
-    blanks = {name: said(hint) for name, hint in like["blanks"].items()}
+    rows = [{key: said(value) for key, value in part.items()} for part in like["parts"]]
+    if like is not row:  # headwise has code for the blanks of the other one alone
+        rows = [part | {"fill": {}} for part in rows]
+    parts = sorted(
+        (StepPart(**part) for part in rows), key=lambda one: one.name != row.get("first")
+    )
+    blanks = {key: said(hint) for key, hint in like["blanks"].items()}
     imports = _ROWS["imports"][row["library"]]
-    mistakes = row.get("mistakes", {})
-    return Step(name, row["about"], tuple(parts), blanks, imports, whole, refuses, mistakes)
+    return Step(name, tests, parts, blanks, imports, row.get("mistakes", {}), refuses)
 
 
 @dataclass
@@ -129,11 +102,9 @@ class Trial:
     path: Path
     names: dict[str, str]  # of parts, to those that the file uses
     module: ModuleType | None = None
-    runs: bool = True  # whether it can be imported at all
-    waiting: list[str] = field(default_factory=list)  # parts that are not right yet
-    made: dict[str, Any] = field(default_factory=dict)  # what one test leaves to the next
+    waiting: dict[str, None] = field(default_factory=dict)  # parts that are not right yet
     blank: list[str] = field(default_factory=list)  # parts in which a blank is left
-    tree: Any = None  # of the file with its blanks filled
+    made: dict[str, Any] = field(default_factory=dict)  # what one test leaves to the next
     ours: set[int] = field(default_factory=set)  # lines of blanks that headwise filled
     watch: Any = None  # of the part that is being tried, where its variables are followed
 
@@ -152,6 +123,16 @@ def judge_shape(
     if shape_of(out) == str(want):
         return passed(part.rule, said)
     return found(part.rule, "shape", got=shape_of(out), given=given, want=want, **words)
+
+
+def hidden_wrongly(hidden: Tensor) -> int | None:
+    """Which of five usual mistakes a mask `[T, T]` holds, True where a key is hidden; 5: another
+    one; None where just later keys are hidden."""
+    ones = torch.ones_like(hidden)
+    if torch.equal(hidden, ones.triu(1)):
+        return None
+    usual = ones.triu(0), ones.triu(2), ones.tril(-1), ones.tril(0), ~ones
+    return next((n for n, one in enumerate(usual) if torch.equal(hidden, one)), len(usual))
 
 
 def shape_of(value: Any) -> str:

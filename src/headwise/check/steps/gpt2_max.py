@@ -10,8 +10,8 @@ which takes minutes.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..diagnosis.projections import read
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from .base import StepPart, Trial, step
-from .gpt2_parts import OWNER, TESTS, B, D, E, H, T, attention_test, calls, config, judge_sizes
+from .gpt2 import OWNER, TESTS, B, D, E, H, T, attention_test, calls, config, give, judge_sizes
 from .naming import from_heads, from_weights, heads_reading, is_right, named
 
 
@@ -36,7 +36,7 @@ def _absent() -> str | None:
     )
 
 
-def _built(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _built(trial: Trial, part: StepPart) -> list[Finding]:
     """Builds the layer, gives it weights, and runs every part that can be run."""
     from max.driver import CPU
     from max.experimental import functional as F
@@ -46,10 +46,9 @@ def _built(trial: Trial, part: StepPart) -> Iterator[Finding]:
     lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()  # its random weights are never drawn
     with default_device(CPU()), lazy:
         layer = trial.get(OWNER)(config())
-    sizes = list(judge_sizes(layer))
-    yield from sizes
+    sizes = judge_sizes(layer)
     if any(one.severity == "error" for one in sizes):
-        return
+        return sizes
     draw = np.random.default_rng(0)
     weights = {
         name: draw.normal(0, 0.04, [int(size) for size in parameter.shape]).astype(np.float32)
@@ -59,16 +58,9 @@ def _built(trial: Trial, part: StepPart) -> Iterator[Finding]:
     x, q, k, v = (draw.standard_normal((B, T, E)), *draw.standard_normal((3, B, H, T, D)))
     inputs = [array.astype(np.float32) for array in (x, q, k, v)]
     outputs = _results(trial, layer, inputs)
-
-    def give(name: str) -> Any:
-        """What the part gave; what it raised is raised again."""
-        out = outputs[name]
-        if isinstance(out, Exception):
-            raise out
-        return torch.from_numpy(np.array(out)) if isinstance(out, np.ndarray) else out
-
-    trial.made |= {"weights": weights, "give": give}
+    trial.made |= {"weights": weights, "outputs": outputs}
     trial.made["inputs"] = [torch.from_numpy(array) for array in inputs]
+    return sizes
 
 
 def _results(trial: Trial, layer: Any, inputs: list[np.ndarray]) -> dict[str, Any]:
@@ -113,47 +105,34 @@ def _results(trial: Trial, layer: Any, inputs: list[np.ndarray]) -> dict[str, An
     types = [TensorType(DType.float32, array.shape, device=DeviceRef.CPU()) for array in inputs]
     run = Parts().compile(*types)
     _, *arrays = run(*map(MaxTensor.from_dlpack, inputs))
-    results |= {name: np.from_dlpack(array) for name, array in zip(order, arrays, strict=True)}
-    return results
+    tensors = (torch.from_numpy(np.array(np.from_dlpack(array))) for array in arrays)
+    return results | dict(zip(order, tensors, strict=True))
 
 
-def _is_right(heads: list[Tensor], out: Tensor) -> bool:
-    return is_right(from_heads(*heads), out)
-
-
-def _named(trial: Trial, part: StepPart) -> Iterator[Finding]:
-    heads, out = trial.made["inputs"][1:], trial.made["_attn"]
+def _fault(trial: Trial, out: Tensor) -> Finding | None:
+    heads = trial.made["inputs"][1:]
     one = named(from_heads(*heads), out, heads_reading(heads[0]), T)
-    if one is not None:
-        said = f"`_attn` does not compute attention. {one.message}"
-        yield Finding(one.rule, "error", said, one.hint)
+    return one and replace(one, severity="error")
 
 
-def _whole(trial: Trial) -> Iterator[Finding]:
+def _whole(trial: Trial, part: StepPart) -> Finding:
     """The output against the twin on PyTorch, with the same weights."""
     twin = fused.GPT2MultiHeadAttention(config()).eval()
     weights = trial.made["weights"]
     names = sorted(dict(twin.named_parameters()))
     if sorted(weights) != names:
         words = {"has": ", ".join(sorted(weights)), "wants": ", ".join(names)}
-        yield found("step-projections", "names", **words)
-        return
+        return found("step-projections", "names", **words)
     turned = {name: torch.from_numpy(array.T.copy()) for name, array in weights.items()}
     twin.load_state_dict(turned)
     reading = read(twin, E, H)
-    give, out = from_weights(reading, trial.made["inputs"][0]), trial.made["give"]("forward")
+    variants, out = from_weights(reading, trial.made["inputs"][0]), give(trial, "forward")
     with torch.no_grad():
-        if is_right(give, out):
+        if is_right(variants, out):
             said = "The output is that of GPT-2's attention on PyTorch, with the same weights."
-            yield passed("definition", said)
-        else:
-            yield named(give, out, reading, T) or found("definition", "max")
+            return passed("definition", said)
+        return named(variants, out, reading, T) or found("definition", "max")
 
 
-GPT2_MAX = step(
-    "gpt2-max",
-    {**TESTS, "built": _built, "attn": attention_test(_is_right, _named)},
-    _whole,
-    _absent,
-    first=OWNER,  # its test runs all others
-)
+OWN = {"built": _built, "attn": attention_test(_fault), "whole": _whole}
+GPT2_MAX = step("gpt2-max", TESTS | OWN, _absent)

@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from .. import check
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
-from .base import Step, StepPart, Test, Trial, judge_shape, step
+from .base import Step, StepPart, Test, Trial, hidden_wrongly, judge_shape, step
 from .watching import watched
 
 B, T = 2, 7
 WIDTH, HEADS, CONTEXT, DROPOUT = 24, 3, 16, 0.25
 D_IN, D_HEAD = 20, 8  # no two axes are alike
-OUT = {"CausalAttention": D_HEAD}  # the features that come out, where they are not WIDTH
-DIAGONALS = {
-    "a token does not see itself": lambda ones: ones.triu(0),
-    "a token sees the next one": lambda ones: ones.triu(2),
-    "the past is hidden, and not what comes later": lambda ones: ones.tril(-1),
-    "the past and the token itself are hidden, and not what comes later": lambda ones: ones.tril(0),
-    "nothing is hidden": lambda ones: 0 * ones,
-    "everything is hidden": lambda ones: ones,
-}
+HEAD = "CausalAttention"
+OUT = {HEAD: D_HEAD}  # the features that come out, where they are not WIDTH
+HOLDS = (  # in the order of `hidden_wrongly`
+    "a token does not see itself",
+    "a token sees the next one",
+    "the past is hidden, and not what comes later",
+    "the past and the token itself are hidden, and not what comes later",
+    "nothing is hidden",
+    "it holds something else",
+)
 
 
 def _make(trial: Trial, name: str, d_in: int = D_IN, dropout: float = 0.0) -> nn.Module:
@@ -39,18 +40,17 @@ def _make(trial: Trial, name: str, d_in: int = D_IN, dropout: float = 0.0) -> nn
     return kind(d_in, d_out, CONTEXT, dropout, *several, **({"qkv_bias": True} if biased else {}))
 
 
-def _built(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _built(trial: Trial, part: StepPart) -> Finding:
     """The class can be built with the tutorial's arguments, and is a module."""
     layer = _make(trial, part.name)
-    if isinstance(layer, nn.Module):
-        trial.made[part.name] = layer.eval()
-        trial.made[f"{part.name}, biased"] = _make(trial, part.name, dropout=DROPOUT)
-        yield passed(part.rule, f"`{part.name}` can be built, from {D_IN} features.")
-    else:
-        yield found(part.rule, "module", owner=part.name)
+    if not isinstance(layer, nn.Module):
+        return found(part.rule, "module", owner=part.name)
+    trial.made[part.name] = layer.eval()
+    trial.made[f"{part.name}, biased"] = _make(trial, part.name, dropout=DROPOUT)
+    return passed(part.rule, f"`{part.name}` can be built, from {D_IN} features.")
 
 
-def _projection(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _projection(trial: Trial, part: StepPart) -> Finding:
     """A layer from d_in, or what the heads found, to d_out; with a bias where one is wanted."""
     mixes = part.short == "out_proj"
     width, given = OUT.get(part.owner, WIDTH), (B, T, WIDTH if mixes else D_IN)
@@ -58,61 +58,52 @@ def _projection(trial: Trial, part: StepPart) -> Iterator[Finding]:
     out = getattr(layer, part.short)(torch.randn(given))
     said = f"`{part.name}` makes {width} features of {given[-1]}."
     judged = judge_shape(part, out, given, (B, T, width), said, name=part.name, hint=part.hint)
-    if judged.severity == "passed" and not mixes and _ignores(layer, biased, part.short):
-        has = getattr(getattr(layer, part.short), "bias", None) is not None
-        words = {"line": trial.source.line(trial.names[part.name]), "name": part.short}
-        yield found(part.rule, "bias", has="always has a" if has else "has no", **words)
-    else:
-        yield judged
+    if judged.severity != "passed" or mixes or not _ignores(layer, biased, part.short):
+        return judged
+    has = getattr(getattr(layer, part.short), "bias", None) is not None
+    words = {"line": trial.source.line(trial.names[part.name]), "name": part.short}
+    return found(part.rule, "bias", has="always has a" if has else "has no", **words)
 
 
 def _ignores(plain: nn.Module, biased: nn.Module, name: str) -> bool:
     """Whether a projection takes no notice of `qkv_bias`."""
-    if "qkv_bias" not in inspect.signature(type(plain)).parameters:
-        return False
-    bias = [
-        getattr(getattr(layer, name, None), "bias", None) is not None for layer in (plain, biased)
-    ]
-    return isinstance(getattr(plain, name, None), nn.Linear) and bias != [False, True]
+    own = [getattr(layer, name, None) for layer in (plain, biased)]
+    asked = "qkv_bias" in inspect.signature(type(plain)).parameters and isinstance(
+        own[0], nn.Linear
+    )
+    return asked and [getattr(one, "bias", None) is not None for one in own] != [False, True]
 
 
-def _dropout(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _dropout(trial: Trial, part: StepPart) -> Finding:
     """It drops as often as the class is told."""
     own: Any = getattr(trial.made[f"{part.owner}, biased"], part.short, None)
-    numbers = isinstance(own, (int, float)) and not trial.source.calls(part.owner, part.short)
-    if (own if numbers else getattr(own, "p", None)) == DROPOUT:
-        yield passed(part.rule, f"`{part.name}` drops as often as the class is told.")
-        return
+    number = isinstance(own, (int, float)) and not trial.source.calls(part.owner, part.short)
     rate = getattr(own, "p", None)
-    got = f"is {own!r} and no layer, yet it is called"
-    if rate is not None:
-        got = f"drops {rate:g} of all weights"
-    line = trial.source.line(trial.names[part.name])
-    yield found(
-        part.rule, "dropout", line=line, name=part.short, got=got, p=DROPOUT, hint=part.hint
-    )
+    if (own if number else rate) == DROPOUT:
+        return passed(part.rule, f"`{part.name}` drops as often as the class is told.")
+    called = f"is {own!r} and no layer, yet it is called"
+    got = called if rate is None else f"drops {rate:g} of all weights"
+    words = {"name": part.short, "got": got, "p": DROPOUT, "hint": part.hint}
+    return found(part.rule, "dropout", line=trial.source.line(trial.names[part.name]), **words)
 
 
-def _buffer(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _buffer(trial: Trial, part: StepPart) -> Finding:
     """The mask moves with the module, and holds 1 where the key comes later."""
     layer, line = trial.made[part.owner], trial.source.line(trial.names[part.name])
     mask = getattr(layer, "mask", None)
     words = {"owner": part.owner, "line": line, "size": CONTEXT, "hint": part.hint}
     if "mask" not in dict(layer.named_buffers()):
         tensor = "plain" if isinstance(mask, Tensor) else "none"
-        yield found(part.rule, "parameter" if isinstance(mask, nn.Parameter) else tensor, **words)
-        return
+        return found(part.rule, "parameter" if isinstance(mask, nn.Parameter) else tensor, **words)
     assert isinstance(mask, Tensor)
-    ones, size = torch.ones(CONTEXT, CONTEXT), tuple(mask.shape)
-    if size[-2:] != (CONTEXT, CONTEXT) or mask.numel() != CONTEXT**2:
-        yield found(part.rule, "buffer-shape", got=list(size), **words)
-        return
-    later = mask.reshape(CONTEXT, CONTEXT) != 0
-    if torch.equal(later, ones.triu(1).bool()) or _is_causal(layer):
-        yield passed(part.rule, f"`{part.name}` is a buffer: it moves with the module.")
-        return
-    said = (said for said, of in DIAGONALS.items() if torch.equal(later, of(ones).bool()))
-    yield found(part.rule, "buffer", said=next(said, "it holds something else"), **words)
+    if mask.shape[-2:] != (CONTEXT, CONTEXT) or mask.numel() != CONTEXT**2:
+        return found(part.rule, "buffer-shape", got=list(mask.shape), **words)
+    hidden = mask.reshape(CONTEXT, CONTEXT) != 0
+    wrong = hidden_wrongly(hidden)
+    if wrong is None or _is_causal(layer):
+        return passed(part.rule, f"`{part.name}` is a buffer: it moves with the module.")
+    said = "everything is hidden" if bool(hidden.all()) else HOLDS[wrong]
+    return found(part.rule, "buffer", said=said, **words)
 
 
 def _is_causal(layer: nn.Module) -> bool:
@@ -126,7 +117,7 @@ def _is_causal(layer: nn.Module) -> bool:
     return torch.equal(torch.stack(rows) != 0, torch.ones(T, T).tril().bool())
 
 
-def _shape(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _shape(trial: Trial, part: StepPart) -> Finding:
     """What comes out has the right shape; the line of a NaN is kept for the whole."""
     width, given = OUT.get(part.owner, WIDTH), (B, T, D_IN)
     want, layer = (B, T, width), trial.made[part.owner]
@@ -135,31 +126,41 @@ def _shape(trial: Trial, part: StepPart) -> Iterator[Finding]:
     said, hint = f"`{part.owner}` makes {want} of {given}.", trial.step.hint(part, "return")
     judged = judge_shape(part, out, given, want, said, name=part.owner, hint=hint)
     if judged.severity == "error":
-        yield trial.watch.misfit() or judged
-    else:
-        if bool(out.isnan().any()):
-            trial.made["nan"] = trial.watch.nan()
-        yield judged
+        return trial.watch.misfit() or judged
+    if bool(out.isnan().any()):
+        trial.made["nan"] = trial.watch.nan()
+    return judged
 
 
-def _heads(trial: Trial, part: StepPart) -> Iterator[Finding]:
-    heads, kind = trial.made[part.owner].heads, trial.get("CausalAttention")
+def _heads(trial: Trial, part: StepPart) -> Finding:
+    heads, kind, words = trial.made[part.owner].heads, trial.get(HEAD), {"owner": part.owner}
     if not isinstance(heads, nn.ModuleList):
-        yield found(part.rule, "list", owner=part.owner, kind=type(heads).__name__)
-    elif len(heads) != HEADS or not all(isinstance(head, kind) for head in heads):
-        yield found(part.rule, "count", owner=part.owner, count=len(heads), wanted=HEADS)
-    elif len({id(head) for head in heads}) < len(heads):
-        yield found(part.rule, "same", owner=part.owner)
-    else:
-        told = trial.made[f"{part.owner}, biased"].heads[0]
-        drops = getattr(getattr(told, "dropout", None), "p", DROPOUT)
-        right = "CausalAttention.W_query" not in trial.waiting
-        if right and _ignores(heads[0], told, "W_query"):
-            yield found(part.rule, "argument", owner=part.owner, name="qkv_bias", hint=part.hint)
-        elif drops != DROPOUT and "CausalAttention.dropout" not in trial.waiting:
-            yield found(part.rule, "argument", owner=part.owner, name="dropout", hint=part.hint)
-        else:
-            yield passed(part.rule, f"{len(heads)} heads, each with matrices of its own.")
+        return found(part.rule, "list", kind=type(heads).__name__, **words)
+    if len(heads) != HEADS or not all(isinstance(head, kind) for head in heads):
+        return found(part.rule, "count", count=len(heads), wanted=HEADS, **words)
+    if len({id(head) for head in heads}) < len(heads):
+        return found(part.rule, "same", **words)
+    told = trial.made[f"{part.owner}, biased"].heads[0]
+    if f"{HEAD}.W_query" not in trial.waiting and _ignores(heads[0], told, "W_query"):
+        return found(part.rule, "argument", name="qkv_bias", hint=part.hint, **words)
+    drops = getattr(getattr(told, "dropout", None), "p", DROPOUT)
+    if f"{HEAD}.dropout" not in trial.waiting and drops != DROPOUT:
+        return found(part.rule, "argument", name="dropout", hint=part.hint, **words)
+    return passed(part.rule, f"{len(heads)} heads, each with matrices of its own.")
+
+
+def _step(name: str, owner: str) -> Step:
+    """A step whose class, in the end, goes through every rule."""
+
+    def whole(trial: Trial, part: StepPart) -> Iterator[Finding]:
+        layer = _make(trial, owner, WIDTH)
+        results = check(layer, embed_dim=WIDTH, num_heads=HEADS, causal=True).results
+        first = next((one.rule for one in results if one.severity == "error"), "")
+        if first == "finite" and (line := trial.made.get("nan")) is not None:
+            yield line  # no mistake has this name: at least it is known where it begins
+        yield from results
+
+    return step(name, TESTS | {"whole": whole})
 
 
 TESTS: dict[str, Test] = {
@@ -170,21 +171,5 @@ TESTS: dict[str, Test] = {
     "shape": _shape,
     "heads": _heads,
 }
-
-
-def _step(name: str, owner: str) -> Step:
-    """A step whose class, in the end, goes through every rule."""
-
-    def whole(trial: Trial) -> Iterator[Finding]:
-        layer = _make(trial, owner, WIDTH)
-        results = check(layer, embed_dim=WIDTH, num_heads=HEADS, causal=True).results
-        first = next((one.rule for one in results if one.severity == "error"), "")
-        if first == "finite" and (line := trial.made.get("nan")) is not None:
-            yield line  # no mistake has this name: at least it is known where it begins
-        yield from results
-
-    return step(name, TESTS, whole)
-
-
 PER_HEAD = _step("per_head", "MultiHeadedAttentionWrapper")
 SPLIT = _step("split", "MultiHeadAttn")

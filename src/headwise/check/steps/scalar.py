@@ -6,18 +6,19 @@ The numbers may be the file's own `Value`, that of `headwise.systems.scalar`, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..diagnosis.projections import Matrix, Projections
+from ..files.syntax import quoted
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
-from .base import StepPart, Test, Trial, step
+from .base import StepPart, Trial, step
 from .naming import from_weights, is_right, named
-from .watching import lengths, line_of, quoted, watched
+from .watching import lengths, line_of, watched
 
 T, E, H, D = 5, 12, 3, 4
 NAMES = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
@@ -38,16 +39,16 @@ def _floats(value: Any) -> list[float]:
 
 
 def _near(got: Sequence[float], want: Sequence[float]) -> bool:
-    return len(got) == len(want) and all(
-        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(got, want, strict=True)
-    )
+    near = (math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(got, want, strict=False))
+    return len(got) == len(want) and all(near)
 
 
-def _list_or_not(part: StepPart, got: Any, want: int) -> Iterator[Finding]:
+def _no_list(part: StepPart, got: Any, want: int) -> Finding | None:
     """A finding on what gives no list."""
-    if not isinstance(got, (list, tuple)):
-        said = "None" if got is None else "one number" if lengths(got) == [] else type(got).__name__
-        yield found(part.rule, "list", got=said, want=want)
+    if isinstance(got, (list, tuple)):
+        return None
+    said = "None" if got is None else "one number" if lengths(got) == [] else type(got).__name__
+    return found(part.rule, "list", got=said, want=want)
 
 
 def _cut(trial: Trial, out: Any, inputs: dict[str, Any]) -> list[str]:
@@ -59,105 +60,85 @@ def _cut(trial: Trial, out: Any, inputs: dict[str, Any]) -> list[str]:
     return [name for name, value in inputs.items() if not any(one.grad for one in _flat(value))]
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+def _flat(value: Any) -> list[Any]:
+    return [one for each in value for one in _flat(each)] if isinstance(value, list) else [value]
 
 
-def _linear(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _linear(trial: Trial, part: StepPart) -> Finding:
     x, weight = torch.randn(3), torch.randn(2, 3)
     out = trial.get("linear")(_numbers(trial, x), _numbers(trial, weight))
-    if bad := list(_list_or_not(part, out, 2)):
-        yield from bad
-        return
-    got = _floats(out)
-    want = (weight.double() @ x.double()).tolist()
+    if bad := _no_list(part, out, 2):
+        return bad
+    got, want = _floats(out), (weight.double() @ x.double()).tolist()
     if _near(got, want):
-        yield passed(part.rule, "`linear` gives a sum of products for each row of the weight.")
-    else:
-        yield found(part.rule, "numbers", got=_shown(got), want=_shown(want))
+        return passed(part.rule, "`linear` gives a sum of products for each row of the weight.")
+    return found(part.rule, "numbers", got=_shown(got), want=_shown(want))
 
 
-def _softmax(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _softmax(trial: Trial, part: StepPart) -> Finding:
     def of(scores: list[float]) -> tuple[list[float], list[float]]:
-        return _floats(trial.get("softmax")(_numbers(trial, scores))), torch.tensor(
-            scores
-        ).double().softmax(0).tolist()
+        want = torch.tensor(scores).double().softmax(0).tolist()
+        return _floats(trial.get("softmax")(_numbers(trial, scores))), want
 
     scores = [0.5, -1.0, 2.0]
     given = _numbers(trial, scores)
     out = watched(trial, part, {"t": len(scores)}, lambda: trial.get("softmax")(given))
-    if bad := list(_list_or_not(part, out, len(scores))):
-        yield from bad
-        return
+    if bad := _no_list(part, out, len(scores)):
+        return bad
     got, want = of(scores)
     if not _near(got, want):
         total = f" (they add up to {sum(got):.4g})" if not math.isclose(sum(got), 1.0) else ""
         words = {"scores": scores, "got": _shown(got), "total": total, "want": _shown(want)}
-        yield found(part.rule, "numbers", **words)
-        return
+        return found(part.rule, "numbers", **words)
     if _cut(trial, out[0], {"scores": given}):
-        yield found(part.rule, "cut")
-        return
+        return found(part.rule, "cut")
     try:
         finite = _near(*of([1000.0, 1001.0]))
     except (OverflowError, ZeroDivisionError):
         finite = False
     said = "`softmax` gives shares that add up to 1, of large scores too."
-    yield passed(part.rule, said) if finite else found(part.rule, "large")
+    return passed(part.rule, said) if finite else found(part.rule, "large")
 
 
-def _attention(trial: Trial, part: StepPart) -> Iterator[Finding]:
+def _attention(trial: Trial, part: StepPart) -> Finding:
     x = torch.randn(T, E, dtype=torch.float64)
     weights = {name: torch.randn(E, E, dtype=torch.float64) / E**0.5 for name in NAMES.values()}
     numbers = {name: _numbers(trial, weight) for name, weight in weights.items()}
-    keys: list[Any] = []
-    values: list[Any] = []
-    rows: list[list[float]] = []
-    out: Any = None
-    given: tuple[Any, ...] = ()
-    for token in x:
-        fault = None
+    keys, values, rows = [], [], []
+    out = token = fault = None
+    for met, row in enumerate(x, 1):
+        token = _numbers(trial, row)
+        given = (token, *numbers.values(), keys, values, H)
         try:
-            given = (_numbers(trial, token), *numbers.values(), keys, values, H)
-            sizes = {"E": E, "D": D, "t": len(rows) + 1}
+            sizes = {"E": E, "D": D, "t": met}
             out = watched(trial, part, sizes, lambda: trial.get("attention")(*given))  # noqa: B023
-            if bad := list(_list_or_not(part, out, E)):
-                yield from bad
-                return
+            if bad := _no_list(part, out, E):
+                return bad
             rows.append(_floats(out))
         except Exception as error:
             fault = error
-        met = len(rows) + (fault is not None)
         if (len(keys), len(values)) != (met, met):
-            yield found(part.rule, "appended", met=met, keys=len(keys), values=len(values))
-            return
+            return found(part.rule, "appended", met=met, keys=len(keys), values=len(values))
         if fault is not None:
             raise fault
     widths = {len(row) for row in rows}
     if widths != {E}:
-        yield trial.watch.misfit() or found(part.rule, "width", got=min(widths), want=E)
-        return
+        return trial.watch.misfit() or found(part.rule, "width", got=min(widths), want=E)
     outs = torch.tensor(rows, dtype=torch.float64)[None]
     if (wrong := _judged(trial, part, outs, x[None], weights)) is not None:
-        yield wrong
-    elif cut := _cut(trial, out[0], {**numbers, "x": given[0]}):
-        yield found(part.rule, "cut", names=", ".join(cut))
-    else:
-        said = f"`attention` gives each of {T} tokens what it sees of itself and those before."
-        yield passed(part.rule, said)
+        return wrong
+    if cut := _cut(trial, out and out[0], {**numbers, "x": token}):
+        return found(part.rule, "cut", names=", ".join(cut))
+    said = f"`attention` gives each of {T} tokens what it sees of itself and those before."
+    return passed(part.rule, said)
 
 
 def _judged(
     trial: Trial, part: StepPart, out: Tensor, x: Tensor, weights: dict[str, Tensor]
 ) -> Finding | None:
     """The mistake in the numbers; None where they are right."""
-    matrices = {role: Matrix(name, role, weights[name].T) for role, name in NAMES.items()}
-    sources = tuple(matrices[role] for role in "qkv")
-    reading = Projections(sources, matrices["o"], H, H, D, D, E)
+    *sources, last = (Matrix(name, role, weights[name].T) for role, name in NAMES.items())
+    reading = Projections(tuple(sources), last, H, H, D, D, E)
     give = from_weights(reading, x)
     if is_right(give, out):
         return None
@@ -167,7 +148,7 @@ def _judged(
     row = trial.step.mistakes.get(one.rule, {})
     at = row.get("at-values" if "values" in one.message else "at", row.get("at", ""))
     line = line_of(trial, part, at) if at else None
-    look = f" Look at {quoted(trial, line)}" if line else ""
+    look = f" Look at {quoted(trial.path, line)}" if line else ""
     said = f"`attention` gives other numbers. {one.message}"
     return Finding(row.get("rule", one.rule), "error", said, row.get("hint", one.hint) + look)
 
@@ -176,17 +157,16 @@ def _shown(numbers: Sequence[float]) -> str:
     return f"[{', '.join(f'{number:.4g}' for number in numbers)}]"
 
 
-def _whole(trial: Trial) -> Iterator[Finding]:
+def _whole(trial: Trial, part: StepPart) -> Finding:
     """Every part alone is all there is; what is left is that nothing was changed on the way."""
     x = _numbers(trial, torch.randn(E))
     before = _floats(x)
     weights = [_numbers(trial, torch.randn(E, E)) for _ in NAMES]
     once, again = (_floats(trial.get("attention")(x, *weights, [], [], H)) for _ in range(2))
     if once == again and _floats(x) == before:
-        yield passed("step-whole", "The same token gives the same again, and is left as it was.")
-    else:
-        yield found("step-whole", "changed")
+        return passed(part.rule, "The same token gives the same again, and is left as it was.")
+    return found(part.rule, "changed")
 
 
-TESTS: dict[str, Test] = {"linear": _linear, "softmax": _softmax, "attention": _attention}
-SCALAR = step("scalar", TESTS, _whole)
+TESTS = {"linear": _linear, "softmax": _softmax, "attention": _attention, "whole": _whole}
+SCALAR = step("scalar", TESTS)

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import ast
 import difflib
-import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..files.syntax import Function
+from ..files.syntax import Function, names, nodes, quoted
 from ..findings.verdict import Finding
 from ..target.checked_target import told
 from .base import StepPart, Trial
 from .filling import innermost
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """What a variable was given in a line."""
 
     line: int
@@ -53,6 +50,9 @@ class Watch:
         sys.settrace(self._enter)
         try:
             return call()
+        except Exception:
+            self.failed = True
+            raise
         finally:
             sys.settrace(before)
 
@@ -63,16 +63,17 @@ class Watch:
         first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
         if code.co_name != function.name or code.co_firstlineno != first:
             return None
-        self.line, self.last = frame.f_lineno, dict(_values(frame))
+        self.line, self.last = frame.f_lineno, _values(frame)
         return self._follow
 
     def _follow(self, frame: FrameType, event: str, arg: Any) -> Any:
-        for name, (value, version) in _values(frame):
+        values = _values(frame)
+        for name, (value, version) in values.items():
             old = self.last.get(name)
             if old is None or old[0] is not value or old[1] != version:
-                nan = isinstance(value, Tensor) and bool((value != value).any())
+                nan = isinstance(value, Tensor) and bool(value.isnan().any())
                 self.given.append(Given(self.line, name, lengths(value), nan))
-                self.last[name] = value, version
+        self.last = values
         if event != "exception":
             self.line = frame.f_lineno
         return self._follow
@@ -87,22 +88,20 @@ class Watch:
             one, want = final.get(name), [self.sizes[letter] for letter in letters.split()]
             if one is None or one.line in self.trial.ours:
                 continue
-            if one.shape is not None and one.shape != want:
-                axes = f"[{', '.join(letters.split())}], here {want}"
-                right = axes if len(want) > 1 else f"a list of {want[0]}"
+            if one.shape not in (None, want):
+                right = f"[{', '.join(letters.split())}], here {want}"
+                right = right if len(want) > 1 else f"a list of {want[0]}"
                 said = f"`{name}` is {_words(one.shape, want)}; it should be {right}"
-                return self._finding(f"{said} ({quoted(self.trial, one.line)}).", name)
+                return self._finding(f"{said} ({quoted(self.trial.path, one.line)}).", name)
         return None
 
     def nan(self) -> Finding | None:
         """The first line that makes a NaN."""
         for one in self.given:
             if one.nan and one.line not in self.trial.ours:
-                said = f"`{one.name}` holds NaN from here on ({quoted(self.trial, one.line)})."
-                key = key_at(self.function, self.part, one.line)
-                return self._finding(
-                    said, key, " 0 times infinity is NaN, and so are inf - inf and inf // 2."
-                )
+                said = f"`{one.name}` holds NaN from here on ({quoted(self.trial.path, one.line)})."
+                more = " 0 times infinity is NaN, and so are inf - inf and inf // 2."
+                return self._finding(said, key_at(self.function, self.part, one.line), more)
         return None
 
     def _finding(self, said: str, key: str, more: str = "") -> Finding:
@@ -112,12 +111,8 @@ class Watch:
 
 def watched(trial: Trial, part: StepPart, sizes: Mapping[str, int], call: Callable[[], Any]) -> Any:
     """Call something; what the part's variables were given is kept in `trial.watch`."""
-    watch = trial.watch = Watch(trial, part, sizes)
-    try:
-        return watch.run(call)
-    except Exception:
-        watch.failed = True
-        raise
+    trial.watch = Watch(trial, part, sizes)
+    return trial.watch.run(call)
 
 
 def failed(trial: Trial, part: StepPart, error: BaseException) -> Finding | None:
@@ -129,8 +124,11 @@ def failed(trial: Trial, part: StepPart, error: BaseException) -> Finding | None
     line = next((f.lineno for f in frames[::-1] if f.filename == str(trial.path)), None) or 0
     if line in trial.ours:
         return None
-    said = f"`{part.short}` fails: {told(error, trial.path)}."
-    return Finding(part.rule, "error", said, _cure(trial, error, line) or _hint(trial, part, line))
+    said, cure = told(error, trial.path), _cure(trial, error, line)
+    if cure.startswith("Did you mean"):
+        said = re.sub(r"; did you mean `\w+`\?", "", said)  # once is enough
+    said = f"`{part.short}` fails: {said}."
+    return Finding(part.rule, "error", said, cure or _hint(trial, part, line))
 
 
 def _cure(trial: Trial, error: BaseException, line: int) -> str:
@@ -139,19 +137,18 @@ def _cure(trial: Trial, error: BaseException, line: int) -> str:
         return "Begin `__init__` with `super().__init__()`: it makes room for the layers."
     unknown = re.search(r"object has no attribute '(\w+)'", str(error))
     if isinstance(error, AttributeError) and unknown:
-        owner, _ = trial.source.owner_at(line)
-        known = trial.source.attributes(owner) if owner else set[str]()
-        if near := nearest(unknown[1], known - {unknown[1]}):
-            return f"Did you mean `{near}`?"
+        own = trial.source.attributes(trial.source.owner_at(line)[0])
+        return "".join(f"Did you mean `{one}`?" for one in _near(unknown[1], own))
     return ""
 
 
 def _hint(trial: Trial, part: StepPart, line: int) -> str:
     """The hint of the blank to which a line belongs, which may be another part's."""
     for other in trial.step.parts:
-        function = trial.source.function(trial.names[other.name])
+        name = trial.names[other.name]
+        function = trial.source.function(name)
         if function is None:
-            if line and trial.source.line(trial.names[other.name]) == line and other.owner:
+            if line and other.owner and trial.source.line(name) == line:
                 return other.hint
         elif function.lineno < line <= (function.end_lineno or 0):
             return trial.step.hint(other, key_at(function, other, line))
@@ -160,55 +157,43 @@ def _hint(trial: Trial, part: StepPart, line: int) -> str:
 
 def key_at(function: Function | None, part: StepPart, line: int) -> str:
     """The blank to which a line belongs: the variable first given a value there, or else next."""
-    keys, met = [key for key in (part.shapes or part.fill) if key != "return"], set[str]()
     if function is None:
         return ""
-    statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    statements = [*nodes(ast.stmt, function)]
     here = innermost(statements, line)
     if isinstance(here, ast.Return):
         return "return"
-    for one in statements:
-        if one is not function and one.lineno < line and not isinstance(one, (ast.For, ast.If)):
-            met |= _targets(one)
-    new = [key for key in keys if key not in met]
+    met = {name for one in statements if one.lineno < line for name in _targets(one)}
+    new = [key for key in (part.shapes or part.fill) if key not in {"return", *met}]
     own = [key for key in new if here is not None and key in _targets(here)]
     return [*own, *new, "return"][0]
-
-
-def quoted(trial: Trial, line: int) -> str:
-    return f"line {line} of {trial.path.name}: `{code_of(trial, line)}`"
-
-
-def code_of(trial: Trial, line: int) -> str:
-    return linecache.getline(str(trial.path), line).strip()
 
 
 def line_of(trial: Trial, part: StepPart, key: str) -> int | None:
     """The line in which a variable is first given a value, or the last that returns one."""
     function = trial.source.function(trial.names[part.name])
-    nodes = [*ast.walk(function)] if function is not None else []
+    if function is None:
+        return None
     if key == "return":
-        return max((n.lineno for n in nodes if isinstance(n, ast.Return)), default=None)
-    found = (n.lineno for n in nodes if isinstance(n, ast.stmt) and key in _targets(n))
+        return max((node.lineno for node in nodes(ast.Return, function)), default=None)
+    found = (one.lineno for one in nodes(ast.stmt, function) if key in _targets(one))
     return min(found, default=None)
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """The name that was meant, perhaps."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)), "")
 
 
 def meant(trial: Trial, name: str, line: int) -> str:
     """What was meant by a name that nothing gives a meaning to: `self.W_query`, or ``."""
     owner, function = trial.source.owner_at(line)
-    own = trial.source.attributes(owner) if owner else set[str]()
+    own = trial.source.attributes(owner)
     if name in own:
         return f"self.{name}"
-    nodes = [*ast.walk(function)] if function is not None else []
-    known = {node.id for node in nodes if isinstance(node, ast.Name)} - {name}
-    known |= {node.arg for node in nodes if isinstance(node, ast.arg)} | trial.source.bound
-    near = nearest(name, known | own)
-    return near if near in known or not near else f"self.{near}"
+    inside = [function] if function is not None else []
+    known = names(*inside) - {name} | {node.arg for node in nodes(ast.arg, *inside)}
+    known |= trial.source.bound
+    return "".join(one if one in known else f"self.{one}" for one in _near(name, known | own))
+
+
+def _near(name: str, known: set[str]) -> list[str]:
+    return difflib.get_close_matches(name, sorted(known - {name}), n=1, cutoff=0.75)
 
 
 def lengths(value: Any) -> list[int] | None:
@@ -224,13 +209,13 @@ def lengths(value: Any) -> list[int] | None:
     return [] if isinstance(value, (int, float)) or hasattr(value, "data") else None
 
 
-def _words(got: list[int], want: list[int]) -> str:
-    if len(want) > 1:
+def _words(got: list[int] | None, want: list[int]) -> str:
+    if got is None or len(want) > 1:
         return str(got)
     return f"a list of {got[0]}" if len(got) == 1 else "one number" if not got else f"lists, {got}"
 
 
-def _values(frame: FrameType) -> list[tuple[str, tuple[Any, int]]]:
+def _values(frame: FrameType) -> dict[str, tuple[Any, int]]:
     """The variables of a function, each with a number that grows where it is changed in place."""
 
     def version(value: Any) -> int:
@@ -238,12 +223,10 @@ def _values(frame: FrameType) -> list[tuple[str, tuple[Any, int]]]:
             return 0 if value.is_inference() else value._version
         return len(value) if isinstance(value, list) else 0
 
-    return [(name, (value, version(value))) for name, value in frame.f_locals.items()]
+    return {name: (value, version(value)) for name, value in frame.f_locals.items()}
 
 
 def _targets(statement: ast.stmt) -> set[str]:
     """The names that a statement of one line gives a value."""
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-        return set()
-    nodes = ast.walk(statement)
-    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    gives = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign))
+    return names(statement, context=ast.Store) if gives else set()
