@@ -88,8 +88,6 @@ def _code(folder: str, here: str, code: str, arguments: tuple[str, ...]) -> None
 class Keeper:
     """Stands where the checker's sandbox starts `keeper.py` in a new Python: it runs in a fork."""
 
-    returncode = -1
-
     def __init__(
         self, command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object
     ) -> None:
@@ -99,12 +97,8 @@ class Keeper:
     def _start(self, *given: object) -> None:
         self._process = started(_keep, os.getcwd(), *given)
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("keeper.py", timeout or 0.0)
-        self.returncode = self._process.exitcode
-        return self.returncode
+    def poll(self) -> int | None:
+        return self._process.exitcode
 
     def terminate(self) -> None:
         self._process.terminate()

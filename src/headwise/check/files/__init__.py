@@ -8,7 +8,6 @@ like any other, of the rules `file-…`.
 from __future__ import annotations
 
 import ast
-import linecache
 import re
 import signal
 import sys
@@ -23,7 +22,8 @@ from ..findings.rules import found
 from ..findings.verdict import Finding, Verdict
 from ..target.checked_target import Broken
 from .loading import CHECKING, IMPORTING, chosen, ended_by, load, thing_name
-from .sandbox import CodeLine, Limits, Outcome, run
+from .sandbox import Limits, Outcome, run
+from .syntax import code_at
 
 Send = Callable[[dict[str, Any]], None]
 Report = Callable[[float], object]
@@ -128,21 +128,20 @@ def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
     words = {
         "limits": limits,
         "megabytes": limits.output / 1e6,
-        "line": _at(done.where, path),
+        "line": _at(done.stack, path),
         "code": signal.Signals(done.code).name if known else done.code,
     }
     return found(rule, "over", phase=phase, **words)
 
 
-def _at(where: list[CodeLine], path: Path) -> str:
+def _at(stack: str, path: Path) -> str:
     """The innermost line of the file that was being run, quoted."""
     shown = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
-    for place in where:
-        if place.file in (shown, str(path)):
-            code = linecache.getline(str(path), place.line).strip()
-            inside = "" if place.function == "<module>" else f" in `{place.function}`"
-            return f", at line {place.line}{inside}: `{code}`"
-    return ""
+    place = re.search(rf'File "{re.escape(shown)}", line (\d+) in (.*)', stack)
+    if place is None:
+        return ""
+    inside = "" if place[2] == "<module>" else f" in `{place[2]}`"
+    return f", at line {place[1]}{inside}: `{code_at(path, int(place[1]))}`"
 
 
 # --- the child's side -----------------------------------------------------------------------------

@@ -53,47 +53,45 @@ def keep(job: dict[str, Any] | None = None) -> None:
             shutil.rmtree(box, ignore_errors=True)
 
 
-def _watch(worker: int, job: dict[str, Any], box: Path) -> tuple[str, int, float]:
-    """Wait for the worker or a passed limit: how it ended, the code, and the seconds it took."""
+def _watch(worker: int, job: dict[str, Any], box: Path) -> tuple[str, int]:
+    """Wait for the worker or a passed limit: how it ended, and the code."""
     began, ready, next_look, held = time.monotonic(), None, 0.0, 0
     while True:
         now = time.monotonic()
-        seconds = now - (ready or began)
-        status = _fetch_dead(worker)
+        status = (_reaped() or {}).get(worker)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
-            return ("signal", -code, seconds) if code < 0 else ("exit", code, seconds)
-        over = START if ready is None else job["seconds"] + GRACE
-        if seconds > over or os.getppid() != job["parent"]:
-            return "time", 0, seconds
+            return ("signal", -code) if code < 0 else ("exit", code)
+        over = began + START if ready is None else ready + job["seconds"] + GRACE
+        if now > over or os.getppid() != job["parent"]:
+            return "time", 0
         if sum(_size(box / name) for name in ("messages", "trace", "printed")) > job["output"]:
-            return "output", 0, seconds
+            return "output", 0
         if now >= next_look:
             found = descendants()
             if len(found) > job["processes"]:
-                return "processes", 0, seconds
+                return "processes", 0
             if ready is None:
                 held = max(found.values(), default=0)
             # A fork shares what the worker held when it began.
             elif sum(each - held for each in found.values()) > job["memory"]:
-                return "memory", 0, seconds
+                return "memory", 0
             if written([os.getpid(), *found]) > job["disk"]:
-                return "disk", 0, seconds
+                return "disk", 0
             next_look = time.monotonic() + max(TICK, 10 * (time.monotonic() - now))
         if ready is None and _size(box / "messages"):
             ready = time.monotonic()
         time.sleep(TICK)
 
 
-def _fetch_dead(worker: int) -> int | None:
-    """Fetch all that have ended; the worker's status where it is one of them."""
-    found = None
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            found = status if pid == worker else found
+def _reaped() -> dict[int, int] | None:
+    """The statuses of all that have ended; None where nobody is left."""
+    found: dict[int, int] = {}
+    try:
+        while (one := os.waitpid(-1, os.WNOHANG))[0]:
+            found[one[0]] = one[1]
+    except ChildProcessError:
+        return found or None
     return found
 
 
@@ -104,10 +102,7 @@ def _end_all(worker: int) -> None:
         for pid in (*descendants(), -worker):  # the group, where the system shows no processes
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
+        if _reaped() is None:
             return
         time.sleep(TICK / 5)
 
@@ -121,8 +116,7 @@ def descendants() -> dict[int, int]:
                 # pid (name) state parent …; the name may hold anything
                 words = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
                 parents[int(entry)], held[int(entry)] = int(words[1]), int(words[21]) * PAGE
-    found: set[int] = set()
-    newest = {os.getpid()}
+    found, newest = set[int](), {os.getpid()}
     while newest:
         newest = {pid for pid, parent in parents.items() if parent in newest}
         found |= newest

@@ -5,7 +5,6 @@ All of this runs in the sandbox.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from torch import nn
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Broken
-from .syntax import Source
+from .syntax import Source, names
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words
@@ -115,26 +114,27 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
         ValueError: there is none, or more than one.
     """
     if name is not None:
-        thing: Any = module
-        for part in name.split("."):
-            if not hasattr(thing, part):
-                there = ", ".join(candidates(module)) or "no class or function that fits"
-                raise ValueError(f"there is no {name} in it; it has {there}")
-            thing = getattr(thing, part)
-        return thing
+        try:
+            return attrgetter(name)(module)
+        except AttributeError:
+            there = ", ".join(candidates(module)) or "no class or function that fits"
+            raise ValueError(f"there is no {name} in it; it has {there}") from None
     there = candidates(module)
     named = [each for each in there if ATTENTION.search(each)] or there
-    outermost = list(_outermost(named, parsed(path))) or named
-    if len(outermost) == 1:
-        return getattr(module, outermost[0])
-    if not outermost:
+    classes = parsed(path).definitions
+    uses = {each: names(classes[each]) if each in classes else set() for each in named}
+    # The wrapper rather than its heads.
+    outer = [each for each in named if not any(each in uses[one] for one in named if one != each)]
+    outer = outer or named
+    if len(outer) == 1:
+        return getattr(module, outer[0])
+    if not outer:
         raise ValueError(
             "no attention found in it: define a class that is an nn.Module, or a function of "
             f"(q, k, v), and name it: headwise check {path.name}:MyAttention"
         )
     raise ValueError(
-        f"it has {', '.join(outermost)}; name the one to check: "
-        f"headwise check {path.name}:{outermost[-1]}"
+        f"it has {', '.join(outer)}; name the one to check: headwise check {path.name}:{outer[-1]}"
     )
 
 
@@ -142,35 +142,18 @@ def candidates(module: ModuleType) -> list[str]:
     """The modules and the functions of (q, k, v) that a file itself defines, in its order."""
     return [
         name
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__
-        and getattr(value, "__name__", None) == name
-        and (_is_module_class(value) or (inspect.isfunction(value) and _takes_qkv(value)))
+        for name, one in vars(module).items()
+        if getattr(one, "__module__", None) == module.__name__
+        and getattr(one, "__name__", None) == name
+        and _fits(one)
     ]
 
 
-def _is_module_class(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, nn.Module)
-
-
-def _takes_qkv(function: Any) -> bool:
-    names = list(inspect.signature(function).parameters)[:3]
-    return [name[:1].lower() for name in names] == ["q", "k", "v"]
-
-
-def _outermost(names: list[str], source: Source) -> Iterator[str]:
-    """Those that no other of them uses: the wrapper rather than its heads."""
-    for name in names:
-        others = (source.definitions.get(other) for other in names if other != name)
-        mentioned = (
-            node.id
-            for other in others
-            if other is not None
-            for node in ast.walk(other)
-            if isinstance(node, ast.Name)
-        )
-        if name not in mentioned:
-            yield name
+def _fits(thing: Any) -> bool:
+    if inspect.isfunction(thing):
+        first = list(inspect.signature(thing).parameters)[:3]
+        return [name[:1].lower() for name in first] == ["q", "k", "v"]
+    return inspect.isclass(thing) and issubclass(thing, nn.Module)
 
 
 def thing_name(thing: Any, name: str | None) -> str:

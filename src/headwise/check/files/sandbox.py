@@ -19,6 +19,7 @@ import contextlib
 import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -38,7 +40,6 @@ from .keeper import GRACE, OUT_OF_MEMORY, START, TICK, keep
 
 GIB = 2**30
 KEPT = 4096  # bytes of what the code prints that are kept
-STACK = 30  # calls that are told of
 
 # What may happen: it came to its end, went over a limit, or ended itself (an exit, a signal).
 Ending = Literal["done", "time", "memory", "output", "disk", "processes", "exit", "signal"]
@@ -61,30 +62,21 @@ class Limits:
                 raise ValueError(f"Limits({name}={value}): {name} must be over 0")
 
 
-@dataclass(frozen=True)
-class CodeLine:
-    """A line of code that was being run."""
-
-    file: str
-    line: int
-    function: str
-
-
 @dataclass
 class Outcome:
     """What came of a run.
 
-    `code` is the exit status, or the signal's number; `where` is the stack when time ran out, the
-    innermost call first; `printed` is the beginning of what was printed, `printed_bytes` all of it.
+    `code` is the exit status, or the signal's number; `stack` is what was being run when time was
+    over, as `faulthandler` writes it, the innermost call first; `printed` is the beginning of what
+    was printed, `printed_bytes` all of it.
     """
 
     messages: list[Any] = field(default_factory=list)
     ended: Ending = "done"
     code: int = 0
-    seconds: float = 0.0
     printed: str = ""
     printed_bytes: int = 0
-    where: list[CodeLine] = field(default_factory=list)
+    stack: str = ""
 
 
 def run(
@@ -114,15 +106,14 @@ def run(
             "which has no limits"
         )
     limits = limits or Limits()
-    token = secrets.token_hex(16)
-    job = {"function": function, "arguments": dict(arguments), "token": token}
-    job |= {**vars(limits), "parent": os.getpid()}
+    job = {**vars(limits), "function": function, "arguments": dict(arguments)}
     job |= {name: int(getattr(limits, name) * GIB) for name in ("memory", "disk")}
+    job |= {"token": secrets.token_hex(16), "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="headwise-", ignore_cleanup_errors=True) as name:
         box = Path(name)
         (box / "home").mkdir()
         code = _wait({**job, "box": name}, box, report)
-        return _sum_up(box, token, code)
+        return _sum_up(box, job["token"], code)
 
 
 def _echo(send: Callable[[Any], None], text: str) -> None:
@@ -133,21 +124,24 @@ def _wait(job: dict[str, Any], box: Path, report: Callable[[float], object]) -> 
     """Start the keeper and wait for its end: its exit code."""
     told = environment(os.environ, box / "home")
     with (box / "printed").open("ab") as printed:
-        process = Fork(job, printed.fileno(), told) if _may_fork() else _started(job, printed, told)
+        began, seconds = time.monotonic(), 2 * START + job["seconds"] + GRACE
+        process, code = (_forked if _may_fork() else _started)(job, printed, told)
     try:
-        began = time.monotonic()
-        while (spent := time.monotonic() - began) < 2 * START + job["seconds"] + GRACE:
+        while code() is None and (spent := time.monotonic() - began) < seconds:
             report(spent)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(TICK)
+            time.sleep(TICK / 5)
     finally:
         process.terminate()  # it ends all others first
-        process.wait()
-    return process.returncode
+        while (ended := code()) is None:
+            time.sleep(TICK / 5)
+    return ended
 
 
-def _started(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Process:
-    """A fresh Python that runs the keeper."""
+Started = tuple[subprocess.Popen[bytes] | BaseProcess, Callable[[], int | None]]
+
+
+def _started(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Started:
+    """A fresh Python that runs the keeper, and what tells its exit code."""
     keeper = Path(__file__).with_name("keeper.py")
     process = subprocess.Popen(
         [sys.executable, "-u", "-P", str(keeper)],
@@ -160,7 +154,7 @@ def _started(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> P
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(job).encode() + b"\n")
-    return process
+    return process, process.poll
 
 
 def _may_fork() -> bool:
@@ -170,50 +164,18 @@ def _may_fork() -> bool:
     return command and threading.active_count() == 1 and "torch" in sys.modules
 
 
-class Fork:
-    """A copy of this process that runs the keeper, with the environment that it is told."""
-
-    def __init__(self, job: dict[str, Any], printed: int, told: dict[str, str]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.freeze()  # what is there already is not looked through again
-        self.returncode = 0
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                _become_keeper(printed, told)
-                keep(job)
-                code = 0
-            except SystemExit:
-                code = 0
-            finally:
-                os._exit(code)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code; as with `subprocess.Popen`."""
-        until = time.monotonic() + (1e9 if timeout is None else timeout)
-        while self.pid:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid, self.returncode = 0, os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > until:
-                raise subprocess.TimeoutExpired("headwise check", timeout or 0.0)
-            else:
-                time.sleep(TICK / 10)
-        return self.returncode
-
-    def terminate(self) -> None:
-        """Ask it to end, which ends all others first."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGTERM)
+def _forked(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Started:
+    """A copy of this process that runs the keeper, and what tells its exit code."""
+    gc.freeze()  # what is there already is not looked through again
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(name="MainProcess", target=_keep, args=(job, printed.fileno(), told))
+    process.start()
+    return process, lambda: process.exitcode
 
 
-Process = subprocess.Popen[bytes] | Fork
-
-
-def _become_keeper(printed: int, told: dict[str, str]) -> None:
-    """What a fresh Python would be: a session, an environment and an output of its own."""
+def _keep(job: dict[str, Any], printed: int, told: dict[str, str]) -> None:
+    """Run the keeper as a fresh Python would: in a session, with an environment and an output of
+    its own."""
     os.setsid()
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -226,6 +188,7 @@ def _become_keeper(printed: int, told: dict[str, str]) -> None:
     sys.path[:] = sys.path[1 - sys.flags.safe_path :]  # without the command's own folder
     with contextlib.suppress(ValueError):  # "4,2" counts threads of two levels
         sys.modules["torch"].set_num_threads(int(told["OMP_NUM_THREADS"].partition(",")[0]))
+    keep(job)
 
 
 # What the code is told of the user's environment: where programs and libraries are, the language,
@@ -259,35 +222,30 @@ def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
 
 def _sum_up(box: Path, token: str, code: int) -> Outcome:
     """What the files in the box say of a run."""
-    ended, texts = box / "ended", {}
-    for name in ("messages", "trace", "printed"):
-        texts[name] = (box / name).read_bytes() if (box / name).exists() else b""
-    how, code, seconds = json.loads(ended.read_text()) if ended.exists() else ("signal", -code, 0.0)
-    printed = texts["printed"]
-    result = Outcome([], how, code, seconds, printed[:KEPT].decode(errors="replace"), len(printed))
+    files = ((box / name) for name in ("messages", "trace", "printed", "ended"))
+    sent, trace, printed, ended = (f.read_bytes() if f.exists() else b"" for f in files)
+    how, code = json.loads(ended) if ended else ("signal", -code)
+    result = Outcome([], how, code, printed[:KEPT].decode(errors="replace"), len(printed))
     thread = 0
-    for line in texts["messages"].split(b"\n"):
+    for line in sent.split(b"\n"):
         sender, _, text = line.partition(b" ")
         if sender != token.encode():  # not from us
             continue
-        try:
+        with contextlib.suppress(ValueError):  # somebody else may have written in between
             kind, message = json.loads(text)
-        except ValueError:  # somebody else wrote in between
-            continue
-        if kind == "ready":
-            thread = message
-        elif kind == "message":
-            result.messages.append(message)
-        elif how == "exit":
-            result.ended = "done"
-    trace = texts["trace"].decode(errors="replace")
-    if trace.startswith("Timeout"):
+            if kind == "ready":
+                thread = message
+            elif kind == "message":
+                result.messages.append(message)
+            elif how == "exit":
+                result.ended = "done"
+    stacks = trace.decode(errors="replace")
+    if stacks.startswith("Timeout"):
         result.ended, result.code = "time", 0
     elif how == "signal" and code == signal.SIGXFSZ:
         result.ended = "disk"
     elif result.ended == "exit" and code == OUT_OF_MEMORY:
         result.ended = "memory"
-    ours = trace.partition(f"Thread 0x{thread:016x}")[2].partition("\nThread ")[0]
-    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', ours, re.MULTILINE)
-    result.where = [CodeLine(file, int(line), name) for file, line, name in found[:STACK]]
+    ours = stacks.partition(f"Thread 0x{thread:016x}")[2]
+    result.stack = ours.partition("\nThread ")[0]
     return result
