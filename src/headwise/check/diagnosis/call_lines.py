@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..files.syntax import code_at
+from ..files.syntax import quoted as line_said
 from ..findings.rules import ALL
 from ..target.checked_target import Target, is_users
 
@@ -96,10 +98,7 @@ def lines_of(subject: Target, x: Tensor, rule: str, which: int = 0) -> str:
 
 
 def quoted(place: tuple[str, int] | None) -> str:
-    if place is None:
-        return ""
-    code = linecache.getline(*place).strip()
-    return f" Look at line {place[1]} of {Path(place[0]).name}: `{code}`" if code else ""
+    return f" Look at {line_said(*place)}" if place and code_at(*place) else ""
 
 
 def _users_line() -> tuple[str, int] | None:
@@ -116,11 +115,6 @@ def _users_line() -> tuple[str, int] | None:
 def _name(func: Callable[..., Any]) -> str:
     """`mul` for `__mul__`, `__rmul__`, `__imul__` and `mul_`, and so on."""
     name = getattr(func, "__name__", str(func))
-    bare = name.strip("_")
-    if name.startswith("__"):
-        bare = bare.removeprefix("r" if bare[1:] in _OPERATORS else "")
-        bare = bare.removeprefix("i" if bare[1:] in _OPERATORS else "")
+    operator = re.fullmatch(r"__[ri]?(mul|add|sub|matmul|truediv)__", name)
+    bare = operator[1] if operator else name.strip("_")
     return {"truediv": "div", "true_divide": "div"}.get(bare, bare)
-
-
-_OPERATORS = {"mul", "add", "sub", "matmul", "truediv"}

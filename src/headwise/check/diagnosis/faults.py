@@ -10,14 +10,13 @@ from itertools import permutations
 from typing import Any
 
 from ..findings.verdict import Severity
-from .projections import Matrix, Projections
+from .projections import LONG, Matrix, Projections
 from .variants import Variant
 
 GROUPS: list[dict[str, Any]] = tomllib.loads(
     (files("headwise.check.diagnosis") / "faults.toml").read_text("utf-8")
 )["group"]
 Row = Sequence[Any]  # the value of the group's field, then words for its message and hint
-LONG = {"q": "queries", "k": "keys", "v": "values"}
 FAR_ENOUGH = 1e4
 """A fill as low as minus this is unwise and no mistake: published models have it."""
 
@@ -105,9 +104,8 @@ def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:
 
 
 def _filled(group: dict[str, Any], rows: Iterable[Row], reading: Projections) -> Iterator[Fault]:
-    severity: Severity = "error"
-    if group["field"] == "packing" and not _is_strict(reading):
-        severity = "warning"
+    lenient = group["field"] == "packing" and not _is_strict(reading)
+    severity: Severity = "warning" if lenient else "error"
     for value, *words in rows:
         texts = [group["message"], group["hint"]]
         for place, word in enumerate(words):
@@ -170,22 +168,22 @@ def _packings(reading: Projections) -> Iterator[Row]:
             yield packing, way, ways[reading.packing], packed.name, said, count
 
 
-def _together(chosen: list[Matrix]) -> list[list[Matrix]]:
-    """Each alone, all of them, and all but the output projection."""
+def _of(chosen: Iterable[Matrix], joined: str) -> Iterator[Row]:
+    """Rows of some matrices: each alone, all of them, and all but the output projection."""
+    chosen = list(chosen)
     inner = [one for one in chosen if one.parts != "o"]
-    both = [chosen] if inner == chosen else [chosen, inner]
-    return [*([one] for one in chosen), *(some for some in both if len(some) > 1)]
+    several = [some for some in ([chosen] if inner == chosen else [chosen, inner]) if len(some) > 1]
+    for some in (*([one] for one in chosen), *several):
+        yield "".join(one.parts for one in some), joined.join(one.name for one in some)
 
 
 def _square_weights(reading: Projections) -> Iterator[Row]:
-    square = [one for one in reading.matrices if one.weight.shape[0] == one.weight.shape[1]]
-    for chosen in _together(square):
-        yield "".join(one.parts for one in chosen), " and ".join(one.name for one in chosen)
+    square = (one for one in reading.matrices if one.weight.shape[0] == one.weight.shape[1])
+    return _of(square, " and ")
 
 
 def _biases(reading: Projections) -> Iterator[Row]:
-    for chosen in _together([one for one in reading.matrices if one.bias is not None]):
-        yield "".join(one.parts for one in chosen), ", ".join(one.name for one in chosen)
+    return _of((one for one in reading.matrices if one.bias is not None), ", ")
 
 
 EACH: dict[str, Callable[[Projections], Iterable[Row]]] = {

@@ -20,6 +20,7 @@ HEAD_BY_HEAD = {"query_key_value", "wqkv"}
 """Names under which published weights are packed head by head (layouts `neox`, `internlm2`)."""
 IN_TURNS = {"to_q", "to_k", "to_v", "to_out"}
 """Names whose library deals its query heads to the key/value heads in turn (`x_transformers`)."""
+LONG = {"q": "queries", "k": "keys", "v": "values"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,6 @@ class Projections:
         out: the output projection, or None.
         norms: modules that normalise, by the part they belong to: `q`, `k`, or `x` for the rest.
         extras: names of parameters that are none of these.
-        packing: how the names say that a packed matrix lies: `p n d` or `n p d`.
-        turns: whether the names are those of a library that shares keys and values in turns.
     """
 
     sources: tuple[Matrix, ...]
@@ -74,8 +73,20 @@ class Projections:
     embed_dim: int
     norms: dict[str, nn.Module] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
-    packing: str = "p n d"
-    turns: bool = False
+
+    @property
+    def packing(self) -> str:
+        """How the names say that a packed matrix lies: `p n d` or `n p d`."""
+        return "n p d" if self._names & HEAD_BY_HEAD else "p n d"
+
+    @property
+    def turns(self) -> bool:
+        """Whether the names are those of a library that shares keys and values in turns."""
+        return self._names >= IN_TURNS
+
+    @property
+    def _names(self) -> set[str]:
+        return {matrix.name.split(".")[-1] for matrix in self.matrices}
 
     @property
     def named(self) -> bool:
@@ -133,25 +144,18 @@ def read(
     found = _heads_together(list(stored))
     biases = [matrix for matrix in found if matrix.bias is None and matrix.weight.ndim == 1]
     sources, out = _assigned([m for m in found if m.weight.ndim == 2], embed_dim)
-    sources, out = _with_biases(sources, out, biases)
+    sources = tuple(_with_bias(source, biases) for source in sources)
+    out = None if out is None else _with_bias(out, biases)
     sizes = _sizes(sources, out, embed_dim, num_heads, num_kv_heads)
     joined = sizes[0] * sizes[3]
     if out is not None and not out.sure and out.weight.shape[0] != joined == out.weight.shape[1]:
         out = replace(out, weight=out.weight.T)
     norms = _norms(module)
-    used = unread | {key for matrix in (*sources, out) if matrix is not None for key in matrix.keys}
+    reading = Projections(sources, out, *sizes, embed_dim, norms)
+    used = unread | {key for matrix in reading.matrices for key in matrix.keys}
     used |= {id(parameter) for norm in norms.values() for parameter in norm.parameters()}
-    names = {matrix.name.split(".")[-1] for matrix in (*sources, out) if matrix is not None}
-    return Projections(
-        sources,
-        out,
-        *sizes,
-        embed_dim,
-        norms,
-        tuple(name for name, one in module.named_parameters() if id(one) not in used),
-        "n p d" if names & HEAD_BY_HEAD else "p n d",
-        names >= IN_TURNS,
-    )
+    extras = (name for name, one in module.named_parameters() if id(one) not in used)
+    return replace(reading, extras=tuple(extras))
 
 
 def _stores(module: nn.Module, embed_dim: int) -> Iterator[Matrix]:
@@ -234,10 +238,9 @@ def _heads_together(found: list[Matrix]) -> list[Matrix]:
     """Matrices that differ in one number only, `heads.0.query`, `heads.1.query`, as one."""
     groups: dict[str, list[Matrix]] = {}
     for matrix in found:
-        numbered = re.search(r"(^|\.)\d+(?=\.|$)", matrix.name)
         stem = matrix.name
-        if matrix.parts and matrix.parts != "o" and numbered:
-            stem = f"{matrix.name[: numbered.start()]}.*{matrix.name[numbered.end() :]}".lstrip(".")
+        if matrix.parts not in ("", "o"):
+            stem = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", stem, count=1)
         groups.setdefault(stem, []).append(matrix)
     together = []
     for stem, group in groups.items():
@@ -246,17 +249,16 @@ def _heads_together(found: list[Matrix]) -> list[Matrix]:
             together += group
             continue
         biases = [matrix.bias for matrix in group if matrix.bias is not None]
-        together.append(
-            Matrix(
-                stem,
-                group[0].parts,
-                torch.cat([matrix.weight for matrix in group], -1),
-                torch.cat(biases) if biases else None,
-                all(matrix.sure for matrix in group),
-                len(group),
-                keys=tuple(key for matrix in group for key in matrix.keys),
-            )
+        joined = replace(
+            group[0],
+            name=stem,
+            weight=torch.cat([matrix.weight for matrix in group], -1),
+            bias=torch.cat(biases) if biases else None,
+            sure=all(matrix.sure for matrix in group),
+            heads=len(group),
+            keys=tuple(key for matrix in group for key in matrix.keys),
         )
+        together.append(joined)
     return together
 
 
@@ -272,9 +274,7 @@ def _assigned(found: Sequence[Matrix], embed_dim: int) -> tuple[tuple[Matrix, ..
     held = "".join(source.parts for source in sources)
     if sources and set(held) == set("kqv") and len(held) > 3:
         # GPT-2's cross-attention: c_attn beside q_attn holds k and v alone
-        sources = [
-            replace(source, parts="kv") if source.parts == "qkv" else source for source in sources
-        ]
+        sources = [replace(one, parts="kv") if one.parts == "qkv" else one for one in sources]
         held = "".join(source.parts for source in sources)
     if len(set(held)) != len(held):
         raise Unreadable(f"several parameters look like the same projection ({_names(sources)})")
@@ -285,14 +285,11 @@ def _assigned(found: Sequence[Matrix], embed_dim: int) -> tuple[tuple[Matrix, ..
         readers = [one for one in silent if one is not packed]
     elif missing and len(readers) >= len(missing):
         chosen = readers[: len(missing)]
-        sources += [
-            replace(one, parts=part, named=len(missing) == 1)
-            for part, one in zip(missing, chosen, strict=True)
-        ]
+        for part, one in zip(missing, chosen, strict=True):
+            sources.append(replace(one, parts=part, named=len(missing) == 1))
         missing, readers = [], [one for one in silent if one not in chosen]
     if missing:
-        words = {"q": "queries", "k": "keys", "v": "values"}
-        lacking = ", ".join(words[part] for part in missing)
+        lacking = ", ".join(LONG[part] for part in missing)
         raise Unreadable(f"no parameter looks like the projection of the {lacking}")
     if out is None and len(readers) == 1:
         out = replace(readers[0], parts="o", named=False)
@@ -301,27 +298,18 @@ def _assigned(found: Sequence[Matrix], embed_dim: int) -> tuple[tuple[Matrix, ..
 
 def _packed(readers: Sequence[Matrix]) -> Matrix | None:
     """The matrix that is three times as wide as another, or the only one and wide enough."""
-    wide = [one for one in readers if one.weight.shape[1] % 3 == 0]
-    others = {one.weight.shape[1] for one in readers}
-    for one in wide:
-        if len(readers) <= 2 and one.weight.shape[1] == max(others):
-            return one
-    return None
+    widest = max(one.weight.shape[1] for one in readers)
+    fits = (one for one in readers if one.weight.shape[1] == widest)
+    return next(fits, None) if len(readers) <= 2 and widest % 3 == 0 else None
 
 
-def _with_biases(
-    sources: tuple[Matrix, ...], out: Matrix | None, biases: Sequence[Matrix]
-) -> tuple[tuple[Matrix, ...], Matrix | None]:
-    """Bare biases beside the bare matrices that they belong to."""
-
-    def joined(matrix: Matrix) -> Matrix:
-        for bias in biases:
-            fits = set(bias.parts) == set(matrix.parts)
-            if matrix.bias is None and fits and len(bias.weight) == matrix.weight.shape[1]:
-                return replace(matrix, bias=bias.weight, keys=matrix.keys + bias.keys)
-        return matrix
-
-    return tuple(joined(source) for source in sources), None if out is None else joined(out)
+def _with_bias(matrix: Matrix, biases: Sequence[Matrix]) -> Matrix:
+    """A bare matrix with the bare bias that belongs to it, if there is one."""
+    for bias in biases if matrix.bias is None else ():
+        fits = set(bias.parts) == set(matrix.parts)
+        if fits and len(bias.weight) == matrix.weight.shape[1]:
+            return replace(matrix, bias=bias.weight, keys=matrix.keys + bias.keys)
+    return matrix
 
 
 def _norms(module: nn.Module) -> dict[str, nn.Module]:
@@ -342,36 +330,34 @@ def _sizes(
     num_kv_heads: int | None,
 ) -> tuple[int, int, int, int]:
     """Query heads, key/value heads, and their widths."""
-    for source in sources:
-        if source.weight.shape[0] != embed_dim:
-            raise Unreadable(
-                f"{source.name} takes {source.weight.shape[0]} features, not {embed_dim}"
-            )
-    apart = max((source.heads for source in sources), default=0)
-    heads = apart or num_heads
+    for one in sources:
+        if one.weight.shape[0] != embed_dim:
+            raise Unreadable(f"{one.name} takes {one.weight.shape[0]} features, not {embed_dim}")
+    heads = max((source.heads for source in sources), default=0) or num_heads
     if heads is None:
         raise Unreadable("nothing says how many heads there are; give num_heads")
     width = {source.parts: source.weight.shape[1] for source in sources}
     if "q" in width:
-        dim = _share(width["q"], heads, "queries")
-        if len(width) == 3:
+        dim = _share(width.pop("q"), heads, "queries")
+        if "k" in width:
             kv_heads = _share(width["k"], dim, "keys")
             return heads, kv_heads, dim, _share(width["v"], kv_heads, "values")
-        packed = next(size for parts, size in width.items() if len(parts) == 2)
-        return heads, _share(packed, 2 * dim, "keys and values"), dim, dim
+        (both,) = width.values()
+        return heads, _share(both, 2 * dim, "keys and values"), dim, dim
     if len(width) > 1:
         raise Unreadable(f"queries are packed with others ({_names(sources)})")
-    total = next(iter(width.values()))
+    (total,) = width.values()
     if num_kv_heads not in (None, heads):
         dim = _share(total, heads + 2 * num_kv_heads, "queries, keys and values")
         return heads, num_kv_heads, dim, dim
-    if total % (3 * heads) == 0 and (num_kv_heads or out is None or total == 3 * len(out.weight)):
+    alike = total % (3 * heads) == 0
+    if alike and (num_kv_heads or out is None or total == 3 * len(out.weight)):
         return heads, heads, total // (3 * heads), total // (3 * heads)
     if out is None:
         raise Unreadable(f"{sources[0].name} has {total} features, which 3·{heads} does not divide")
     dim = _share(len(out.weight), heads, "the output projection's inputs")
     rest = total - heads * dim
-    if rest <= 0 and total % (3 * heads) == 0:  # a smaller input: the heads were not joined
+    if rest <= 0 and alike:  # a smaller input: the heads were not joined
         return heads, heads, total // (3 * heads), total // (3 * heads)
     return heads, _share(rest, 2 * dim, "keys and values"), dim, dim
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .call_lines import Calls, LineCall
 from .faults import Fault, faults
 from .fit import FITS, Case
-from .variants import MADE_OF, SCALES, Variant, allowed_of, heads_of, products, sizes_of
+from .variants import MADE_OF, Variant, allowed_of, heads_of, products, scale_of, sizes_of
 
 FIELDS = set("order packing turned unbiased roles split turned_keys share merge rotated".split())
 """Fields of a variant in which faults of the scores lie; `merge` goes with some splits."""
@@ -54,12 +54,14 @@ def _of_scale(case: Case, base: Variant, scale: float, known: Sequence[Fault]) -
     reasons in others' attention, and for one without a name.
     """
     sizes = sizes_of(case.reading, case.inputs[1])
-    for name in [base.scale, *SCALES]:
-        value = SCALES[name](sizes) if isinstance(name, str) else name
-        if math.isclose(scale, value, rel_tol=1e-4):
-            odd = name not in (base.scale, "nothing")
-            return [row for row in known if odd and row.change == {"scale": name}][:1]
-    return []
+
+    def is_it(name: str | float) -> bool:
+        return math.isclose(scale, scale_of(name, sizes), rel_tol=1e-4)
+
+    if any(is_it(name) for name in (base.scale, "√D", "nothing")):
+        return []
+    rows = (row for row in known if row.change.keys() == {"scale"})
+    return [row for row in rows if is_it(row.change["scale"])][:1]
 
 
 def _scale(case: Case, variant: Variant, seen: Sequence[Tensor]) -> float | None:

@@ -8,12 +8,14 @@ every other value one way of getting it wrong; their names in words stand in `fa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from ...core.masks import Dense
@@ -41,7 +43,7 @@ class Variant:
         turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
         share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), or all
             read the `first`, the `first keys` or the `first values`.
-        scale: a name in `SCALES`, or a number.
+        scale: a name that `scale_of` reads, or a number.
         softcap: `c` makes scores `c · tanh(score / c)`.
         mask: a name in `MASKS`, or `window 4` for the last four keys.
         fill: what hidden scores are set to: `-inf` or another number; `after`: hidden weights are
@@ -80,44 +82,6 @@ class Variant:
     normed: str = "before"
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The sizes that a scale may be made of."""
-
-    B: int
-    T: int
-    E: int
-    H: int
-    D: int
-    Dv: int
-
-
-SCALES: dict[str, Callable[[Numbers], float]] = {
-    "√D": lambda n: n.D**-0.5,
-    "nothing": lambda n: 1.0,
-    "√E": lambda n: n.E**-0.5,
-    "√HD": lambda n: (n.H * n.D) ** -0.5,
-    "√T": lambda n: n.T**-0.5,
-    "√H": lambda n: n.H**-0.5,
-    "√B": lambda n: n.B**-0.5,
-    "√Dv": lambda n: n.Dv**-0.5,
-    "D": lambda n: 1.0 / n.D,
-    "times √D": lambda n: n.D**0.5,
-    "times √D√D": lambda n: float(n.D),
-    "times √E": lambda n: n.E**0.5,
-    "D²": lambda n: float(n.D) ** -2,
-    "E": lambda n: 1.0 / n.E,
-    "HD": lambda n: 1.0 / (n.H * n.D),
-    "T": lambda n: 1.0 / n.T,
-    "H": lambda n: 1.0 / n.H,
-    "√√D": lambda n: n.D**-0.25,
-    "√D √T": lambda n: (n.D * n.T) ** -0.5,
-    "√D √E": lambda n: (n.D * n.E) ** -0.5,
-    "after": lambda n: n.D**-0.5,
-    "after √E": lambda n: n.E**-0.5,
-}
-"""What a score is multiplied by; `after` multiplies the weights instead."""
-
 MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "none": lambda i, j, t: (i >= 0) & (j >= 0),
     "causal": lambda i, j, t: j <= i,
@@ -142,7 +106,7 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "both": lambda s: s.flatten(-2).softmax(-1).view_as(s),
     "twice": lambda s: s.softmax(-1).softmax(-1),
     "none": lambda s: s.nan_to_num(neginf=0.0),
-    "sum": lambda s: _shares(s.nan_to_num(neginf=0.0)),
+    "sum": lambda s: (seen := s.nan_to_num(neginf=0.0)) / seen.sum(-1, keepdim=True),
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
     "relu": torch.relu,
@@ -164,10 +128,12 @@ MERGES: dict[str, Callable[[Tensor], Tensor]] = {
 """`[B, H, T, Dv]` to `[B, T, …]`: side by side, in three orders; or one for all; or their sum in
 each one's place."""
 
-
-def _shares(scores: Tensor) -> Tensor:
-    return scores / scores.sum(-1, keepdim=True)
-
+SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "heads": lambda x, heads: x.unflatten(-1, (heads, -1)).transpose(1, 2),
+    "view": lambda x, heads: x.reshape(len(x), heads, x.shape[1], -1),
+    "strided": lambda x, heads: x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+}
+"""`[B, T, heads · width]` to `[B, heads, T, width]`."""
 
 Parts = dict[str, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -178,9 +144,25 @@ MADE_OF = attrgetter(
 """The fields of a variant that its heads depend on."""
 
 
-def sizes_of(reading: Projections, x: Tensor) -> Numbers:
-    batch, tokens, width = x.shape
-    return Numbers(batch, tokens, width, reading.num_heads, reading.head_dim, reading.value_dim)
+def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
+    """The sizes that a scale may be made of, by their letters."""
+    sizes = {"H": reading.num_heads, "D": reading.head_dim, "Dv": reading.value_dim}
+    return sizes | dict(zip("BTE", x.shape, strict=True))
+
+
+def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
+    """What a score is multiplied by: `√E` divides it by the root of E, `times D` multiplies it.
+
+    >>> scale_of("√HD", {"H": 2, "D": 8}), scale_of("D²", {"D": 2}), scale_of("times √D", {"D": 4})
+    (0.25, 0.25, 2.0)
+    """
+    if not isinstance(name, str):
+        return name
+    scale = 1.0
+    for roots, letters, square in re.findall(r"(√*)((?:Dv|[BTEHD])+)(²?)", name):
+        number = math.prod(sizes[letter] for letter in re.findall("Dv|.", letters))
+        scale *= number ** ((2 if square else 1) / 2 ** len(roots))
+    return scale if name.startswith("times") else 1 / scale
 
 
 def rebuild(
@@ -196,47 +178,49 @@ def rebuild(
     """
     q, k, v = heads or heads_of(reading, x, variant)
     out = MERGES[variant.merge](attend(q, k, v, variant, sizes_of(reading, x)))
+    norm = reading.norms.get("x", nn.Identity())
     if variant.residual == "inside":
-        out = reading.norms["x"](out)
-    return _with(x, _projected(reading.out, out, variant), variant, reading.norms.get("x"))
+        out = norm(out)
+    if reading.out is not None:
+        for _ in range({"left out": 0, "twice": 2}.get(variant.out, 1)):
+            out = _linear(reading.out, out, variant)
+    if variant.residual.endswith("x"):
+        return out + x
+    if variant.residual == "x, then norm":
+        return norm(out + x)
+    return norm(out) if variant.residual == "norm" else out
 
 
 def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     """Queries `[B, H, T, D]`, keys and values `[B, G, T, …]`, normed and rotated."""
-    plain = x
-    if variant.residual.startswith("before"):
-        x = reading.norms["x"](x)
-    features = _features(reading, x, variant)
+    before = variant.residual.startswith("before")
+    features = _features(reading, reading.norms["x"](x) if before else x, variant)
     if variant.residual.startswith("before queries"):
-        features |= {
-            part: f for part, f in _features(reading, plain, variant).items() if part != "q"
-        }
-    split = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
+        features = _features(reading, x, variant) | {"q": features["q"]}
+    splits = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
     heads = []
-    for part, whose, how in zip("qkv", variant.roles, split, strict=True):
+    for part, whose, split in zip("qkv", variant.roles, splits, strict=True):
         grouped = part != "q" if whose == "x" else whose != "q"
         number = reading.num_kv_heads if grouped else reading.num_heads
-        feature = features[whose]
-        norm = reading.norms.get(part)
-        if (
-            norm is not None
-            and _width(norm) != feature.shape[-1] // number
-            and not _for_heads(norm)
-        ):
+        feature, norm = features[whose], reading.norms.get(part)
+        if norm is not None and not _is_of_heads(norm, feature.shape[-1] // number):
             feature, norm = norm(feature), None
-        head = _split(feature, number, how)
-        if variant.normed == "before" and norm is not None:
-            head = norm(head)
-        if variant.rope is not None and part in variant.rotated:
-            head = RoPE(*variant.rope)(head)
-        if variant.normed == "after" and norm is not None:
-            head = norm(head)
+        rope = RoPE(*variant.rope) if variant.rope and part in variant.rotated else None
+        head = SPLITS[split](feature, number)
+        for step in (norm, rope) if variant.normed == "before" else (rope, norm):
+            head = head if step is None else step(head)
         heads.append(head)
     q, k, v = heads
     return q, k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Numbers) -> Tensor:
+def _is_of_heads(norm: nn.Module, width: int) -> bool:
+    """Whether a norm is of single heads: its gains have their width, or an axis for the heads."""
+    gains = [*norm.parameters()]
+    return bool(gains) and (gains[0].numel() == width or any(one.ndim >= 2 for one in gains))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Mapping[str, int]) -> Tensor:
     """`[B, H, T, Dv]` of queries `[B, H, T, D]` over keys and values `[B, G, S, …]`."""
     if q.shape[-1] != k.shape[-1]:
         raise RuntimeError(f"queries of width {q.shape[-1]} and keys of width {k.shape[-1]}")
@@ -244,7 +228,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Numbers) ->
     v = _shared(v, q.shape[1], variant.share, "values")
     if variant.over == "heads":
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    scale = _scale(variant.scale, sizes)
+    scale = scale_of(variant.scale, sizes)
     allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
     plain = (variant.softmax, variant.fill, variant.values) == ("keys", "-inf", "weights")
     if plain and variant.turned_keys == "transposed" and not _after(variant):
@@ -288,11 +272,8 @@ def _unpacked(whole: Tensor, parts: str, reading: Projections, variant: Variant)
         shares = [heads // groups if part == "q" else 1 for part in order]
         spread = whole.unflatten(-1, (groups, sum(shares), dim)).split(shares, dim=-2)
         pieces = [piece.flatten(-3) for piece in spread]
-    elif packing == "n d p":
-        pieces = whole.unflatten(-1, (-1, len(parts))).unbind(-1)
-    else:  # d p n
-        spread = whole.unflatten(-1, (dim, len(parts), -1)).unbind(-2)
-        pieces = [piece.mT.flatten(-2) for piece in spread]
+    else:
+        pieces = rearrange(whole, f"b t ({packing}) -> p b t (n d)", p=len(parts), d=dim)
     return dict(zip(order, pieces, strict=True))
 
 
@@ -302,15 +283,6 @@ def _linear(matrix: Matrix, x: Tensor, variant: Variant) -> Tensor:
     if matrix.bias is None or set(matrix.parts) <= set(variant.unbiased):
         return out
     return out + matrix.bias
-
-
-def _split(feature: Tensor, number: int, how: str) -> Tensor:
-    if how == "view":
-        batch, tokens, _ = feature.shape
-        return feature.reshape(batch, number, tokens, -1)
-    if how == "strided":
-        return feature.unflatten(-1, (-1, number)).permute(0, 3, 1, 2)
-    return feature.unflatten(-1, (number, -1)).transpose(1, 2)
 
 
 def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
@@ -328,10 +300,6 @@ def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
 
 def _after(variant: Variant) -> bool:
     return isinstance(variant.scale, str) and variant.scale.startswith("after")
-
-
-def _scale(scale: str | float, sizes: Numbers) -> float:
-    return SCALES[scale](sizes) if isinstance(scale, str) else scale
 
 
 def products(q: Tensor, k: Tensor, variant: Variant) -> Tensor:
@@ -356,37 +324,6 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float, variant: Varia
     if variant.fill == "after":
         weights = weights.masked_fill(hidden, 0.0)
     return weights * scale if _after(variant) else weights
-
-
-def _projected(out: Matrix | None, heads: Tensor, variant: Variant) -> Tensor:
-    if out is None or variant.out == "left out":
-        return heads
-    once = _linear(out, heads, variant)
-    return _linear(out, once, variant) if variant.out == "twice" else once
-
-
-def _with(x: Tensor, out: Tensor, variant: Variant, norm: nn.Module | None = None) -> Tensor:
-    """What stands around the attention in a block: a residual and a norm."""
-    if variant.residual.endswith("x"):
-        return out + x
-    if norm is not None and variant.residual == "x, then norm":
-        return norm(out + x)
-    if norm is not None and variant.residual == "norm":
-        return norm(out)
-    return out
-
-
-def _for_heads(norm: nn.Module) -> bool:
-    """Whether its gains have an axis for the heads."""
-    return any(one.ndim >= 2 for one in norm.parameters())
-
-
-def _width(norm: nn.Module) -> int:
-    weight = next(iter(norm.parameters()), None)
-    return 0 if weight is None else weight.numel()
-
-
-# ---- comparing ----
 
 
 def error(got: Tensor, wanted: Tensor, seen: Tensor | None = None) -> float:
