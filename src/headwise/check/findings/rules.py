@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
@@ -27,41 +27,27 @@ class Wording:
 
 @dataclass(frozen=True)
 class CheckRule:
-    """One rule.
-
-    Args:
-        id: its name, as findings and `--explain` use it.
-        says: what holds where it is kept, one sentence.
-        lesson: why, in a few sentences, for somebody who learns.
-        evidence: "probe" (behaviour alone), "oracle" (the weights are read), "file" or "step".
-        about: "numbers", "handling" or "advice".
-        later: advice that waits until nothing is wrong.
-        explains: rules that are broken where it is, beside those about numbers.
-        ways: in which it is broken, by name.
-        suspects: the calls that the mistake is likely to stand in.
-    """
+    """One rule; `rules.toml` says what its fields are, and `ways` are those to break it."""
 
     id: str
     says: str
     lesson: str
     evidence: Literal["probe", "oracle", "file", "step"]
-    about: Literal["numbers", "handling", "advice"]
-    later: bool
-    explains: tuple[str, ...]
     ways: dict[str, Wording]
     suspects: dict[str, Any]
+    about: Literal["numbers", "handling", "advice"] = "numbers"
+    later: bool = False
+    explains: Sequence[str] = ()
 
 
 def _rule(name: str, row: dict[str, Any]) -> CheckRule:
-    numbers = row.get("about", "numbers") == "numbers"
-    usual = {"ground": row.get("ground", "weights" if numbers else "call")}
-    usual |= {"message": row.get("message", "")}
-    others = _ROWS[row["like"]] if "like" in row else {}
-    tables = {way: text for way, text in (others | row).items() if isinstance(text, dict)}
+    texts = {key: value for key, value in row.items() if not isinstance(value, dict)}
+    stands_on = "weights" if row.get("about", "numbers") == "numbers" else "call"
+    usual = {"message": texts.pop("message", ""), "ground": texts.pop("ground", stands_on)}
+    like = _ROWS.get(texts.pop("like", ""), {})
+    tables = {key: value for key, value in (like | row).items() if isinstance(value, dict)}
     ways = {way: Wording(**usual | text) for way, text in tables.items() if way != "suspects"}
-    texts = name, row["says"], row["lesson"], row["evidence"], row.get("about", "numbers")
-    explains = tuple(row.get("explains", ()))
-    return CheckRule(*texts, row.get("later", False), explains, ways, row.get("suspects", {}))
+    return CheckRule(name, ways=ways, suspects=row.get("suspects", {}), **texts)
 
 
 _ROWS = tomllib.loads((files("headwise.check.findings") / "rules.toml").read_text("utf-8"))
@@ -93,9 +79,7 @@ def explain(rule: str) -> str:
     Raises:
         ValueError: an unknown rule; the nearest ones are named, or all of them.
     """
-    if rule not in RULES:
-        raise ValueError(f"explain({rule!r}): there is no such rule; {_nearest(rule, RULES)}")
-    return lesson(rule)
+    return _told(rule, RULES, f"explain({rule!r})")
 
 
 def lesson(rule: str) -> str:
@@ -109,11 +93,12 @@ def lesson(rule: str) -> str:
     <BLANKLINE>
     A matrix times a vector: number i of the result is row i times x, added up.
     """
-    if rule not in ALL:
-        raise ValueError(f"--explain {rule}: there is no such rule; {_nearest(rule, ALL)}")
-    return f"{rule}: {ALL[rule].says}\n\n{ALL[rule].lesson}"
+    return _told(rule, ALL, f"--explain {rule}")
 
 
-def _nearest(rule: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(rule, list(known), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+def _told(rule: str, known: Mapping[str, CheckRule], call: str) -> str:
+    if rule not in known:
+        near = difflib.get_close_matches(rule, list(known), n=3)
+        told = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+        raise ValueError(f"{call}: there is no such rule; {told}")
+    return f"{rule}: {known[rule].says}\n\n{known[rule].lesson}"
