@@ -8,6 +8,7 @@ import io
 import json
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_configuration_answers_to_every_name() -> None:
 
     class Asking(Attention):
         def __init__(self, config) -> None:
-            self.build(config.n_embd, config.flavour)
+            self.build(config.n_embd, config.flavour.heads)
 
     for layer in (ByAttribute, ByKey):
         subject = resolve(layer)
@@ -121,7 +122,8 @@ def test_a_configuration_answers_to_every_name() -> None:
     assert "n_embd=24" in resolve(ByAttribute).name
     with pytest.raises(ValueError, match=r"config field flavour .* give it: .*flavour=…"):
         resolve(Asking)
-    assert resolve(Asking, flavour=3, num_heads=3).embed_dim == 24
+    flavour = SimpleNamespace(heads=3)
+    assert resolve(Asking, flavour=flavour, num_heads=3).embed_dim == 24
     mine = {"emb_dim": 30, "n_heads": 5, "context_length": 4}
     subject = resolve(ByKey, cfg=mine)
     assert (subject.embed_dim, subject.num_heads, subject.context_length) == (30, 5, 4)

@@ -183,6 +183,11 @@ def test_a_function_of_q_k_and_v(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert data["findings"][0]["rule"] == "scale"
 
 
+FLAVOURED = RIGHT.replace("n_heads)", "n_heads, flavour)", 1).replace(
+    "super().__init__()", "super().__init__()\n        self.kind = flavour.kind.name", 1
+)
+
+
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
@@ -193,7 +198,7 @@ def test_a_function_of_q_k_and_v(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "it has SelfAttention, Cross",
         ),
         (RIGHT, [":Gone"], "there is no Gone in it; it has SelfAttention"),
-        (RIGHT.replace("n_heads)", "n_heads, flavour)", 1), [], "--flavour"),
+        (FLAVOURED, [], "--flavour"),
         (RIGHT, ["--flavour", "3"], "the constructor has no argument flavour; it has d_model, n_h"),
         (RIGHT, ["--d_model"], "--d_model: no such option; an argument of the constructor needs"),
         (RIGHT, ["--arg", "d_model"], "give a name and a value, as in --arg num_heads=3"),
