@@ -137,8 +137,9 @@ def _by_distance(ctx: ProbeContext) -> Finding | None:
     """Rotary positions of the layer's own: where all tokens are equal, a score is settled by the
     distance of two of them."""
     module = ctx.exact.module
-    said = [] if module is None else list(names_in(module))
-    if not ctx.subject.causal or not any(SPEAKS_OF_ROPE.search(name.lower()) for name in said):
+    if module is None or not ctx.subject.causal:
+        return None
+    if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names_in(module)):
         return None
     calls = Calls(ctx.tokens)
     with contextlib.suppress(Failed), calls:
@@ -150,7 +151,13 @@ def _by_distance(ctx: ProbeContext) -> Finding | None:
     first = scores[0].masked_fill(~seen, 0.0)
     alike = ctx.near(first[..., 1:, 1:].tril(), first[..., :-1, :-1].tril())
     said = "Its rotary positions count by the distance of two tokens alone."
-    return passed("rotary", said) if alike else found("rotary", "distance")
+    if alike:
+        return passed("rotary", said)
+    gains = any(
+        one.ndim < 2 and not name.endswith("bias") for name, one in module.named_parameters()
+    )
+    wrong = found("rotary", "distance")  # gains behind the turning have reasons of their own
+    return wrong if gains else replace(wrong, ground="call")
 
 
 # --- caches ---------------------------------------------------------------------------------------
