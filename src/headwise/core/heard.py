@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from .call import Call
@@ -13,14 +12,4 @@ Observer = Callable[[Call, Tensor], Tensor]
 """Hears of a call and its output `[B, H, T, Dv]`, and gives what takes the output's place."""
 
 observers: list[Observer] = []
-"""At most one."""
-
-
-def heard(call: Call, out: Tensor) -> Tensor:
-    """Give the output of a call, or what the one who hears of it puts in its place.
-
-    Code that is being compiled is heard by nobody.
-    """
-    if torch.compiler.is_compiling() or not observers:
-        return out
-    return observers[0](call, out)
+"""At most one. Code that is being compiled is heard by nobody."""

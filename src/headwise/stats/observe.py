@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, OnePass, choose
-from ..core.heard import heard
+from ..core.heard import observers
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, readable
 from ..core.numbers import fault_of_flags
@@ -22,7 +23,7 @@ from .execute import execute
 from .needs import Need, Setting
 from .plan import Plan, plan
 from .sampling import draw
-from .seen import Readings, Seen, changes
+from .seen import Readings, Seen
 from .view import View
 
 
@@ -122,13 +123,32 @@ def observe(
         found = execute(planned(engine, statistics, "observe"), engine)
         with nullcontext() if engine.view.gradients else torch.no_grad():
             readings = Readings(found, statistics)
-    return Seen(
-        found,
-        readings,
-        output=made if found.out is None else heard(call, found.out),
-        lost=keeps_graph and not engine.view.gradients,
-        counted=() if torch.compiler.is_compiling() else changes(call),
-    )
+    out = made if found.out is None else found.out
+    lost = keeps_graph and not engine.view.gradients
+    if torch.compiler.is_compiling():
+        return Seen(found, readings, out, lost)
+    if found.out is not None and observers:
+        out = observers[0](call, found.out)
+    return Seen(found, readings, out, lost, _Changed(call, _changes(call)))
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """Says whether a call's tensors may hold other numbers than they did."""
+
+    call: Call
+    before: tuple[int, ...]
+
+    def __call__(self) -> bool:
+        return -1 in self.before or _changes(self.call) != self.before
+
+
+def _changes(call: Call) -> tuple[int, ...]:
+    """How often each tensor of a call was changed in place; −1 where PyTorch does not count."""
+    tensors = [call.q, call.k, call.sinks]
+    if call.kind is None:  # else its mask holds none
+        tensors += call.mask.tensors()
+    return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
 
 
 def planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:

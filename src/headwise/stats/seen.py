@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .._tables import HeadTable
-from ..core.call import Call
 from ..core.shapes import as_given
 from .base import Statistic, needs_of
 from .detached import without_graph
@@ -98,12 +97,6 @@ class Readings(Mapping[str, Reading]):
         return sum(1 for _ in self)
 
 
-def changes(call: Call) -> tuple[int, ...]:
-    """How often each tensor of a call was changed in place; −1 where PyTorch does not count."""
-    tensors = call.q, call.k, call.sinks, *call.mask.tensors()
-    return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Seen(HeadTable):
     """What one call gave: the output, its log-sum-exp, and every statistic asked for.
@@ -120,8 +113,8 @@ class Seen(HeadTable):
     output: Float[Tensor, "B H T Dv"] | None = None
     lost: bool = False
     """Whether statistics could have had a gradient, and were asked for without."""
-    counted: tuple[int, ...] = ()
-    """How often the call's tensors had been changed in place when it was observed."""
+    changed: Callable[[], bool] = bool  # which says no
+    """Whether the call's tensors may hold other numbers than when they were observed."""
 
     def __repr__(self) -> str:
         e = self.found.extent
@@ -184,14 +177,9 @@ class Seen(HeadTable):
         tensor(1.)
         """
         with torch.no_grad(), as_given(self.found.view.device):
-            changed = self._maybe_changed()
-            return entries(self.found.view, self.found.of_rows, heads, queries, keys, changed)
-
-    def _maybe_changed(self) -> bool:
-        """Whether the call's tensors may hold other numbers than when they were observed."""
-        if torch.compiler.is_compiling():
-            return False
-        return -1 in self.counted or changes(self.found.view.asked) != self.counted
+            return entries(
+                self.found.view, self.found.of_rows, heads, queries, keys, self.changed()
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         values = self.readings.values_of(name)
