@@ -29,10 +29,10 @@ from torch import Tensor
 import headwise as hw
 from headwise.core.reference import attention
 from headwise.tutorial import timing
+from statistic_sets import MAP, masses, singles
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 12, 64
-MAP = 64
 MATERIALISED = 2048  # the longest: at 8,192 every T×T tensor would be 3 GiB
 Q_K_V = tuple[Tensor, Tensor, Tensor]
 Calls = dict[str, Callable[[], Any]]
@@ -47,28 +47,9 @@ def inputs(length: int, heads: int = HEADS, scale: float = 1.0) -> Q_K_V:
 
 def sets(length: int) -> dict[str, list[Any]]:
     """The statistics and the groups of them that are timed."""
-    ids = torch.randint(0, length // 4, (length,), generator=torch.Generator().manual_seed(1))
-    masses = [hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())]
-    singles: dict[str, list[Any]] = {
-        "LSE": [hw.LSE()],
-        "Mass: first, previous, self": masses,
-        "Mass: same token": [hw.Mass(hw.SameToken(ids))],
-        "Mass: induction": [hw.Mass(hw.Induction(ids))],
-        "Mass: window of 128": [hw.Mass(hw.Window(128))],
-        "Entropy": [hw.Entropy()],
-        "Distance": [hw.Distance()],
-        "Distance with spread": [hw.Distance(spread=True)],
-        "MaxLogit, flat heads": [hw.MaxLogit()],
-        "Received": [hw.Received()],
-        "TopKeys(5)": [hw.TopKeys()],
-        "OffsetHistogram": [hw.OffsetHistogram()],
-        f"Map({MAP})": [hw.Map(MAP)],
-        "Similarity, 64 queries": [hw.Similarity()],
-        "OutputNorm": [hw.OutputNorm()],
+    cheap = [hw.LSE(), *masses()]
+    return singles(length) | {
         "Norms": [hw.Norms()],
-    }
-    cheap = [hw.LSE(), *masses]
-    return singles | {
         "LSE, masses": cheap,
         "LSE, masses, entropy, distance": [*cheap, hw.Entropy(), hw.Distance()],
         "… and received": [*cheap, hw.Entropy(), hw.Distance(), hw.Received()],

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.tutorial import timing
+from statistic_sets import six
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, KEYS = 4, 32, 64
@@ -42,12 +43,6 @@ class FusedLayer(nn.Module):
         q, k, v = self.qkv(x).view(b, t, 3, HEADS, DIM).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(heads.transpose(1, 2).flatten(2))
-
-
-def six() -> list[Any]:
-    """The statistics of the comparison."""
-    masses = [hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self())]
-    return [hw.Entropy(), hw.MaxLogit(), hw.Distance(), *masses]
 
 
 def contenders() -> dict[str, Callable[[], Any]]:
