@@ -19,6 +19,7 @@ from headwise.tutorial import timing
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # `benchmarks` and `examples` are no part of the installed package
+sys.path.append(str(ROOT / "benchmarks"))  # whose scripts import one another by bare names
 
 from benchmarks import every_statistic  # noqa: E402
 from benchmarks.pages import __main__ as pages  # noqa: E402
