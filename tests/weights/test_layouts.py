@@ -328,6 +328,54 @@ def test_decoders_with_grouped_heads(family: str) -> None:
     assert hw.detect_layout(theirs.state_dict()) == source
 
 
+def test_gemma_3_has_other_norms_under_the_names_of_qwen_3() -> None:
+    from transformers.models.gemma3 import modeling_gemma3
+
+    config = modeling_gemma3.Gemma3TextConfig(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        head_dim=6,
+        query_pre_attn_scalar=9,
+        _attn_implementation="eager",
+    )
+    block = randomised(modeling_gemma3.Gemma3DecoderLayer(config, 0))
+    for state in (block.state_dict(), {f"h.0.{n}": x for n, x in block.state_dict().items()}):
+        with pytest.raises(ValueError, match=r"Gemma 3's multiply by 1 \+ weight; add 1"):
+            hw.detect_layout(state)
+        with pytest.raises(ValueError, match=r"norms of q and k under .*self_attn.* not .*'qwen'"):
+            hw.convert(state, source="qwen", target="headwise", num_heads=4)
+    state = {n: x + 1 if "norm" in n else x for n, x in block.self_attn.state_dict().items()}
+    layer = hw.MultiHeadAttention(
+        24, 4, num_kv_heads=2, head_dim=6, bias=False, qk_norm=True, scale=1 / 3
+    )
+    layer.load_state_dict(hw.convert(state, target="headwise", num_heads=4))
+    x, causal = torch.randn(X), torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    unturned = torch.ones(1, 7, 6), torch.zeros(1, 7, 6)
+    close(layer(x, mask=hw.Causal()), block.self_attn(x, unturned, causal)[0])
+
+
+@pytest.mark.parametrize("layers", [("0", "1"), ("0",)])
+def test_adapters_are_to_be_merged_first(layers: tuple[str, ...]) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=12, n_head=3, n_layer=2, vocab_size=7, n_positions=5, attn_pdrop=0.0
+    )
+    state, adapted = transformers.GPT2Model(config).state_dict(), {}
+    for name, x in state.items():
+        here = any(f"h.{n}.attn.c_attn." in name for n in layers)
+        adapted[name.replace("c_attn.", "c_attn.base_layer.") if here else name] = x
+    for source in (None, "gpt2"):
+        with pytest.raises(ValueError, match=r"c_attn.base_layer.weight .* merge_and_unload"):
+            hw.convert(adapted, source=source, target="headwise", num_heads=3)
+    # One on another layer goes through as it is.
+    other = {name.replace("c_fc.", "c_fc.base_layer."): x for name, x in state.items()}
+    assert "h.0.mlp.c_fc.base_layer.weight" in hw.convert(other, target="headwise", num_heads=3)
+
+
 def test_metas_rotation_turns_neighbours() -> None:
     halves = hw.MultiHeadAttention(24, 4, num_kv_heads=2, bias=False, rope=hw.RoPE(6))
     pairs = hw.MultiHeadAttention(

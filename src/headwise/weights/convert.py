@@ -57,6 +57,11 @@ def convert(
         bias: for targets that can do with and without: True writes zeros where the source has
             no biases, False leaves out those that are all zeros; default: as the source has them.
 
+    Where layouts differ in which features rotate as a pair, features are moved; all of a head's, as
+    if all rotated. Names do not tell of models that rotate others: those of Cohere, GLM, Ernie 4.5
+    and Helium have Llama's names and turn neighbours. Under headwise's names they take
+    `RoPE(…, interleaved=True)`; `llama_meta` is no target for them.
+
     Returns:
         Names to new tensors of the same dtype, for `load_state_dict`; nested lists of numbers
         for `microgpt`. Mask buffers, which are no weights, are left out.

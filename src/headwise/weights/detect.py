@@ -59,7 +59,13 @@ def detect_shapes(shapes: Mapping[str, Shape]) -> str:
         if best is None or score > best[0]:
             best = score, layout.name
     # A layout that only has no place for something is nearer than one that misses something.
-    for sign in ("no place for", "do not fit together", "misses"):
+    for sign in (
+        "norms of q and k",
+        "has an adapter",
+        "no place for",
+        "do not fit together",
+        "misses",
+    ):
         for fault in nearly if best is None else ():
             if sign in fault:
                 raise ValueError(f"detect_layout(…): no known layout fits; nearest: {fault}")
@@ -106,6 +112,7 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list
                 pattern = named_as(name)
                 found = (pattern.fullmatch(other) for other in shapes)
                 prefixes |= {match["prefix"]: None for match in found if match}
+                _refuse_adapters(layout, pattern, shapes, asked)
     if not prefixes:
         wanted = [name for name in layout.forms[0].tensors if name.endswith(("weight", "kernel"))]
         raise ValueError(
@@ -113,6 +120,19 @@ def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list
             f"has {_some(wanted or layout.forms[0].tensors)}{_looks_like(layout, shapes, asked)}"
         )
     return [_layer(layout, prefix, shapes, asked) for prefix in prefixes]
+
+
+def _refuse_adapters(
+    layout: Layout, pattern: re.Pattern[str], shapes: Mapping[str, Shape], asked: str
+) -> None:
+    """Raise ValueError for a projection in an adapter of PEFT's, whose other part is beside it."""
+    for name in shapes:
+        bare = name.replace(".base_layer.", ".")
+        if bare != name and pattern.fullmatch(bare):
+            raise ValueError(
+                f"{asked}: {name} is only a part of layout {layout.name!r}'s projection: it has an "
+                f"adapter; merge that first (PEFT's merge_and_unload())"
+            )
 
 
 def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str) -> Layer:
@@ -147,6 +167,12 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str)
         if "{n}" in name and (gap := _gap(name, prefix, group)):
             raise ValueError(
                 f"{asked}: layout {layout.name!r} numbers its heads from 0; here {gap}"
+            )
+    beside = "".join(prefix.rstrip("./").rpartition(".")[:2])
+    for name, why in layout.other_norms.items():
+        if "q_norm.weight" in where and beside + name in shapes:
+            raise ValueError(
+                f"{asked}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
             )
     layer = Layer(
         layout, prefix, form, where, frozenset(names), next(n for n in shapes if n in names)

@@ -306,6 +306,10 @@ _ROWS = (
         masks=("rotary_emb.inv_freq",),
         home="self_attn",
         model=_LLAMA_MODEL,
+        other_norms={
+            "pre_feedforward_layernorm.weight": "Gemma 3's multiply by 1 + weight; add 1 to these "
+            "weights, and give the layer without what is beside it"
+        },
     ),
     Layout(
         "vit",

@@ -135,6 +135,8 @@ class Layout:
         model: names of a whole model's other tensors by their role, each with its orientation
             (`i o` or `o i` for matrices, else empty); they are renamed and turned where source
             and target both have them.
+        other_norms: of models that have these names, and norms of q and k that are no RMS norms
+            times the weight: what stands beside the layer there, and what the norms do.
     """
 
     name: str
@@ -147,3 +149,4 @@ class Layout:
     home: str | None = None
     lists: bool = False
     model: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    other_norms: Mapping[str, str] = field(default_factory=dict)
