@@ -305,6 +305,29 @@ def test_calls_weigh_by_their_queries_and_exact_ones_add_no_error() -> None:
     assert row["entropy_se"] == pytest.approx(float(figure.error[1]), rel=1e-12)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_every_call_of_a_watched_module_has_a_draw_of_its_own(running: bool) -> None:
+    layer, x = hw.MultiHeadAttention(24, 3, backend="sdpa").double(), torch.randn(1, 200, 24)
+    layer.qkv.weight.data *= 8  # entropies that differ much from position to position
+
+    def many(calls: int, **keywords: object) -> Watched:
+        with torch.no_grad(), hw.watch(layer, hw.Entropy(), **keywords) as seen:  # type: ignore[arg-type]
+            for _ in range(calls):
+                layer(x.double(), mask=hw.Causal())
+        return seen
+
+    whole = many(1).table()
+    for truth, row in zip(whole, many(100, queries=8, running=running).table(), strict=True):
+        assert abs(row["entropy"] - truth["entropy"]) < 3 * row["entropy_se"] < 0.3
+    if not running:
+        calls = many(2, queries=8, seed=3)[""].calls
+        assert not torch.equal(*(call["entropy"].values for call in calls))
+        alone = many(1, queries=8, seed=3)[""].calls[0]
+        assert torch.equal(calls[0]["entropy"].values, alone["entropy"].values)
+        calls = many(2, queries=8, gradients=True)[""].calls  # what is computed again is the same
+        assert torch.equal(*(call["entropy"].values for call in calls))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_spread_and_largest_over_calls_are_those_of_all_where_these_are_at_hand(
     backend: str,

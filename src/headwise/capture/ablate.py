@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .call import AttentionCall
+from .call import STRIDE, AttentionCall
 from .head_outputs import HeadOutputs, drawn, valid_queries
 from .modules import attending, check_model
 from .session import catch
@@ -105,7 +105,7 @@ def ablate(
             if how == "mean":
                 put = _mean(call, index, reference)
             else:
-                put = _resampled(call, index, reference, seed + _STRIDE * calls[call.name])
+                put = _resampled(call, index, reference, seed + STRIDE * calls[call.name])
         whole = (len(out), len(index), *out.shape[2:])
         return out.index_copy(1, index, put.to(out).expand(whole))
 
@@ -121,10 +121,6 @@ def ablate(
             f"{said}: nothing was ablated in {', '.join(map(repr, idle))}, which did not attend; "
             f"those that did: {others}."
         )
-
-
-_STRIDE = 1_000_003
-"""Between the seeds of a module's calls, so that seeds near each other share no draw."""
 
 
 def _mean(call: AttentionCall, index: Tensor, reference: HeadOutputs | None) -> Tensor:

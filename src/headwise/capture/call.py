@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
 
+STRIDE = 1_000_003
+"""Between the seeds of a module's calls, so that seeds near each other share no draw."""
+
 
 @dataclass(frozen=True)
 class Looking:
@@ -36,6 +39,13 @@ class Looking:
     def keywords(self) -> dict[str, Any]:
         """What of it `observe()` takes by the same names."""
         return {"queries": self.queries, "seed": self.seed, "gradients": self.gradients}
+
+    def of_call(self, number: int) -> Looking:
+        """The same at a module's call of this number, from 0, with a draw of its own.
+
+        Draws of the same queries at every call would be wrong in the same way at every call.
+        """
+        return self if number == 0 else replace(self, seed=self.seed + STRIDE * number)
 
     def looked_at(self, queries: int) -> int:
         """At how many of a call's queries."""

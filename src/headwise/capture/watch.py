@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -51,7 +52,8 @@ def watch(
             any, those of `DEFAULT`: entropy, and the weight on the first token, on the one before
             and on the query's own.
         queries: look at so many queries of every call only, or at these, as in `observe()`.
-        seed: of the draw.
+        seed: of the draws; every call of a module has one of its own (with `gradients`, all have
+            the same), so that errors of many calls even out.
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
             memory stays constant over a generation or a data set.
         gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
@@ -101,6 +103,7 @@ def watch(
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
     with_graph: set[str] = set()  # the modules of which a call was seen with its graph
+    calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
         if not meant(call.name):
@@ -115,8 +118,10 @@ def watch(
                 f"and had no graph at first, as under reentrant activation checkpointing: its "
                 f"statistics would have no gradient; checkpoint with use_reentrant=False."
             )
+        drawn = looking if gradients else looking.of_call(calls[call.name])
+        calls[call.name] += 1
         try:
-            readings = call.observe(statistics, looking)
+            readings = call.observe(statistics, drawn)
         except ValueError as error:
             raise ValueError(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
