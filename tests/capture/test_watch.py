@@ -393,6 +393,34 @@ function(x)
 # PyTorch before 2.12 puts a frame of its own, `inner`, around functions that are in no file.
 fails(function, "'0' calls '(attend|inner)'.*compiled by torch.compile.*force_eager")
 function(x)
+
+# Compiled code that calls the model, of which the model knows nothing: as one graph, or as several.
+model = nn.Sequential(Attends(attend))
+for whole_graph, words in (True, "the model is called by '<lambda>'"), (False, "calls "):
+    for ran in (False, True):
+        torch._dynamo.reset()
+        step = torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=whole_graph)
+        if ran:
+            step(x)
+        for spread, done in ((hw.watch, "watched"), (hw.accelerate, "accelerated")):
+            try:
+                with spread(model):
+                    torch.testing.assert_close(step(x), model(x) + 1)
+                assert spread is hw.accelerate and not whole_graph
+            except ValueError as error:
+                assert re.search(f"{words}.*torch.compile.*{done}", str(error)), error
+        assert torch.equal(step(x), model(x) + 1)
+# A compiled function that does not call the model is compiled and runs as ever.
+other = torch.compile(lambda x: attend(x, x, x), backend="eager", fullgraph=True)
+for spread in (hw.watch, hw.accelerate):
+    torch._dynamo.reset()
+    with spread(model):
+        model(x)
+        assert torch.equal(other(x), attend(x, x, x))
+# What a model compiles of its own attention runs under accelerate, too.
+with hw.accelerate(function):
+    torch.testing.assert_close(function(x), attend(x, x, x))
+
 for model, name in ((whole, "_orig_mod"), (part, "0._orig_mod"), (in_place, "0"), (function, "0")):
     with torch.compiler.set_stance("force_eager"):
         plain = model(x)

@@ -67,7 +67,10 @@ class Accelerated(Account):
             who = f"{row['layer']:{wide[0]}}  {row['function']:{wide[1]}}"
             lines.append(f"{arrow} {who}  {row['calls']} ×  {how}")
         if not lines:
-            lines = ["no call of scaled_dot_product_attention or nn.MultiheadAttention was seen"]
+            lines = [
+                "no call of scaled_dot_product_attention or nn.MultiheadAttention was seen "
+                "(those in compiled code are not)"
+            ]
         if self._own_layers:
             lines.append(
                 f"{self._own_layers} layers are headwise's own MultiHeadAttention, which chooses "

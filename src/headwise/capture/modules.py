@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 
 from .._text import and_more
 from .parts import Waiting
+from .private_torch import outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -72,6 +73,11 @@ def refuse_thread(model: nn.Module) -> None:
         f"{type(model).__name__}(…): this model is watched in another thread than the one that "
         f"calls it; enter headwise.watch() in the thread that calls."
     )
+
+
+@outside_graphs
+def called_in_a_graph() -> None:
+    """End the graph that calls a module; the compiler's error, if it must not, has this name."""
 
 
 class Names:
@@ -152,6 +158,8 @@ class Names:
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) not in self._names:
             return
+        if torch.compiler.is_compiling():
+            called_in_a_graph()
         if not self._here():
             if module is self.model:
                 self._in_other_thread(module)

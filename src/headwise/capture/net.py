@@ -49,8 +49,10 @@ class Net:
 
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
-    `catch()`.
+    `catch()`. Errors name the public `function` that spread it out.
     """
+
+    function = "watch"
 
     def __init__(
         self,

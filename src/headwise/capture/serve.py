@@ -68,6 +68,8 @@ _OUT: tuple[Accelerator, ...] = ()
 class Accelerator(Net):
     """A net whose model is served; it listens to nothing."""
 
+    function = "accelerate"
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,8 +83,11 @@ class Accelerator(Net):
 
     @property
     def open(self) -> bool:
-        """Whether calls are to be served now; that somebody tells of one is no hindrance."""
-        return not _APART.depth and self.names.inside
+        """Whether calls are to be served now; that somebody tells of one is no hindrance.
+
+        Those in a graph that is being compiled are left as they are.
+        """
+        return not torch.compiler.is_compiling() and not _APART.depth and self.names.inside
 
     @contextmanager
     def out(self) -> Iterator[None]:

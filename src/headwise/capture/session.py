@@ -76,7 +76,12 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
     always = backward_passes()
     roads = always | fused_attention(accelerated) | composite_functions()
     net = Accelerator(model, account, roads, always, elsewhere)
-    with net.names.following(), _FUSED_LAYERS.heard_by(net), net.out():
+    with (
+        net.names.following(),
+        _FUSED_LAYERS.heard_by(net),
+        compiled_functions(net),
+        net.out(),
+    ):
         yield
 
 

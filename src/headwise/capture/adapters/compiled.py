@@ -6,12 +6,14 @@ it would be compiled anew, to other last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
+from ..modules import called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
 from ..private_torch import compiler, forced_eager, modes, replace, skipped
@@ -68,13 +70,14 @@ def _watch_the_compiler() -> Callable[[], None]:
         def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
             net = None if skipped(frame.f_code) else _watching()
             if net is not None:
-                code = frame.f_code
-                raise ValueError(
-                    f"watch({type(net.names.model).__name__}): {net.names.current!r} calls "
-                    f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno}), compiled by "
-                    f"torch.compile, and compiled code cannot be watched; {_EAGER}."
-                )
-            return found(frame, *args, **kwargs)
+                raise _refused(net, frame.f_code)
+            try:
+                return found(frame, *args, **kwargs)
+            except Exception as error:  # of a graph that must not end
+                net = next(_out_here(), None)
+                if net is None or called_in_a_graph.__name__ not in str(error):
+                    raise
+                raise _refused(net, frame.f_code) from None
 
         refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
         return refuse
@@ -85,8 +88,24 @@ def _watch_the_compiler() -> Callable[[], None]:
 _COMPILER = Replaced(_watch_the_compiler)
 
 
-def _watching() -> Net | None:
-    """The innermost net whose model is running here."""
+def _refused(net: Net, code: CodeType) -> ValueError:
+    """The error for a function that is compiled: the model calls it, or it calls the model."""
+    names, function = net.names, f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+    what = f"the model is called by {function}"
+    if names.inside:
+        what = f"{repr(names.current) if names.current else 'the model'} calls {function}"
+    return ValueError(
+        f"{net.function}({type(names.model).__name__}): {what}, compiled by torch.compile, and"
+        f" compiled code cannot be {_DONE[net.function]}; {_EAGER}."
+    )
+
+
+def _out_here() -> Iterator[Net]:
+    """The nets of this thread, innermost first."""
     stack = modes()
-    running = (net for net in reversed(_COMPILER.everyone) if net.names.inside)
-    return next((net for net in running if net.functions in stack), None)
+    return (net for net in reversed(_COMPILER.everyone) if net.functions in stack)
+
+
+def _watching() -> Net | None:
+    """The innermost net that watches a model which is running here."""
+    return next((x for x in _out_here() if x.function == "watch" and x.names.inside), None)
