@@ -77,15 +77,17 @@ def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[F
             yield from _filled(group, rows, reading)
 
 
-def finite_fills(reading: Projections, scale: float) -> list[Fault]:
-    """Give the numbers that hide too little, filled in after the scaling or before it."""
+def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
+    """Give the mistake of hidden scores that are set to minus this number after the scaling: what
+    was filled in, then or before it, is the rounder of two numbers.
+    """
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
-    rows = _filled(group, _fills(scale), reading)
-    unwise = -FAR_ENOUGH * min(1.0, scale)
-    return [
-        replace(row, severity="warning") if float(row.change["fill"]) <= unwise else row
-        for row in rows
-    ]
+    off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
+    said = min(off, key=lambda number: off[number])
+    said = float(f"{said:.2g}" if off[said] < 1e-3 else f"{fill:.4g}")
+    (row,) = _filled(group, [(repr(-fill), f"{said:.10g}")], reading)
+    unwise = fill > 0.99 * FAR_ENOUGH * min(1.0, scale)
+    return replace(row, severity="warning") if unwise else row
 
 
 def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:

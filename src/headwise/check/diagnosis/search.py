@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import torch
+from torch import Tensor
 
 from ..target.checked_target import Target
 from ..target.introspect import numbers_in, rotations
-from .faults import Fault, faults, finite_fills
+from .faults import Fault, faults, fill_of
 from .fit import Case, gap
 from .projections import Projections
 from .variants import Variant, heads_of
@@ -21,11 +22,14 @@ from .variants import Variant, heads_of
 FITS_LARGE = 0.05
 """Largest share of the output by which a rebuilt one may differ where scores are so large that
 float32 leaves them four digits."""
-SPREADS = (30.0, 300.0, 3e3, 3e4)
+SPREADS = (30.0, 75.0, 150.0, 300.0, 750.0, 1.5e3, 3e3, 7.5e3, 1.5e4, 3e4)
 """How far scores are spread in the tests with large ones: up to beyond −10000, and within the
 digits of float32."""
 BASES = 16
 """How many textbook variants mistakes are tried on."""
+SCALES = [10 ** (n / 5) for n in range(-15, 11)]
+NUMBERS = [10 ** (n / 4) for n in range(-4, 25)]
+"""What is tried first for a scale, and for how far below 0 hidden scores are."""
 SECONDS = 3.0
 """How long pairs of mistakes are tried."""
 SCALING = re.compile(r"scal|multiplier|alpha|temperature")
@@ -123,20 +127,35 @@ def double(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
 
 
 def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
-    """A scale that is none of the known ones, found by trying numbers ever nearer."""
+    """A scale, or a number that fills hidden scores, that is none of the known ones."""
     for base in bases:
         if not case.fits_one_token(base):
             continue
-        low, high, best = math.log(1e-3), math.log(1e2), 0.0
-        for count in (25, *[9] * 8):
-            tried = torch.linspace(low, high, count).tolist()
-            far = [case.gap(replace(base, scale=math.exp(t)), 1) for t in tried]
-            best, step = tried[far.index(min(far))], (high - low) / (count - 1)
-            low, high = best - step, best + step
-        scale = math.exp(best)
+        scale = _nearest(lambda one, b=base: case.gap(replace(b, scale=one), 1), SCALES)
         if case.fits(replace(base, scale=scale)):
             return base, [_other_scale(case, scale)]
+        if base.mask == "none":
+            continue
+        fill = _nearest(lambda one, b=base: case.gap(replace(b, fill=repr(-one)), 1), NUMBERS)
+        if case.fits(replace(base, fill=repr(-fill))):
+            return base, [fill_of(case.reading, fill, _scale_of(case, base))]
     return None
+
+
+def _nearest(gap: Callable[[float], float], numbers: Iterable[float]) -> float:
+    """The number for which a gap is smallest, found by trying ever more of them around the best."""
+    tried, best = sorted(numbers), 0.0
+    for _ in range(9):
+        far = [gap(number) for number in tried]
+        place = far.index(min(far))
+        best, around = tried[place], tried[max(0, place - 1) : place + 2]
+        between = torch.linspace(math.log(around[0]), math.log(around[-1]), 9).exp().tolist()
+        tried = sorted({best, *between})
+    return best
+
+
+def _scale_of(case: Case, base: Variant) -> float:
+    return base.scale if isinstance(base.scale, float) else case.reading.head_dim**-0.5
 
 
 def _other_scale(case: Case, scale: float) -> Fault:
@@ -184,9 +203,12 @@ def leaking(case: Case, base: Variant) -> Fault | None:
             return None
         if gap(case.reading, times * x, out, base) <= near:
             continue
-        scale = base.scale if isinstance(base.scale, float) else case.reading.head_dim**-0.5
-        rows = finite_fills(case.reading, scale)
-        far = [gap(case.reading, times * x, out, row.on(base)) for row in rows]
-        best = far.index(min(far))
-        return rows[best] if far[best] <= near else None
+        scale, wide = _scale_of(case, base), times * x
+
+        def far(fill: float, out: Tensor = out, wide: Tensor = wide) -> float:
+            return gap(case.reading, wide, out, replace(base, fill=repr(-fill)))
+
+        usual = [10.0**power * before for power in range(6) for before in (1.0, scale)]
+        fill = min((*usual, _nearest(far, NUMBERS)), key=lambda one: round(far(one), 4))
+        return fill_of(case.reading, fill, scale) if far(fill) <= near else None
     return None

@@ -16,6 +16,9 @@ ZERO = 1e-12
 """An influence below this share of the largest is none."""
 SMALL = 0.1
 """Size of the inputs here: scores stay small, so that no weight is 0 but by a mask."""
+FILL, EVEN = 0.02, 1.5
+"""A later token that has less than this share of an earlier one's influence, and no other later
+token more than so many times as much, was hidden by one number that is too small."""
 
 CONTEXTS = set(
     "context_length context_len context_size ctx_len ctx_length ctx_size block_size".split()
@@ -65,7 +68,19 @@ def _seen_causal(subject: Target) -> bool:
     none = found <= ZERO * found.max()
     above, below = int(none.triu(1).sum()), int(none.tril(-1).sum())
     pairs = len(found) * (len(found) - 1) // 2
-    return above > below or below == pairs > above
+    return above > below or below == pairs > above or _filled(found)
+
+
+def _filled(influence: Tensor) -> bool:
+    """Whether all later tokens count for one tiny share of an earlier one, however far they are.
+
+    Biases of positions give other shares to other distances, and windows end on both sides.
+    """
+    inner = influence[1:-1] / influence[1:-1].tril(0).amax(-1, keepdim=True).clamp(min=1e-300)
+    seen, hidden = (torch.ones_like(inner, dtype=torch.bool) for _ in "ab")
+    later, earlier = inner[hidden.triu(2)], inner[seen.tril(0)]
+    even = later.max() <= EVEN * later.min() and earlier.max() <= EVEN * earlier.min()
+    return bool(even and 0 < later.max() <= FILL * earlier.min())
 
 
 def _causal_form(subject: Target) -> MaskForm | None:
