@@ -77,7 +77,8 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            return Verdict(name_of(thing), (broken.finding,))
+            read = (one for one in read_off(thing) if one.rule != broken.finding.rule)
+            return Verdict(name_of(thing), (*read, broken.finding))
         except ValueError:
             if read := tuple(read_off(thing)):  # which needs no call
                 return Verdict(name_of(thing), read)

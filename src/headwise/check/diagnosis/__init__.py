@@ -16,21 +16,23 @@ from itertools import product
 import torch
 
 from ..findings.rules import found, passed, skipped
-from ..findings.verdict import Example, Finding
+from ..findings.verdict import Example, Finding, Ground
 from ..target.checked_target import Target
 from ..target.introspect import names_in, numbers_in
 from .call_lines import lines_of
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
-from .scores import named_by_scores, recorded, scores_of
+from .scores import heads_seen, named_by_scores, recorded, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
+    mixed_up,
     no_output_projection,
     one_small_linear,
     plain_lists,
     shared_heads,
+    softmax_astray,
     unused_results,
 )
 from .variants import Variant, error, rebuild
@@ -51,6 +53,8 @@ OTHER_FUNCTIONS = set(
     ).split()
 )
 """Functions that are called for the same."""
+SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
+"""Mistakes that no number given to the constructor makes, a guessed one neither."""
 
 
 def run(subject: Target) -> list[Finding]:
@@ -67,15 +71,17 @@ def run(subject: Target) -> list[Finding]:
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         early = [*unused_results(subject.module), *lists, *([] if lists else dropping)]
-        return [*early, *_run(subject, bool(lists), drops)]
+        findings = [*early, *_run(subject, bool(lists), drops)]
+        read = [] if any(one.rule == "roles" for one in findings) else mixed_up(subject.module)
+        return [*read, *findings]
 
 
 def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
-        case = case_of(subject, drops)
+        case = _case(subject, drops)
     except Unreadable as reason:
-        small = one_small_linear(subject)
-        return small or ([] if unread else [_unread(str(reason))])
+        told = one_small_linear(subject) or softmax_astray(subject)
+        return told or ([] if unread else [_unread(str(reason))])
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
     right = next((base for base in bases if case.fits(base)), None)
@@ -94,6 +100,7 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         base, faults = mistaken
         if len(faults) > 1 and {one.rule for one in faults} == {"packing"}:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
+        faults.sort(key=lambda one: one.rule == "scale")  # it spoils less than others
         return findings + [_finding(case, subject, base, one) for one in faults]
     if findings:
         return findings
@@ -102,20 +109,38 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     return named_alone or [_unexplained(case, subject, bases[0])]
 
 
+def _case(subject: Target, drops: bool) -> Case:
+    """The case; where its number of heads cannot be right, with as many as its scores have."""
+    try:
+        return case_of(subject, drops)
+    except Unreadable:
+        heads = heads_seen(subject)
+        if heads in (None, subject.num_heads):
+            raise
+        with contextlib.suppress(Unreadable):
+            return case_of(replace(subject, num_heads=heads, num_kv_heads=None), drops)
+        raise
+
+
 def _with_other_heads(
     case: Case, bases: list[Variant]
 ) -> tuple[Case, list[Variant], Variant | None]:
-    """The same with another number of heads, where nobody said it and one of its own numbers
-    explains the output."""
+    """The same with another number of heads, where nobody said it: with one of its own numbers or
+    as many as its scores have, if that explains the output; else with as many as the scores have.
+    """
     module, width = case.subject.module, case.reading.head_dim * case.reading.num_heads
     said = () if module is None else {int(n) for n in numbers_in(module, "") if n > 1}
-    for heads in sorted(n for n in said if width % n == 0 and n != case.reading.num_heads):
+    seen = heads_seen(case.subject)
+    for heads in dict.fromkeys((*sorted(said), *([seen] if seen else []))):
+        if width % heads or heads == case.reading.num_heads:
+            continue
         subject = replace(case.subject, num_heads=heads)
         with contextlib.suppress(Unreadable):
             other = replace(case, subject=subject, reading=read_off(subject), seen={}, heads={})
             others = list(textbook(subject, other.reading))
-            if fits := [base for base in others if other.fits(base)]:
-                return other, others, fits[0]
+            fits = next((base for base in others if other.fits(base)), None)
+            if fits is not None or heads == seen:
+                return other, others, fits
     return case, bases, None
 
 
@@ -157,7 +182,9 @@ def _finding(
     if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"
     example = None if base is None else _example(case, subject, base, large)
-    return Finding(fault.rule, severity, message, hint + line, example, ground="weights")
+    free = not subject.guesses and SIZELESS & {str(value) for value in fault.change.values()}
+    ground: Ground = "any" if free else "weights"
+    return Finding(fault.rule, severity, message, hint + line, example, ground=ground)
 
 
 def _example(case: Case, subject: Target, base: Variant, large: bool = False) -> Example | None:
@@ -203,5 +230,8 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         return _unread("no softmax over tokens was seen")
     if reasons:
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
-    words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
+    groups, words = case.reading.num_kv_heads, {"H": case.reading.num_heads}
+    if heads_seen(case.subject) == groups < words["H"]:
+        return found("grouped-heads", "summed", G=groups, **words)
+    words |= {"names": _projections(case.reading)}
     return found("definition", "unexplained", _example(case, subject, base), **words)

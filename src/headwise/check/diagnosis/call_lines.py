@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +31,7 @@ class LineCall:
     square: bool  # whether its result is [..., T, T], as scores and weights are
     drops: bool  # whether it drops numbers
     scores: Tensor | None = None  # what a softmax is taken of
+    astray: bool = False  # whether it is a softmax, and not over the keys, which lie last
 
 
 class Calls(TorchFunctionMode):
@@ -56,8 +58,16 @@ class Calls(TorchFunctionMode):
         result = func(*args, **kwargs)
         square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
         scores = _scores(name, args, kwargs) if square or name == FUSED else None
-        self.made.append(LineCall(name, _users_line(), square, drops, scores))
+        astray = name == "softmax" and self._is_astray(result.shape, args, kwargs)
+        self.made.append(LineCall(name, _users_line(), square, drops, scores, astray))
         return result
+
+    def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a softmax over rows of keys runs over heads, sequences, or all rows at once."""
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        axis = (0 if len(shape) in (1, 3) else 1) if axis is None else axis  # PyTorch's own choice
+        rows = len(shape) > 1 and shape[-1] == self.tokens and shape[-2] % self.tokens == 0
+        return rows and shape[axis] != self.tokens
 
 
 def _scores(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:

@@ -10,6 +10,7 @@ from itertools import chain, combinations, islice
 import torch
 from torch import Tensor
 
+from ..target.checked_target import Target
 from .call_lines import Calls, LineCall
 from .faults import Fault, faults
 from .fit import FITS, Case
@@ -93,6 +94,21 @@ def recorded(case: Case) -> list[LineCall]:
     with contextlib.suppress(Exception), calls:  # a compiled kernel cannot be recorded
         case.subject(x)
     return calls.made
+
+
+def heads_seen(subject: Target) -> int | None:
+    """How many heads the scores of a call have; None where none are seen."""
+    x = subject.input()
+    calls, batch = Calls(x.shape[1], dropless=True), x.shape[0]
+    with contextlib.suppress(Exception), calls:
+        subject(x)
+    taken = [call.scores for call in calls.made if call.scores is not None]
+    if not taken:
+        return None
+    first, alike = taken[0].shape, [one for one in taken if one.shape == taken[0].shape]
+    if len(first) == 4 and batch in first[:2]:
+        return len(alike) * first[1 if first[0] == batch else 0]
+    return len(alike) * (first[0] // batch) if len(first) == 3 and not first[0] % batch else None
 
 
 def scores_of(case: Case) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..files.syntax import Source, unused
+from ..files.syntax import Source, names, nodes, unused
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target, is_users
@@ -19,6 +19,7 @@ from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, quoted
 from .projections import Projections
+from .read_code import late_tests, lost_roles, missing, mixed_roles
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -42,10 +43,29 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     return [found("dropout-in-eval", way, call=call, line=line)], True
 
 
+def softmax_astray(subject: Target) -> list[Finding]:
+    """That a softmax runs over another axis than the keys, whatever its scores are made of."""
+    x = subject.input()
+    with contextlib.suppress(Exception), torch.no_grad(), Calls(x.shape[1], True) as calls:
+        subject(x)
+    places = [call.place for call in calls.made if call.astray]
+    return [found("softmax", "axis", line=quoted(places[0]))] if places else []
+
+
 def read_off(thing: Any) -> Iterator[Finding]:
     """What the source of a class or module tells, which need not be built or called for it."""
+    yield from mixed_up(thing)
     yield from unused_results(thing)
     yield from undefined(thing)
+
+
+def mixed_up(thing: Any) -> Iterator[Finding]:
+    """Queries, keys and values that are made by or of another's."""
+    for source, parts, _ in _written(thing):
+        for kind in _classes(parts):
+            for way, said in (("mixed", mixed_roles(kind)), ("lost", lost_roles(kind))):
+                for line, words in said:
+                    yield found("roles", way, **words, line=quoted((source.file, line)))
 
 
 def unused_results(thing: Any) -> Iterator[Finding]:
@@ -56,15 +76,29 @@ def unused_results(thing: Any) -> Iterator[Finding]:
 
 
 def undefined(thing: Any) -> Iterator[Finding]:
-    """Names in its classes that nothing defines, on whatever path they stand."""
-    for source, classes, known in _written(thing):
+    """Names in its classes that nothing defines, on whatever path they stand, and arguments that
+    are used before it is asked whether they are None."""
+    for source, parts, known in _written(thing):
+        ways: list[tuple[str, int, dict[str, str]]] = []
         for name, line in source.unbound.items():
-            if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in classes):
-                yield found("runs", "undefined", name=name, line=quoted((source.file, line)))
+            if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in parts):
+                ways.append(("undefined", line, {"name": name}))
+        for kind in _classes(parts):
+            lost = missing(kind, source, known.get(kind.name))
+            ways += (("missing", line, words) for line, words in lost)
+        for function in nodes(ast.FunctionDef, *parts):
+            ways += (("none", line, words) for line, words in late_tests(function))
+        for way, line, words in ways:
+            yield found("runs", way, **words, line=quoted((source.file, line)))
+
+
+def _classes(parts: Sequence[ast.stmt]) -> Iterator[ast.ClassDef]:
+    return (one for one in parts if isinstance(one, ast.ClassDef))
 
 
 def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
-    """The user's files that its classes are written in, these classes, and what the file knows."""
+    """The user's files that its classes are written in, these classes and what they mention of
+    their file, and what the file knows."""
     parts = thing.modules() if isinstance(thing, nn.Module) else ()
     kinds = {thing} if isinstance(thing, type) else {type(one) for one in parts}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
@@ -73,10 +107,16 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
         if is_users(file):
             homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)
-    for file, (known, names) in homes.items():
+    for file, (known, waiting) in homes.items():
         with contextlib.suppress(SyntaxError):
             source = Source("".join(linecache.getlines(file, known)), file)
-            yield source, [source.definitions[n] for n in names & set(source.definitions)], known
+            own: dict[str, ast.stmt] = {}
+            while waiting:
+                name = waiting.pop()
+                if name in source.definitions and name not in own:
+                    own[name] = source.definitions[name]
+                    waiting |= names(own[name])
+            yield source, [own[name] for name in sorted(own)], known
 
 
 def plain_lists(subject: Target) -> list[Finding]:

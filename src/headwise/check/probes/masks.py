@@ -66,7 +66,8 @@ def padding(ctx: ProbeContext) -> Finding | None:
             return passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
         for form, alone in _forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
-                return found("padding", "elsewhere", name=name, form=form)
+                one = found("padding", "elsewhere", name=name, form=form)
+                return replace(one, ground="call")  # no attention does so
     return skipped("padding", "No form was found in which its mask hides padding.")
 
 

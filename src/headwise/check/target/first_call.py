@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
 import torch
+from torch import nn
 
 from ..findings.rules import found
 from .call_adapter import (
@@ -276,6 +277,8 @@ def refuses(error: BaseException) -> bool:
     not there."""
     frames = traceback.extract_tb(error.__traceback__)
     line = frames[-1].line or "" if frames else ""
+    if isinstance(getattr(error, "obj", None), nn.Module):  # which raises it for its attributes
+        return False
     return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
 
 

@@ -177,11 +177,14 @@ def _of_factory(
     arguments: dict[str, Any],
     request: Request,
 ) -> Target:
-    label = name_of(factory)
+    label, own = name_of(factory), request.sizes
+    names = [p.name for p in signature(factory)][len(args) :]
+    sizes = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
+    said = arguments | {name: n for name, n in sizes.items() if n is not None and name in names}
 
     def make(seed: int = request.seed, **changes: Any) -> Target:
         sizes = replace(request.sizes, changes=changes)
-        own = {name: v for name, v in arguments.items() if building_role(name) not in changes}
+        own = {name: v for name, v in said.items() if building_role(name) not in changes}
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -208,7 +211,6 @@ def _of_factory(
     try:
         return make()
     except (Broken, ValueError) as first:
-        own = request.sizes
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
         for sizes in _other_sizes(own, first, given):
             request = replace(request, sizes=sizes)
@@ -216,7 +218,9 @@ def _of_factory(
                 return make()
         fault = first.__cause__
         missing = isinstance(fault, ImportError)  # a package that is not there
-        if fault is None or not _builds(first) or _is_misspelt(fault) or (given and not missing):
+        unset = isinstance(getattr(fault, "obj", None), nn.Module)  # other arguments may set it
+        asked = not _is_misspelt(fault) if fault and _builds(first) else unset
+        if fault is None or not asked or (given and not missing):
             raise
         raise ValueError(
             f"check({label}): I do not know how to build this: give its arguments, as in "

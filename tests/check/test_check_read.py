@@ -1,0 +1,281 @@
+"""Mistakes that the code or a single call tells, where nothing else can be read or judged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.diagnosis.static_checks import read_off
+
+HEADS = 4
+
+
+class Projected(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.wide = heads, width // heads
+        self.w_q, self.w_k, self.w_v = (nn.Linear(width, width) for _ in range(3))
+        self.last = nn.Linear(width, width)
+
+    def split(self, rows: Tensor) -> Tensor:
+        return rows.view(*rows.shape[:2], self.heads, self.wide).transpose(1, 2)
+
+    def joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Right(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.spare_k = nn.Identity()  # is never used, and nothing stands in for it
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.w_q(x), self.w_k(x), self.w_v(x)
+        k = self.split(k)
+        v = self.split(v)
+        if mask is not None:
+            k = k * mask.to(k.dtype)[:, None, :, None]
+        return self.joined(self.split(q), k, v)
+
+
+class KeysForValues(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.value = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.w_q(x).view(64, 320, self.heads, -1)
+        k = self.w_k(x).view(64, 320, self.heads, -1)
+        v = self.w_k(x).view(64, 320, self.heads, -1)
+        return self.joined(q, k, v)
+
+
+class ValuesLost(Projected):
+    def forward(self, x: Tensor, y: Any) -> Tensor:
+        q, k, v = self.w_q(x), self.w_k(y), self.w_v(y)
+        q = self.split(q)
+        k = self.split(k)
+        v = k.reshape(*k.shape)
+        return self.joined(q, k, v)
+
+
+class AskedTooLate(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        mask = mask.to(x.device)
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        if mask is not None:
+            k = k * mask[:, None, :, None]
+        return self.joined(q, k, v)
+
+
+class NeverDefined(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.merged_again(self.joined(q, k, v))
+
+
+class Misspelt(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.joined(q, k, v).view(*x.shape[:2], self.head * self.wide)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule", "says"),
+    [
+        (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
+        (ValuesLost, "roles", "values are made, thrown away, and made of k"),
+        (AskedTooLate, "runs", "mask is None by default"),
+        (NeverDefined, "runs", "defines self.merged_again"),
+        (Misspelt, "runs", "defines self.head"),
+    ],
+)
+def test_the_code_tells(layer: type[nn.Module], rule: str, says: str) -> None:
+    (one,) = read_off(layer)
+    assert one.rule == rule
+    assert says in one.message
+    assert "test_check_read.py" in one.hint
+    assert one.ground == "any"
+
+
+def test_right_code_tells_nothing() -> None:
+    assert [*read_off(Right)] == []
+    assert check(Right(24, 3)).passed
+
+
+def test_what_the_code_tells_comes_before_a_call_that_fails() -> None:
+    assert [one.rule for one in check(KeysForValues).errors] == ["roles", "runs"]
+
+
+class OneHead(nn.Module):
+    """One of several heads, told how many there are."""
+
+    def __init__(self, dim: int = 24, heads: int = 3, axis: int = 1) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim // heads) for _ in range(3))
+        self.root, self.axis = (dim // heads) ** 0.5, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2) / self.root
+        return torch.softmax(scores, dim=self.axis) @ self.v(x)
+
+
+class HeadsOfTheFile(nn.Module):
+    """Its number of heads is a constant of its file."""
+
+    def __init__(self, early: bool = True) -> None:
+        super().__init__()
+        self.w_q, self.w_k, self.w_v, self.w_o = (nn.Linear(32, 32) for _ in range(4))
+        self.drop, self.early = nn.Dropout(0.1), early
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).view(len(x), -1, HEADS, 8).transpose(1, 2) for f in (self.w_q, self.w_k, self.w_v)
+        )
+        scores = q @ k.transpose(-1, -2) / math.sqrt(8)
+        weights = self.drop(scores).softmax(-1) if self.early else self.drop(scores.softmax(-1))
+        return self.w_o((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
+class Folded(nn.Module):
+    """Heads folded into the batch, behind an activation."""
+
+    def __init__(self, dim: int, heads: int, wrong: bool) -> None:
+        super().__init__()
+        self.heads, self.wrong = heads, wrong
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def fold(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.fold(F.relu(self.q(q))), self.fold(F.relu(self.k(k))), self.fold(self.v(v))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            every = mask.repeat(self.heads, 1, 1)
+            every = every if self.wrong else mask.repeat_interleave(self.heads, 0)
+            scores = scores.masked_fill(every == 0, -1e9)
+        heads = (scores.softmax(-1) @ v).unflatten(0, (-1, self.heads))
+        return F.relu(self.o(heads.transpose(1, 2).flatten(2)))
+
+
+class OverTheBatch(nn.Module):
+    """Its one matrix cannot be told from others; its scores lie in one table for all sequences."""
+
+    def __init__(self, dimensions: int, axis: int) -> None:
+        super().__init__()
+        self.mixing, self.axis = nn.Linear(dimensions, dimensions, bias=False), axis
+
+    def forward(self, query: Tensor, context: Tensor) -> Tensor:
+        scores = self.mixing(query) @ context.mT
+        table = torch.softmax(scores.reshape(-1, scores.shape[-1]), dim=self.axis)
+        return torch.tanh(table.view(scores.shape) @ context)
+
+
+class Grouped(nn.Module):
+    """Two query heads share keys and values, by an einsum."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, into: str) -> None:
+        super().__init__()
+        self.groups, self.wide, self.into = num_kv_heads, dim // num_heads, into
+        self.q_proj, self.out_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        if into == "bgts":
+            self.out_proj = nn.Linear(num_kv_heads * self.wide, dim)
+        self.k_proj, self.v_proj = (nn.Linear(dim, num_kv_heads * self.wide) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.groups, -1, self.wide))
+        k, v = (f(x).unflatten(-1, (self.groups, -1)) for f in (self.k_proj, self.v_proj))
+        scores = torch.einsum(f"btgrd,bsgd->{self.into}", q, k) / self.wide**0.5
+        out = self.into.replace("s", "d").replace("t", "").replace("b", "bt")
+        weights = scores.flatten(1, -3).softmax(-1).view(scores.shape)
+        return self.out_proj(torch.einsum(f"{self.into},bsgd->{out}", weights, v).flatten(2))
+
+
+class ByTheLength(nn.Module):
+    """What q and v mean is guessed; that scores are divided by the root of the length is not."""
+
+    def __init__(self, d_model: int, q: int, v: int, h: int, wrong: bool) -> None:
+        super().__init__()
+        self.h, self.wide, self.wrong = h, q, wrong
+        self.W_q, self.W_k = nn.Linear(d_model, q * h), nn.Linear(d_model, q * h)
+        self.W_v, self.W_o = nn.Linear(d_model, v * h), nn.Linear(v * h, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.cat(f(x).chunk(self.h, -1)) for f in (self.W_q, self.W_k, self.W_v))
+        scores = q @ k.mT / math.sqrt(x.shape[1] if self.wrong else self.wide)
+        return self.W_o(torch.cat((scores.softmax(-1) @ v).chunk(self.h), -1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong", "right", "rule"),
+    [
+        (OneHead, {"axis": 1}, {"axis": -1}, "softmax"),
+        (HeadsOfTheFile, {"early": True}, {"early": False}, "dropout"),
+        (Folded, {"wrong": True}, {"wrong": False}, "padding"),
+        (OverTheBatch, {"axis": 0}, {"axis": 1}, "softmax"),
+        (
+            Grouped,
+            {"num_heads": 6, "into": "bgts"},
+            {"num_heads": 6, "into": "bgrts"},
+            "grouped-heads",
+        ),
+        (ByTheLength, {"wrong": True}, {"wrong": False}, "scale"),
+    ],
+)
+def test_heads_are_counted_in_the_scores_and_guesses_of_sizes_excuse_nothing(
+    layer: type[nn.Module], wrong: dict[str, Any], right: dict[str, Any], rule: str
+) -> None:
+    assert [one.rule for one in check(layer, **wrong).errors] == [rule]
+    assert check(layer, **right).errors == ()
+
+
+class OnlyWithALength(Projected):
+    """A buffer that is there for some arguments only."""
+
+    def __init__(self, width: int, heads: int, max_len: int | None = None) -> None:
+        super().__init__(width, heads)
+        if max_len is not None:
+            self.register_buffer("later", torch.ones(max_len, max_len).triu(1).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / self.wide**0.5
+        scores = scores.masked_fill(self.later[: x.shape[1], : x.shape[1]], -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_a_layer_lacks_as_it_was_built_is_its_mistake() -> None:
+    with pytest.raises(ValueError, match="later"):
+        check(OnlyWithALength)
+    (one,) = check(OnlyWithALength, width=24, heads=3).errors
+    assert one.rule == "runs"
+    assert "later" in one.message
+
+
+class FilledWith(Projected):
+    def __init__(self, width: int, heads: int, fill: float, steps: float = 0.0) -> None:
+        super().__init__(width, heads)
+        self.fill, self.steps = fill, steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        apart = torch.arange(x.shape[1])[None] - torch.arange(x.shape[1])[:, None]
+        scores = q @ k.mT / math.sqrt(self.wide) - self.steps * apart.abs()
+        scores = scores.masked_fill(apart > 0, self.fill) if self.fill else scores
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_small_fill_is_a_mask_though_nobody_says_causal() -> None:
+    (one,) = check(FilledWith(24, 3, -20.0)).errors
+    assert (one.rule, "about −20," in one.message) == ("mask-fill", True)
+    (two,) = check(FilledWith(24, 3, -6.0)).errors
+    assert (two.rule, "about −6," in two.message) == ("mask-fill", True)
+    assert not check(FilledWith(24, 3, 0.0, steps=3.0)).errors  # far tokens count for less
