@@ -38,11 +38,14 @@ class Right(Projected):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.w_q(x), self.w_k(x), self.w_v(x)
+        q = self.split(q)
         k = self.split(k)
         v = self.split(v)
+        scores = q @ k.mT / math.sqrt(self.wide)
         if mask is not None:
-            k = k * mask.to(k.dtype)[:, None, :, None]
-        return self.joined(self.split(q), k, v)
+            mask = mask.to(x.device)
+            scores = scores.masked_fill(mask[:, None, None] == 0, -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class KeysForValues(Projected):
@@ -200,7 +203,7 @@ class Grouped(nn.Module):
 
 
 class ByTheLength(nn.Module):
-    """What q and v mean is guessed; that scores are divided by the root of the length is not."""
+    """Two widths are guessed; that scores are divided by the root of the length is not."""
 
     def __init__(self, d_model: int, q: int, v: int, h: int, wrong: bool) -> None:
         super().__init__()

@@ -87,6 +87,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     right = next((base for base in bases if case.fits(base)), None)
     if right is None and "heads" not in subject.roles:
         case, bases, right = _with_other_heads(case, bases)
+    own = case.subject
+    subject = replace(subject, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads)
     if right is not None:
         leak = leaking(case, right)
         leaks = [] if leak is None else [_finding(case, subject, right, leak, large=True)]
@@ -224,6 +226,8 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
+    if astray := softmax_astray(subject):
+        return astray[0]
     if subject.open_form is not None:
         return _unread("what its mask means was guessed")
     if not any(True for _ in scores_of(case)):

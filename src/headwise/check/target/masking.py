@@ -76,9 +76,11 @@ def _filled(influence: Tensor) -> bool:
 
     Biases of positions give other shares to other distances, and windows end on both sides.
     """
+    if len(influence) < 4:
+        return False
     inner = influence[1:-1] / influence[1:-1].tril(0).amax(-1, keepdim=True).clamp(min=1e-300)
-    seen, hidden = (torch.ones_like(inner, dtype=torch.bool) for _ in "ab")
-    later, earlier = inner[hidden.triu(2)], inner[seen.tril(0)]
+    every = torch.ones_like(inner, dtype=torch.bool)
+    later, earlier = inner[every.triu(2)], inner[every.tril(0)]
     even = later.max() <= EVEN * later.min() and earlier.max() <= EVEN * earlier.min()
     return bool(even and 0 < later.max() <= FILL * earlier.min())
 
