@@ -19,11 +19,11 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding, Ground
 from ..target.checked_target import Target
 from ..target.introspect import names_in, numbers_in
-from .call_lines import lines_of
+from .call_lines import lines_of, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, read_off, undropped
 from .projections import Projections, Unreadable
-from .scores import heads_seen, named_by_scores, recorded, scores_of
+from .scores import heads_seen, named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
@@ -113,15 +113,13 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
 
 def _case(subject: Target, drops: bool) -> Case:
     """The case; where its number of heads cannot be right, with as many as its scores have."""
-    try:
+    with contextlib.suppress(Unreadable):
         return case_of(subject, drops)
-    except Unreadable:
-        heads = heads_seen(subject)
-        if heads in (None, subject.num_heads):
-            raise
+    heads = heads_seen(subject) or subject.num_heads
+    if heads != subject.num_heads:
         with contextlib.suppress(Unreadable):
             return case_of(replace(subject, num_heads=heads, num_kv_heads=None), drops)
-        raise
+    return case_of(subject, drops)  # whose reason counts
 
 
 def _with_other_heads(
@@ -216,8 +214,9 @@ def _example(case: Case, subject: Target, base: Variant, large: bool = False) ->
 
 
 def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
+    made = recorded(case.subject, case.inputs[1], case.drops)
     reasons = [*case.reading.extras, *case.subject.caller.tables, *sorted(case.subject.idle)]
-    reasons += sorted({call.name for call in recorded(case)} & OTHER_FUNCTIONS)
+    reasons += sorted({call.name for call in made} & OTHER_FUNCTIONS)
     reasons += ["another sequence"] * case.subject.caller.streams
     out, heads = case.reading.out, case.reading.num_heads * case.reading.value_dim
     if out is not None and out.weight.shape[0] > heads:

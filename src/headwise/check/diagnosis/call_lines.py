@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -83,6 +84,14 @@ def _scores(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+def recorded(subject: Target, x: Tensor, dropless: bool = True) -> list[LineCall]:
+    """What a call calls of PyTorch's, as far as it goes; a compiled kernel cannot be recorded."""
+    calls = Calls(x.shape[1], dropless)
+    with contextlib.suppress(Exception), torch.no_grad(), calls:
+        subject(x)
+    return calls.made
+
+
 def lines_of(subject: Target, x: Tensor, rule: str, which: int = 0) -> str:
     """Quote the likeliest line for a mistake of this rule, or nothing.
 
@@ -92,14 +101,10 @@ def lines_of(subject: Target, x: Tensor, rule: str, which: int = 0) -> str:
     suspects = ALL[rule].suspects
     if not suspects:
         return ""
-    try:
-        with Calls(x.shape[1]) as calls:
-            subject(x)
-    except Exception:  # where it fails there is nothing to quote
-        return ""
+    made = recorded(subject, x, dropless=False)
     for name in suspects["calls"]:
         square = suspects.get("square", False) and name != FUSED
-        fits = [call for call in calls.made if call.name == name and (call.square or not square)]
+        fits = [call for call in made if call.name == name and (call.square or not square)]
         if places := [call.place for call in fits if call.place is not None]:
             apart = list(dict.fromkeys(places))
             first = which if len(apart) >= 3 else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations, islice
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..target.checked_target import Target
-from .call_lines import Calls, LineCall
+from .call_lines import recorded
 from .faults import Fault, faults
 from .fit import FITS, Case
 from .variants import MADE_OF, Variant, allowed_of, heads_of, products, scale_of, sizes_of
@@ -87,34 +86,26 @@ def _scale(case: Case, variant: Variant, seen: Sequence[Tensor]) -> float | None
     return None
 
 
-def recorded(case: Case) -> list[LineCall]:
-    """What a call calls of PyTorch's."""
-    x = case.inputs[1]
-    calls = Calls(x.shape[1], dropless=case.drops)
-    with contextlib.suppress(Exception), calls:  # a compiled kernel cannot be recorded
-        case.subject(x)
-    return calls.made
-
-
 def heads_seen(subject: Target) -> int | None:
     """How many heads the scores of a call have; None where none are seen."""
     x = subject.input()
-    calls, batch = Calls(x.shape[1], dropless=True), x.shape[0]
-    with contextlib.suppress(Exception), calls:
-        subject(x)
-    taken = [call.scores for call in calls.made if call.scores is not None]
+    taken = [call.scores.shape for call in recorded(subject, x) if call.scores is not None]
     if not taken:
         return None
-    first, alike = taken[0].shape, [one for one in taken if one.shape == taken[0].shape]
-    if len(first) == 4 and batch in first[:2]:
-        return len(alike) * first[1 if first[0] == batch else 0]
-    return len(alike) * (first[0] // batch) if len(first) == 3 and not first[0] % batch else None
+    first, among = taken[0], sum(shape == taken[0] for shape in taken)
+    if len(first) == 4 and len(x) in first[:2]:
+        return among * first[1 if first[0] == len(x) else 0]
+    return among * (first[0] // len(x)) if len(first) == 3 and not first[0] % len(x) else None
 
 
 def scores_of(case: Case) -> Iterator[Tensor]:
     """The scores of a call, `[B, H, T, T]`, in every order of their batch and heads."""
     heads, (batch, _, _) = case.reading.num_heads, case.inputs[1].shape
-    taken = [call.scores for call in recorded(case) if call.scores is not None]
+    taken = [
+        call.scores
+        for call in recorded(case.subject, case.inputs[1], case.drops)
+        if call.scores is not None
+    ]
     if len(taken) == heads > 1 and all(one.shape == taken[0].shape for one in taken):
         taken = [torch.stack(taken, 1)]
     for scores in taken[:1]:

@@ -17,7 +17,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Target, is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
-from .call_lines import FUSED, Calls, LineCall, quoted
+from .call_lines import FUSED, Calls, LineCall, quoted, recorded
 from .projections import Projections
 from .read_code import late_tests, lost_roles, missing, mixed_roles
 
@@ -45,10 +45,7 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
 
 def softmax_astray(subject: Target) -> list[Finding]:
     """That a softmax runs over another axis than the keys, whatever its scores are made of."""
-    x = subject.input()
-    with contextlib.suppress(Exception), torch.no_grad(), Calls(x.shape[1], True) as calls:
-        subject(x)
-    places = [call.place for call in calls.made if call.astray]
+    places = [call.place for call in recorded(subject, subject.input()) if call.astray]
     return [found("softmax", "axis", line=quoted(places[0]))] if places else []
 
 
@@ -62,10 +59,9 @@ def read_off(thing: Any) -> Iterator[Finding]:
 def mixed_up(thing: Any) -> Iterator[Finding]:
     """Queries, keys and values that are made by or of another's."""
     for source, parts, _ in _written(thing):
-        for kind in _classes(parts):
-            for way, said in (("mixed", mixed_roles(kind)), ("lost", lost_roles(kind))):
-                for line, words in said:
-                    yield found("roles", way, **words, line=quoted((source.file, line)))
+        for kind in nodes(ast.ClassDef, *parts):
+            for way, line, words in (*mixed_roles(kind), *lost_roles(kind)):
+                yield found("roles", way, **words, line=quoted((source.file, line)))
 
 
 def unused_results(thing: Any) -> Iterator[Finding]:
@@ -76,24 +72,17 @@ def unused_results(thing: Any) -> Iterator[Finding]:
 
 
 def undefined(thing: Any) -> Iterator[Finding]:
-    """Names in its classes that nothing defines, on whatever path they stand, and arguments that
-    are used before it is asked whether they are None."""
+    """Names and attributes that nothing defines, and arguments that are used before it is asked
+    whether they are None."""
     for source, parts, known in _written(thing):
-        ways: list[tuple[str, int, dict[str, str]]] = []
+        ways = [way for part in parts for way in late_tests(part)]
+        for kind in nodes(ast.ClassDef, *parts):
+            ways += missing(kind, source, known.get(kind.name))
         for name, line in source.unbound.items():
             if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in parts):
                 ways.append(("undefined", line, {"name": name}))
-        for kind in _classes(parts):
-            lost = missing(kind, source, known.get(kind.name))
-            ways += (("missing", line, words) for line, words in lost)
-        for function in nodes(ast.FunctionDef, *parts):
-            ways += (("none", line, words) for line, words in late_tests(function))
         for way, line, words in ways:
             yield found("runs", way, **words, line=quoted((source.file, line)))
-
-
-def _classes(parts: Sequence[ast.stmt]) -> Iterator[ast.ClassDef]:
-    return (one for one in parts if isinstance(one, ast.ClassDef))
 
 
 def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:

@@ -222,7 +222,7 @@ class Source:
         """Every attribute that a class's methods set, with the line and the value."""
         for kind in self._family(owner):
             for node in ast.walk(kind):
-                for target, value in _pairs(node):
+                for target, value in pairs(node):
                     if isinstance(target, ast.Attribute):
                         yield target.attr, target.lineno, value
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in SETTERS:
@@ -299,7 +299,7 @@ def _nones(own: list[ast.AST]) -> dict[str, int]:
             stores[node.id] += 1
         if isinstance(node, ast.Assign):  # scores = scores.masked_fill(…)
             stores.subtract(names(*node.targets, context=ast.Store) & names(node.value))
-        for target, value in _pairs(node):
+        for target, value in pairs(node):
             if isinstance(target, ast.Name) and _is_none(value):
                 nothing.setdefault(target.id, []).append(target.lineno)
     return {name: min(lines) for name, lines in nothing.items() if len(lines) == stores[name]}
@@ -314,7 +314,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass)
 
 
-def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     """Each target of an assignment with what it is given; the whole where that cannot be told."""
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
         yield node.target, node.value
