@@ -202,6 +202,24 @@ class Grouped(nn.Module):
         return self.out_proj(torch.einsum(f"{self.into},bsgd->{out}", weights, v).flatten(2))
 
 
+class Biased(Projected):
+    """Causal; where a bias is given, wrong forgets the mask."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__(width, heads)
+        self.wrong = wrong
+
+    def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        if attn_bias is not None:
+            mask = attn_bias if self.wrong else attn_bias.masked_fill(later, -torch.inf)
+        else:
+            mask = ~later
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.last(heads.transpose(1, 2).flatten(2))
+
+
 class ByTheLength(nn.Module):
     """Two widths are guessed; that scores are divided by the root of the length is not."""
 
@@ -230,6 +248,7 @@ class ByTheLength(nn.Module):
             {"num_heads": 6, "into": "bgrts"},
             "grouped-heads",
         ),
+        (Biased, {"wrong": True}, {"wrong": False}, "mask"),
         (ByTheLength, {"wrong": True}, {"wrong": False}, "scale"),
     ],
 )

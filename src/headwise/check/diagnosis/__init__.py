@@ -130,18 +130,18 @@ def _with_other_heads(
     """
     module, width = case.subject.module, case.reading.head_dim * case.reading.num_heads
     said = () if module is None else {int(n) for n in numbers_in(module, "") if n > 1}
-    seen = heads_seen(case.subject)
-    for heads in dict.fromkeys((*sorted(said), *([seen] if seen else []))):
-        if width % heads or heads == case.reading.num_heads:
+    seen, likeliest = heads_seen(case.subject) or 1, (case, bases, None)
+    for heads in sorted({*said, seen} - {case.reading.num_heads}):
+        if width % heads:
             continue
         subject = replace(case.subject, num_heads=heads)
         with contextlib.suppress(Unreadable):
             other = replace(case, subject=subject, reading=read_off(subject), seen={}, heads={})
             others = list(textbook(subject, other.reading))
-            fits = next((base for base in others if other.fits(base)), None)
-            if fits is not None or heads == seen:
-                return other, others, fits
-    return case, bases, None
+            if fits := [base for base in others if other.fits(base)]:
+                return other, others, fits[0]
+            likeliest = (other, others, None) if heads == seen else likeliest
+    return likeliest
 
 
 def _passed(reading: Projections, base: Variant) -> Finding:

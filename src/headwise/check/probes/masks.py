@@ -22,12 +22,15 @@ HIDDEN = 2
 """The key that is hidden in the second sequence; lengths hide all from the fifth on."""
 SLIPS = (AttributeError, NameError)
 """Errors of misspelt names, whatever goes in."""
+BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 
 
 def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
     caller, form = ctx.subject.caller, ctx.subject.mask_form
+    if (one := _bias_of_zeros(ctx)) is not None:
+        return one
     names = [name for name in caller.named("mask") if not caller.takes_values(name)]
     if caller.custom is not None or not names or (form is not None and form.kind == "flag"):
         return None
@@ -69,6 +72,20 @@ def padding(ctx: ProbeContext) -> Finding | None:
                 one = found("padding", "elsewhere", name=name, form=form)
                 return replace(one, ground="call")  # no attention does so
     return skipped("padding", "No form was found in which its mask hides padding.")
+
+
+def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
+    """What is wrong where zeros are added to the scores, by an argument that nobody has to give."""
+    caller, (batch, tokens, _), heads = ctx.subject.caller, ctx.x.shape, ctx.subject.num_heads
+    for name in BIASES & {*caller.named("bias")} - {*caller.fills, *caller.extra}:
+        changed = []
+        for before in ((1, 1), (batch, heads), (heads,), (batch,), (batch * heads,), ()):
+            zeros = ctx.x.new_zeros(*before, tokens, tokens)
+            with contextlib.suppress(Failed):
+                changed.append(not ctx.near(ctx.result(ctx.x, **{name: zeros}).out, ctx.out))
+        if changed and all(changed):
+            return found("mask", "zeros", name=name)
+    return None
 
 
 def _masked(subject: Target, allowed: Tensor) -> Target:
