@@ -130,8 +130,8 @@ def _with_other_heads(
     """
     module, width = case.subject.module, case.reading.head_dim * case.reading.num_heads
     said = () if module is None else {int(n) for n in numbers_in(module, "") if n > 1}
-    seen, likeliest = heads_seen(case.subject) or 1, (case, bases, None)
-    for heads in sorted({*said, seen} - {case.reading.num_heads}):
+    seen, likeliest = heads_seen(case.subject), (case, bases, None)
+    for heads in sorted({*said, seen or 0} - {0, case.reading.num_heads}):
         if width % heads:
             continue
         subject = replace(case.subject, num_heads=heads)
