@@ -82,7 +82,8 @@ def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
         for before in ((1, 1), (batch, heads), (heads,), (batch,), (batch * heads,), ()):
             zeros = ctx.x.new_zeros(*before, tokens, tokens)
             with contextlib.suppress(Failed):
-                changed.append(not ctx.near(ctx.result(ctx.x, **{name: zeros}).out, ctx.out))
+                out = ctx.result(ctx.x, **{name: zeros}).out
+                changed += [not ctx.near(out, ctx.out)] * (out.shape == ctx.out.shape)
         if changed and all(changed):
             return found("mask", "zeros", name=name)
     return None

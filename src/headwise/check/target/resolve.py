@@ -179,8 +179,8 @@ def _of_factory(
 ) -> Target:
     label, own = name_of(factory), request.sizes
     names = [p.name for p in signature(factory)][len(args) :]
-    sizes = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
-    said = arguments | {name: n for name, n in sizes.items() if n is not None and name in names}
+    wanted = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
+    said = arguments | {name: n for name, n in wanted.items() if n is not None and name in names}
 
     def make(seed: int = request.seed, **changes: Any) -> Target:
         sizes = replace(request.sizes, changes=changes)
