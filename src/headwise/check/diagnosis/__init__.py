@@ -102,7 +102,7 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         base, faults = mistaken
         if len(faults) > 1 and {one.rule for one in faults} == {"packing"}:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
-        faults.sort(key=lambda one: one.rule == "scale")  # it spoils less than others
+        faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))  # spoils most
         return findings + [_finding(case, subject, base, one) for one in faults]
     if findings:
         return findings
