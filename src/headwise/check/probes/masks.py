@@ -80,9 +80,9 @@ def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
     for name in BIASES & {*caller.named("bias")} - {*caller.fills, *caller.extra}:
         changed = []
         for before in ((1, 1), (batch, heads), (heads,), (batch,), (batch * heads,), ()):
-            zeros = ctx.x.new_zeros(*before, tokens, tokens)
+            given: dict[str, Any] = {name: ctx.x.new_zeros(*before, tokens, tokens)}
             with contextlib.suppress(Failed):
-                out = ctx.result(ctx.x, **{name: zeros}).out
+                out = ctx.result(ctx.x, **given).out
                 changed += [not ctx.near(out, ctx.out)] * (out.shape == ctx.out.shape)
         if changed and all(changed):
             return found("mask", "zeros", name=name)
