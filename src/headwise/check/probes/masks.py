@@ -70,7 +70,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
         for form, alone in _forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
-                return replace(one, ground="call")  # no attention does so
+                return one if form.shape == "[B, S]" else replace(one, ground="call")
     return skipped("padding", "No form was found in which its mask hides padding.")
 
 
