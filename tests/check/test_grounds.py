@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import check
+from headwise.check.target.call_adapter import Caller
+from headwise.check.target.fills import SURE
+from headwise.check.target.names import calling_role
 from headwise.check.target.resolve import resolve
 
 
@@ -172,3 +175,109 @@ class Lost(Pages):
 
 def test_the_source_is_read_where_nothing_can_be_called() -> None:
     assert [one.rule for one in check(Lost).errors] == ["unused-result"]
+
+
+# --- every value that nobody gave is on record ----------------------------------------------------
+
+
+def test_whatever_a_call_is_given_is_a_guess_unless_its_role_is_sure() -> None:
+    names: dict[str, str] = {}
+    for line in "mask is_causal position_ids pos_emb rel_pos_bias cos freqs_cis h hw t".split():
+        names[calling_role(line) or ""] = line
+    assert len(names) == 10
+    for role, name in names.items():
+        call = eval(f"lambda x, {name}: x")
+        assert (name in Caller(call, head_dim=8).guesses) == (role not in SURE), name
+    assert Caller(lambda x, pos_emb=None: x).guesses == []
+    assert Caller(lambda x, rope=None: x, head_dim=8).guesses == ["rope"]
+    assert Caller(lambda x, rope: x, extra={"rope": 1}).guesses == []
+
+
+class Flat(nn.Module):
+    """Right attention of `[B, T, E]`, in pieces."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def attend(self, x: Tensor, hidden: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.three(x))
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -1e9)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def three(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)
+
+
+def test_a_mask_that_is_insisted_on_is_a_guess_too() -> None:
+    class Patches(Flat):
+        """Later patches are hidden, and those that `patch_mask` says."""
+
+        def forward(self, x: Tensor, patch_mask: Tensor) -> Tensor:
+            later = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+            return self.attend(x, later | patch_mask.bool()[:, None, None])
+
+    assert resolve(Patches).guesses == ["patch_mask"]
+    assert check(Patches).passed
+
+
+def test_tables_that_a_function_can_do_without_are_left_out_where_they_do_not_go_in() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
+        if rope is not None:
+            q, k = q * rope.wide, k / rope.wide
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    verdict = check(attend)
+    assert verdict.passed
+    assert verdict["definition"].severity == "passed"
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, *, rope: Tensor) -> Tensor:
+        return attend(q, k, v, rope)
+
+    with pytest.raises(ValueError, match="I do not know how to call this"):
+        check(broken)
+
+
+def test_how_heads_are_cut_is_not_judged_where_axes_were_guessed() -> None:
+    class Channels(nn.Module):
+        """Each head takes every third channel of `[B, E, T]`."""
+
+        def __init__(self, dim: int, heads: int) -> None:
+            super().__init__()
+            self.heads = heads
+            self.q, self.k, self.v, self.out = (nn.Conv1d(dim, dim, 1) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (one(x).unflatten(1, (-1, self.heads)) for one in (self.q, self.k, self.v))
+            scores = torch.einsum("bdhn,bdhm->bhnm", q, k) / q.shape[1] ** 0.5
+            heads = torch.einsum("bhnm,bdhm->bdhn", scores.softmax(-1), v)
+            return self.out(heads.flatten(1, 2))
+
+    verdict = check(Channels)
+    assert verdict.passed
+    assert "head-split" in [one.rule for one in verdict.unchecked]
+
+
+def test_a_result_with_an_axis_of_1_says_that_x_lacks_one() -> None:
+    class Points(Pages):
+        """The rows of each point; x without points goes in as points of one row."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.reshape(*x.shape[:2], -1, x.shape[-1]))
+
+    assert str(resolve(Points).caller.layout) == "[B, 1, T, E]"
+    assert check(Points).passed
+
+
+def test_what_is_built_on_a_guess_and_fails_is_asked_for() -> None:
+    class Narrow(Flat):
+        def __init__(self, dim: int, heads: int, shrink_ratio: int) -> None:
+            super().__init__(dim, heads)
+            self.first = nn.Linear(dim // (2 * shrink_ratio), dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x)
+
+    with pytest.raises(ValueError, match="I made up shrink_ratio=1, and with it the call fails"):
+        check(Narrow)

@@ -5,6 +5,7 @@ All of this runs in the sandbox.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -22,13 +24,17 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken
+from ..target.absent import Absent
+from ..target.checked_target import Broken, told
+from .alone import alone
 from .syntax import Source, names
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words
 MARKS = (".git", "pyproject.toml")
 """What lies in the uppermost folder of a repository."""
+ABOVE = 5
+"""How many folders up such names are looked for."""
 RECURSION = sys.getrecursionlimit()
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 
@@ -51,12 +57,14 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     `code` is run for the file's own text, where it is given.
 
     What it imports is also looked for in its repository: the nearest folder above with a `.git` or
-    a `pyproject.toml`, and `src` in it.
+    a `pyproject.toml`, and `src` in it; and in a folder above that has something of such a name.
+    Where its package, or what it imports, cannot be imported, it is loaded alone.
 
     Raises:
         Broken: it is no Python, or importing it fails.
     """
-    folder, name, level = path.parent, path.stem, parsed(path).relative
+    source = parsed(path)
+    folder, name, level = path.parent, path.stem, source.relative
     while (folder / "__init__.py").exists() or (level > 0 and folder.name.isidentifier()):
         folder, name, level = folder.parent, f"{folder.name}.{name}", level - 1
     root = next(
@@ -64,7 +72,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     )
     places = dict.fromkeys(map(str, (folder, root, root / "src")))
     sys.path[:0] = [one for one in places if Path(one).is_dir()]
-    sys.path.append(str(path.parent))
+    sys.path += [str(path.parent), *_above(path, source.libraries)]
     try:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])
@@ -88,9 +96,28 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        raise Broken(_failed_import(error, path)) from None
+        module = alone(path, name, source) if code is None and _of_another(error, path) else None
+        if module is None or not candidates(module):
+            raise Broken(_failed_import(error, path)) from None
+        vars(module)["__alone__"] = told(error)
     _usual_settings()
     return module
+
+
+def _above(path: Path, libraries: set[str]) -> Iterator[str]:
+    """Folders above that hold what a file imports and Python does not find."""
+    for top in libraries - set(sys.modules):
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(top) is None:
+                folders = path.parents[1:ABOVE]
+                yield from (str(one) for one in folders if (one / top).is_dir())
+
+
+def _of_another(error: BaseException, path: Path) -> bool:
+    """Whether a file's import failed in another that it imports, or for one that is not there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.line or "" for frame in frames if frame.filename == str(path)]
+    return isinstance(error, ImportError) or not own or own[-1].startswith(("import ", "from "))
 
 
 def _same_file(module: ModuleType | None, path: Path) -> bool:
@@ -115,7 +142,10 @@ def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
     """
     if name is not None:
         try:
-            return attrgetter(name)(module)
+            thing = attrgetter(name)(module)
+            if isinstance(thing, Absent):
+                raise Broken(_failed_import(thing.error, path))
+            return thing
         except AttributeError:
             there = ", ".join(candidates(module)) or "no class or function that fits"
             raise ValueError(f"there is no {name} in it; it has {there}") from None

@@ -20,6 +20,9 @@ from dataclasses import replace
 from .rules import ALL
 from .verdict import NOT_JUDGED, Finding, Ground
 
+AXES = {"head-split", "head-merge", "packing", "orientation"}
+"""Rules on which features and tokens stand next to each other: other axes of x, another order."""
+
 
 def weighed(
     named: Sequence[Finding], probed: Sequence[Finding], called: Sequence[str], built: Sequence[str]
@@ -44,11 +47,12 @@ def weighed(
 
 def _grounds(named: Sequence[Finding], called: Sequence[str], built: Sequence[str]) -> set[Ground]:
     definition = next((one.severity for one in named if one.rule == "definition"), "skipped")
+    beyond = AXES if any(guess.startswith("x as ") for guess in called) else set[str]()
     mistaken = any(
         one.severity in ("error", "warning")
         and ALL[one.rule].about == "numbers"
         and one.ground == "weights"
-        and one.rule != "definition"
+        and one.rule not in {"definition", *beyond}
         for one in named
     )
     if definition == "passed" or (mistaken and not built):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.masks import Causal, Dense
 from .construct import signature
-from .fills import FILLS, OPTIONAL, Fill, Place, left_out
+from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .names import calling_role
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -145,8 +145,9 @@ class UnusableResult(Exception):
 class Caller:
     """One way to call a target on x.
 
-    `fills` are how arguments are made that nobody gave; `start` is the position of the first
-    token.
+    `fills` are how arguments are made that nobody gave, where it is not in the first way of their
+    role; `proven` are those of them that numbers have shown to be right; `start` is the position
+    of the first token, and `usual` the layout that the target itself says.
     """
 
     target: Callable[..., Any]
@@ -158,6 +159,8 @@ class Caller:
     function: bool = False
     fills: dict[str, Fill] = field(default_factory=dict)
     start: int = 0
+    usual: Layout = USUAL
+    proven: frozenset[str] = frozenset()
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -213,12 +216,31 @@ class Caller:
     @property
     def tables(self) -> dict[str, Fill]:
         """The rotary tables that are handed in, by the argument's name."""
-        found = {}
-        for name, role in self.roles.items():
-            if role in OPTIONAL and name not in self.extra:
-                usual = next(FILLS[role](self.target, self.head_dim), left_out)
-                found[name] = self.fills.get(name, usual)
-        return {name: fill for name, fill in found.items() if fill is not left_out}
+        names = [n for n, role in self.roles.items() if role in OPTIONAL and n not in self.extra]
+        found = {name: self.fill(name) for name in names}
+        return {name: fill for name, fill in found.items() if fill not in (left_out, no_value)}
+
+    def fill(self, name: str) -> Fill:
+        """How an argument is made that nobody gave: every such value comes from here, so that
+        `guesses` knows of it. `left_out` where the call does without."""
+        role = self.roles[name]
+        if name in self.fills:
+            return self.fills[name]
+        if not self.required(name) and role not in OPTIONAL:
+            return left_out
+        options = FILLS[role](self.target, self.head_dim) if role in FILLS else iter(())
+        return next(options, no_value if self.required(name) else left_out)
+
+    @property
+    def guesses(self) -> list[str]:
+        """The arguments whose values are guesses of ours."""
+
+        def sure(name: str) -> bool:
+            plain = self.required(name) and name not in self.fills and name not in self.guessed
+            return name in self.proven or (plain and self.roles[name] in SURE)
+
+        asked = [n for n in self.parameters if n not in {*self.inputs, *self.extra}]
+        return [n for n in asked if self.fill(n) is not left_out and not sure(n)]
 
     def shifted(self, positions: int = 5) -> Caller:
         """The same call with tables of later positions; a cache of its own still starts at 0."""
@@ -299,17 +321,9 @@ class Caller:
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]
         place = place or Place(feeds[0], feeds[1], self.start)
-        for name, role in self.roles.items():
-            if name in values:
-                continue
-            if name in self.fills:
-                if self.fills[name] is not left_out:
-                    values[name] = self.fills[name](place)
-            elif self.required(name) or role in OPTIONAL:
-                fill = (
-                    next(FILLS[role](self.target, self.head_dim), None) if role in FILLS else None
-                )
-                values[name] = None if fill is None else fill(place)
+        for name in self.roles:
+            if name not in values and (fill := self.fill(name)) is not left_out:
+                values[name] = fill(place)
         if cross and not self.separate:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])
         if not self.inputs:  # nothing is known of the signature

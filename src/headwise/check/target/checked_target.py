@@ -58,8 +58,7 @@ class Target:
         roles: the constructor's arguments, as given or worked out, by role.
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
-        guesses, made_up: what was guessed to call it, and to build it, for people; nothing in the
-            usual call, or in one that was given.
+        made_up: what was guessed to build it, for people.
         notes: what was worked out, for people.
     """
 
@@ -83,7 +82,6 @@ class Target:
     factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
-    guesses: list[str] = field(default_factory=list)
     made_up: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -93,6 +91,18 @@ class Target:
     def most_tokens(self) -> int:
         """Tokens of a call that fits the context; `TOKENS` where the context is not known."""
         return self.room or self.context_length or TOKENS
+
+    @property
+    def guesses(self) -> list[str]:
+        """What was guessed to call it, for people; nothing in the usual call, or in one that was
+        given."""
+        caller = self.caller
+        if caller.custom is not None:
+            return []
+        axes = [f"x as {caller.layout}"] * (caller.layout is not caller.usual)
+        tokens = [] if self.room is None else [f"{self.room} tokens"]
+        form = [] if self.open_form is None else [self.open_form.argument]
+        return [*dict.fromkeys([*axes, *tokens, *form, *caller.guesses])]
 
     @property
     def module(self) -> nn.Module | None:
@@ -115,7 +125,13 @@ class Target:
         x = x.clone()
         keywords = {**self.mask_for(x, source), **keywords}
         if self.projections is None:
-            return self.caller(x, source, **keywords)
+            try:
+                return self.caller(x, source, **keywords)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "register a hook" not in str(error):
+                    raise
+            with torch.enable_grad():  # it keeps gradients for itself
+                return self.caller(x, source, **keywords)
         return self._function(x, x if source is None else source, keywords)
 
     def mask_for(self, x: Tensor, source: Tensor | None = None) -> dict[str, Any]:

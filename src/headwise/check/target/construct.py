@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +52,8 @@ def build(
     sizes = made.learn(sizes)
     errors: list[Exception] = []
     while True:  # a file may speak of several configurations
-        kwargs = made.work_out(sizes)
         try:
+            kwargs = made.work_out(sizes)
             with nullcontext() if torch.cuda.is_available() else _OnCPU():
                 thing = factory(*args, **kwargs)
             break
@@ -67,11 +67,12 @@ def build(
             errors.append(error)
             made.place += 1
             if made.place >= made.choices:
-                raise errors[0] from None
+                other = (e for e in errors if not isinstance(e, AttributeError))
+                raise next(other, errors[0]) from None
     named = made.placed | kwargs
-    roles = _by_role(flat(named))
+    roles = _by_role(flat(named), made.names)
     for name, value in asked(named):
-        roles.setdefault(building_role(name, needed=True) or "", value)
+        roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented
     return thing, named, roles, made.invented
@@ -119,11 +120,11 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     return [*(p for p in own.values() if p not in rest), *more, *rest]
 
 
-def _by_role(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
     """The first value of each role."""
     found: dict[str, Any] = {}
     for name, value in pairs:
-        role = building_role(str(name))
+        role = building_role(str(name), beside=beside)
         if role not in (None, "config") and not isinstance(value, list | tuple | dict):
             found.setdefault(role, value)
     return found
@@ -156,7 +157,7 @@ class _Constructor:
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
         given = flat({**self.placed, **self.given})
-        numbers = _by_role(pair for pair in given if _is_number(pair[1]))
+        numbers = _by_role((pair for pair in given if _is_number(pair[1])), self.names)
         pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
         pairs |= {"head_dim": "head_dim", "context_length": "context"}
         unknown = [name for name in pairs if getattr(sizes, name) is None]
@@ -179,7 +180,8 @@ class _Constructor:
             worded = sizes.tried is not None and isinstance(parameter.default, str)
             untold = worded or (required and role is None)
             choice = self._choice(parameter, sizes) if untold else None
-            role = building_role(name, needed=required)
+            role = building_role(name, required, self.names)
+            likely = role is not None and building_role(name, beside=self.names) is None
             if name in rest:
                 kwargs[name] = rest.pop(name)
             elif role == "config" and (required or self._config_class(name)):
@@ -189,13 +191,17 @@ class _Constructor:
                 continue
             elif choice is not None:
                 kwargs[name] = choice
-            elif role is not None and (required or _gives_way(role, parameter.default, sizes)):
+                if isinstance(choice, str | enum.Enum):
+                    self.invented[name] = choice
+            elif role is not None and (required or _gives_way(role, parameter, sizes)):
                 value = sizes.value(role)
                 if role == "window":
                     self.choices = max(self.choices, len(WINDOWS))
                     value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
+                    if likely and role in ("once", "temperature", "head_dim"):
+                        self.invented[name] = value
             elif (value := self._invented(parameter, sizes)) is not Unknown:
                 kwargs[name] = self.invented[name] = value
             elif required:
@@ -226,7 +232,8 @@ class _Constructor:
         word."""
         if "Module" in str(parameter.annotation) and parts_of(parameter.name):
             return nn.Linear(*sizes.widths(parts_of(parameter.name)))
-        if not re.search("att(n|ention)$", parameter.name):
+        word = parameter.annotation in (str, "str")
+        if word or not re.search("att(n|ention)$", parameter.name):
             return _first_choice(self.factory, parameter, sizes.tried or 0)
         for name, kind in list(vars(sys.modules.get(self.factory.__module__, typing)).items()):
             if "Attention" in name and inspect.isclass(kind) and issubclass(kind, nn.Module):
@@ -236,20 +243,20 @@ class _Constructor:
         return None
 
     def _config_class(self, name: str) -> type | None:
-        """The class of a configuration: as annotated, else the one that its file speaks of."""
+        """The class of a configuration: as annotated, else one that its file speaks of."""
         try:
             target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
             kind = typing.get_type_hints(target).get(name)
         except Exception:  # an annotation that cannot be read is no annotation
             kind = None
-        for one in (kind, *typing.get_args(kind)):
-            if inspect.isclass(one) and _can_be_built(one):
-                return one
+        said = [one for one in (kind, *typing.get_args(kind)) if inspect.isclass(one)]
         home = vars(sys.modules.get(self.factory.__module__, typing))
         kinds = [
             one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")
         ]
-        own = [one for one in kinds if getattr(one, "model_type", None)]
+        own = [one for one in said if _can_be_built(one)]
+        if not own or getattr(own[0], "model_type", None):  # which may hold the one that is meant
+            own += [one for one in kinds if getattr(one, "model_type", None) and one not in own]
         self.choices = max(self.choices, len(own))
         return own[self.place % len(own)] if own else None
 
@@ -260,6 +267,7 @@ class _Constructor:
             return Config(sizes, given, self.needed)
         made = _Constructor(kind, (), given)
         kwargs = given if sizes.plain else made.work_out(sizes)
+        self.invented |= made.invented
         config = kind(**{name: value for name, value in kwargs.items() if name in made.names})
         if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
             config._attn_implementation = "eager"
@@ -277,8 +285,11 @@ class _Constructor:
         )
 
 
-def _gives_way(role: str, default: Any, sizes: BuildSizes) -> bool:
-    if role in sizes.changes:
+def _gives_way(role: str, parameter: inspect.Parameter, sizes: BuildSizes) -> bool:
+    default = parameter.default
+    if re.match(r"(typing\.)?([Ll]ist|[Tt]uple)\b", str(parameter.annotation)):
+        return False  # one for each stage
+    if role in sizes.changes or (sizes.every and default is None):
         return True
     if role == "causal":
         return sizes.causal is not None and isinstance(default, bool)
@@ -303,11 +314,14 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
         options = list(parameter.annotation)
     else:
         pattern = rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
-        options = list(dict.fromkeys(re.findall(pattern, _source_of(factory))))
+        words = re.findall(pattern, _source_of(factory))
+        if not words and dataclasses.is_dataclass(factory):  # whose words others compare
+            words = re.findall(pattern, _source_of(sys.modules.get(factory.__module__)))
+        options = list(dict.fromkeys(words))
     return options[tried % len(options)] if options else None
 
 
-def _source_of(factory: Callable[..., Any]) -> str:
+def _source_of(factory: Any) -> str:
     try:
         return inspect.getsource(factory)
     except (OSError, TypeError):

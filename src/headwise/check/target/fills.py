@@ -8,6 +8,7 @@ tried in turn.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -230,11 +231,26 @@ def _no_bias(place: Place) -> Tensor:
     return place.x.new_zeros(place.x.shape[-2], place.source.shape[-2])
 
 
+def _sides(place: Place) -> tuple[int, int]:
+    """Height and width of a map of its tokens, as nearly square as their number allows."""
+    tokens = place.x.shape[-2]
+    width = max(n for n in range(1, math.isqrt(tokens) + 1) if tokens % n == 0)
+    return tokens // width, width
+
+
 def _distances(place: Place) -> Tensor:
     """`[1, 2 T − 1, E]`: of every distance between two tokens, the largest first."""
     most = place.x.shape[-2] - 1
     around = torch.empty(1, 2 * most + 1, place.x.shape[-1], dtype=place.x.dtype)
     return _sinusoids(Place(around, around, -most)).flip(0)[None].to(place.x.device)
+
+
+def of_any_use(place: Place) -> Iterator[Any]:
+    """What else an argument may want of which only its name is known: keys and values side by side,
+    numbers of tokens, their distances, something for each pair."""
+    keys = place.source if place.keys is None else place.keys
+    rows = place.positions
+    yield from (torch.cat((keys, keys), -1), rows, (rows[:, None] - rows).abs(), _no_bias(place))
 
 
 def reversed_rows(fill: Fill) -> Fill:
@@ -282,9 +298,9 @@ FILLS: Mapping[str, Options] = {
     ),
     "other": _made(lambda place: torch.zeros_like(place.x)),
     "frames": _constant(1),
-    "height": _made(lambda place: place.x.shape[-2]),
-    "width": _constant(1),
-    "grid": _made(lambda place: (place.x.shape[-2], 1)),
+    "height": _made(lambda place: _sides(place)[0]),
+    "width": _made(lambda place: _sides(place)[1]),
+    "grid": _made(lambda place: _sides(place)),
     "limit": _constant(LENGTH),
     "batch": _made(lambda place: len(place.x)),
     "tokens": _made(lambda place: place.x.shape[-2]),
@@ -292,9 +308,21 @@ FILLS: Mapping[str, Options] = {
 }
 """By role, what an argument gets. Roles that are not here have to be asked for."""
 
+SURE = set(
+    (
+        "mask nothing padding cache lengths residual causal use_cache weights training context "
+        "positions bias start packed limit batch tokens dropout"
+    ).split()
+)
+"""Roles whose first value is the usual one, or says nothing; all others are guesses."""
+
 
 def left_out(place: Place) -> None:
     """Stand for an argument that is not given."""
+
+
+def no_value(place: Place) -> None:
+    """Make None of an argument that must be given, where nothing is known of it."""
 
 
 OPTIONAL = ("rotary", "complex", "cos", "sin")

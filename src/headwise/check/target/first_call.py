@@ -1,8 +1,8 @@
 """Find how a target is called: the layout of x, what arguments get that nobody gave, a mask that
 hides nothing, a number of tokens that it insists on.
 
-What is found beyond the usual call is a guess, and goes on record as one (`Target.guesses`): what
-breaks under it is no mistake of the layer's author. Where nothing goes in, somebody has to say how.
+What is found beyond the usual call is a guess (`Target.guesses`): what breaks under it is no
+mistake of the layer's author. Where nothing goes in, somebody has to say how.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .call_adapter import (
     UnusableResult,
 )
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
-from .fills import FILLS, OPTIONAL, Fill, left_out
+from .fills import FILLS, OPTIONAL, Fill, left_out, of_any_use
+from .introspect import numbers_in
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -39,6 +40,8 @@ WAYS, SECONDS = 150, 3.0
 """How many tables are tried on a call, and for how long calls are tried."""
 LONGEST = 256
 """The most tokens that are tried because an error speaks of them."""
+AREAS = (16, 10)
+"""Tokens of the windows that a constructor gets here."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,6 @@ class Way:
         subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
         subject.room, subject.only, subject.open_form = self.room, self.only, self.form
 
-    def guesses(self, usual: Layout) -> Iterator[str]:
-        """What of it is made up, in words."""
-        if self.layout is not usual:
-            yield f"x as {self.layout}"
-        if self.room is not None:
-            yield f"{self.room} tokens"
-        yield from self.fills
-
 
 def first_call(subject: Target) -> None:
     """Find how it is called: the layout of x, what other arguments get, the width of the output.
@@ -77,6 +72,7 @@ def first_call(subject: Target) -> None:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
+    caller.usual = caller.layout
     until, usual = time.process_time() + SECONDS, caller.layout
     for way in chain(_ways(caller), _lengths(subject, usual, errors)):
         way.set(subject)
@@ -89,20 +85,20 @@ def first_call(subject: Target) -> None:
         except Exception as error:
             errors.append(error)
             goes_in = isinstance(error, UnusableResult) and way == Way(usual)
-            if goes_in or time.process_time() > until:
+            if (goes_in and not _axis_too_many(error)) or time.process_time() > until:
                 break
             continue
         subject.out_dim = result.out.shape[-1]
-        subject.guesses += [*way.guesses(usual), *caller.guessed] * (caller.custom is None)
         if not caller.settled:
             _choose_table(subject)
         if subject.bare and mixes(subject) == (False, True):
-            caller.layout = TIME_FIRST
+            caller.layout = caller.usual = TIME_FIRST
         subject.notes += _notes(subject)
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
-    if caller.custom is None and (caller.made_up or _of_guess(subject, error)):
-        raise _question(subject, error) from error
+    Way(usual).set(subject)
+    if subject.guesses or (caller.custom is None and (caller.made_up or _of_guess(subject, error))):
+        raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     raise not_run(f"x {shape}", error) from error
@@ -144,6 +140,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield from (Way(usual, room) for room in (4, 2))
         return
     wanted = [name for name in every if caller.required(name)]
+    tables = [name for name in every if name in wanted or caller.roles[name] in OPTIONAL]
     given = [_options(caller, wanted), _options(caller, every)]
     forms = (None, *_open_forms(caller, wanted))
     for layout, form in product(layouts, forms):
@@ -152,6 +149,10 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield Way(usual, None, form, fills)
     for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
+    if caller.named("height") or caller.named("grid"):
+        yield from (Way(usual, AREAS[0], None, fills) for one in given for fills in one[:1])
+    if tables != wanted:
+        yield from (Way(usual, None, None, fills) for fills in _options(caller, tables))
     open_forms = _open_forms(caller, every)
     for layout, form in product((usual, TIME_FIRST), open_forms):
         yield Way(layout, None, form)
@@ -162,11 +163,17 @@ def _ways(caller: Caller) -> Iterator[Way]:
 
 
 def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
-    """Calls with as many tokens as the errors speak of, and with no other number."""
+    """Calls with as many tokens as the errors speak of, and with no other number; and where x has
+    other axes, with the tokens of a square map, of a window's size if there is one."""
     known = _known_sizes(subject)
     said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
     for size in [size for size in said if size <= LONGEST and size not in known][:3]:
         yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
+    if errors and _OTHER_AXES.search(str(errors[0])):
+        sides = () if subject.module is None else numbers_in(subject.module, "size|window|height")
+        squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
+        sizes = dict.fromkeys([*squares, *AREAS])
+        yield from (Way(axes, size, only=True) for size in sizes for axes in MAPS)
 
 
 def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
@@ -178,6 +185,8 @@ def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
     for name, options in each.items():
         if not caller.required(name):
             options.insert(1, left_out)
+        elif name in caller.guessed:
+            options += [lambda place, n=n: [*of_any_use(place)][n] for n in range(4)]
     most = max(map(len, each.values()), default=0)
     short = max((len(options) for options in each.values() if len(options) < most), default=1)
 
@@ -217,6 +226,7 @@ def _choose_table(subject: Target) -> None:
         except Exception:  # of another shape than it wants
             continue
         if torch.allclose(here, there, atol=1e-4, rtol=1e-3):
+            caller.proven = frozenset(tables)
             return
     caller.fills = first
 
@@ -240,6 +250,11 @@ _OTHER_AXES = re.compile(
     r"number of dims|must be \d-?D|No query sequence"
 )
 _SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
+
+
+def _axis_too_many(error: BaseException) -> bool:
+    """Whether a result has an axis of 1 that x lacks: x, then, may lack one too."""
+    return re.search(r"shape \[\d+, (\d+, 1|1, \d+), \d+\]", str(error)) is not None
 
 
 def _sizes_in(error: BaseException) -> list[int]:
@@ -282,7 +297,7 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
 
 
-def _question(subject: Target, error: BaseException) -> ValueError:
+def how_to_call(subject: Target, error: BaseException) -> ValueError:
     """That somebody has to say how it is called."""
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target
 from .construct import name_of
-from .first_call import mixes, not_run
+from .fills import left_out
+from .first_call import how_to_call, mixes, not_run
 from .masking import learn_causality
 from .sizes import BuildSizes, shown
 
@@ -77,8 +79,10 @@ def _with_axes(subject: Target) -> Target:
     """The subject with the axes of its tensors: tried in turn, told by who depends on whom."""
     errors: list[BaseException] = []
     chosen: Target | None = None
-    for axes in AXES:
-        trial = replace(subject, axes=axes)
+    tables = [name for name in subject.caller.tables if not subject.caller.required(name)]
+    fills = [{}, dict.fromkeys(tables, left_out)] if tables else [{}]
+    for axes, given in product(AXES, fills):
+        trial = replace(subject, axes=axes, caller=replace(subject.caller, fills=given))
         if axes in ("flat", "single"):  # one head
             own = _projections(trial.embed_dim, 1, 1, trial.head_dim or 8, trial.seed)
             one = replace(trial.caller, heads=1)
@@ -94,6 +98,8 @@ def _with_axes(subject: Target) -> Target:
             break
     if chosen is None:
         error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
+        if subject.guesses:
+            raise how_to_call(subject, error) from error
         if isinstance(error, UnusableResult):
             raise Broken(found("shape", "function", x=shape, error=error)) from error
         raise not_run(f"q, k and v {shape}", error) from error

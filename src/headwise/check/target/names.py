@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection
 from importlib.resources import files
 
 _ROWS = tomllib.loads((files("headwise.check.target") / "names.toml").read_text("utf-8"))
@@ -29,10 +30,13 @@ _PARTS = {
 }
 """What people call the projections; a name may hold several of these words."""
 _OTHER_MASKS = re.compile(
-    r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos"
+    r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos|^q_|query"
 )
 """Names of masks that do not say which keys of x a query sees."""
 
+
+_OF_KEYS = {"key_dim", "value_dim", "k_dim", "v_dim"}
+_NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_width".split())
 
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
@@ -48,19 +52,24 @@ _GUESSED = {
 given."""
 
 
-def building_role(name: str, needed: bool = False) -> str | None:
+def building_role(name: str, needed: bool = False, beside: Collection[str] = ()) -> str | None:
     """What a constructor's argument (or a config's field) is for; None where the name is unknown.
 
     Args:
         needed: whether it must be given, so that a likely role is better than none.
+        beside: the names of all arguments: one `key_dim` is a head's width, the other the keys'.
 
     >>> building_role("n_embd"), building_role("NUM_HEADS"), building_role("flavour")
     ('width', 'heads', None)
     >>> building_role("vit_n_heads"), building_role("vit_n_heads", needed=True)
     (None, 'heads')
+    >>> building_role("key_dim"), building_role("key_dim", beside=["query_dim", "dim_head"])
+    ('head_dim', 'kv_width')
     """
     bare = name.lower().strip("_")
     role = _BUILD.get(bare)
+    if bare in _OF_KEYS and any(one.lower() in _NOT_OF_HEADS for one in beside):
+        return "kv_width"
     if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare):
         return "dropout"
     if role is not None or not needed:
@@ -81,6 +90,8 @@ def calling_role(name: str) -> str | None:
     bare = name.lower().strip("_")
     if bare not in _CALL and re.search(r"(rotary|rope|rot)_(pos_)?(emb|cache|table)", bare):
         return "rotary"
+    if bare not in _CALL and re.search(r"freqs?_(cis|complex)|complex_freq", bare):
+        return "complex"
     if bare in _CALL or "mask" not in bare or _OTHER_MASKS.search(bare):
         return _CALL.get(bare)
     return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
+from .absent import absent_names
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of, signature
@@ -72,12 +74,31 @@ def resolve(
             f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with "
             "its arguments, or a function of q, k and v"
         )
-    width = request.sizes.embed_dim or 24
+    lost = absent_names(thing)
+    try:
+        subject = _of_callable(thing, args, arguments, request)
+    except Broken as broken:
+        if not lost:
+            raise
+        raise ValueError(
+            f"check({name_of(thing)}): it speaks of {', '.join(lost)}, which could not be imported "
+            f"here, and without that it cannot be judged. {broken.finding.message}"
+        ) from broken
+    subject.made_up += [f"no {name}, which could not be imported" for name in lost]
+    if said := vars(sys.modules.get(getattr(thing, "__module__", "") or "", sys)).get("__alone__"):
+        subject.notes.append(f"it was loaded without what could not be imported here: {said}")
+    return subject
+
+
+def _of_callable(
+    thing: Any, args: tuple[Any, ...], arguments: dict[str, Any], request: Request
+) -> Target:
+    sizes = request.sizes
+    width = sizes.embed_dim or 24
     if _is_function_of_qkv(thing, arguments):
-        return of_function(thing, arguments, sizes, causal, seed)
+        return of_function(thing, arguments, sizes, request.causal, request.seed)
     if _is_function_of_x(thing, width, arguments):
-        sizes = replace(request.sizes, embed_dim=width)
-        return _of_instance(thing, replace(request, sizes=sizes))
+        return _of_instance(thing, replace(request, sizes=replace(sizes, embed_dim=width)))
     return _of_factory(thing, args, arguments, request)
 
 
@@ -201,11 +222,23 @@ def _of_factory(
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
             return replace(subject, factory=make, roles=roles, made_up=guessed)
         known = facts(target)
+        if sizes.plain:  # a configuration may speak of several layers
+            roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
+            if isinstance(target, nn.Module) and (wide := input_width(target)):
+                roles["width"] = wide
         heads = roles.get("heads") or known.get("heads") or _heads_of(target) or 1
         known |= roles
         width = roles.get("width") or _width_of(target, known) or sizes.embed_dim or 24
         name = f"{label}({shown(named)})"
-        subject = _settled(target, name, width, heads, known, request, roles)
+        try:
+            subject = _settled(target, name, width, heads, known, request, roles)
+        except Broken as broken:
+            if not guessed:
+                raise
+            raise ValueError(
+                f"check({name}): I made up {', '.join(guessed)}, and with it the call fails: give "
+                f"what is meant: hw.check({label}, {_asked(factory)}). {broken.finding.message}"
+            ) from broken.__cause__
         return replace(subject, factory=make, made_up=guessed)
 
     try:
@@ -239,6 +272,8 @@ def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[Bui
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+    if _builds(first) and isinstance(first.__cause__, TypeError) and not given:
+        yield replace(own, every=True)
     if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
 

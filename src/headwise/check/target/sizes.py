@@ -34,6 +34,7 @@ class BuildSizes:
     causal: bool | None = None
     plain: bool = False  # whether configurations are taken as they are by themselves
     tried: int | None = None  # which value is tried where names tell nothing
+    every: bool = False  # whether arguments that are None by default are given, too
     changes: dict[str, Any] = field(default_factory=dict)
 
     def settle(self, grouped: bool) -> BuildSizes:

@@ -1,0 +1,128 @@
+"""Files whose package, or what they import, cannot be imported here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headwise.check import check
+from headwise.check.files.loading import chosen, load
+from headwise.check.target.absent import Absent
+from headwise.check.target.checked_target import Broken
+
+RIGHT = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.parts(x))
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+    def parts(self, x):
+        return self.qkv(x).chunk(3, -1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a file's import leaves behind is taken back."""
+    known = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files in a package `pack`; the path of `layer.py`."""
+    (folder / "pack").mkdir()
+    for name, text in {"__init__": "", **files}.items():
+        (folder / "pack" / f"{name}.py").write_text(text)
+    return folder / "pack" / "layer.py"
+
+
+def test_a_package_that_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
+    begin = "from .parts import HEADS\nfrom __future__ import annotations\n".splitlines()
+    path = write(
+        tmp_path,
+        __init__="open('version.txt that is not there')\n",
+        parts="HEADS = 3\n",
+        layer="\n".join(begin[::-1]) + RIGHT,
+    )
+    module = load(path)
+    assert module.HEADS == 3
+    verdict = check(module.Attention)
+    assert verdict["definition"].severity == "passed"
+    assert verdict.notes[-1].startswith("it was loaded without what could not be imported here")
+    assert "version.txt" in verdict.notes[-1]
+
+
+LOST = "from torch import nn as layers, lost_thing\nimport lost_package.parts as lost\n"
+
+
+def test_what_the_layer_does_not_speak_of_may_be_absent(tmp_path: Path) -> None:
+    block = "\nclass Block(lost.Block):\n    size = 3\n\n@lost.registered\ndef block(): ...\n"
+    module = load(write(tmp_path, layer=LOST + RIGHT + block))
+    assert isinstance(module.Block, Absent)
+    assert isinstance(module.block, Absent)
+    assert module.layers is module.nn
+    verdict = check(chosen(module, tmp_path / "pack" / "layer.py", None))
+    assert verdict["definition"].severity == "passed"
+    assert not verdict.unchecked
+    with pytest.raises(Broken, match="lost_package"):
+        chosen(module, tmp_path / "pack" / "layer.py", "Block")
+
+
+def test_a_layer_that_uses_what_is_absent_is_asked_for(tmp_path: Path) -> None:
+    parts = "\ndef cut(x):\n    return lost.cut(x, 3)\n"
+    text = LOST + RIGHT.replace("self.qkv(x).chunk(3, -1)", "cut(self.qkv(x))") + parts
+    module = load(write(tmp_path, layer=text))
+    with pytest.raises(ValueError, match="lost_package"):
+        check(module.Attention)
+
+
+def test_what_speaks_of_the_absent_is_not_judged_by_it(tmp_path: Path) -> None:
+    text = RIGHT.replace("        return self.qkv(x)", "        {}\n        return self.qkv(x)")
+    text = LOST + text.format("if x.is_meta: return lost.parts(x)") + "\nclass Mixed(Attention):\n"
+    text += "    def parts(self, x):\n        return super().parts(x.flip(0))\n"
+    module = load(write(tmp_path, layer=text))
+    assert check(module.Attention)["definition"].severity == "passed"
+    verdict = check(module.Mixed)
+    assert verdict.passed
+    assert "no lost, which could not be imported" in verdict["batch"].message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import lost_package\n",
+        "from lost_package import *\n" + RIGHT,
+        LOST + "1 / 0\n" + RIGHT,
+        "def f(): return 1\n" + RIGHT + "\nclass More(Modul): ...\n",
+        LOST + "@lost.registered" + RIGHT[RIGHT.index("\nclass") :],
+    ],
+    ids=["nothing in it", "star", "mistake behind it", "mistake", "decorated"],
+)
+def test_a_mistake_of_its_own_is_still_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(Broken) as raised:
+        load(write(tmp_path, layer=text))
+    assert raised.value.finding.rule == "file-import"
+
+
+def test_a_package_that_lies_further_up_is_found(tmp_path: Path) -> None:
+    (tmp_path / "shared_tools").mkdir()
+    (tmp_path / "shared_tools" / "sizes.py").write_text("HEADS = 3\n")
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    path = write(folder, layer="from shared_tools.sizes import HEADS\n" + RIGHT)
+    assert load(path).HEADS == 3
