@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headwise.check import check
+from headwise.check.files.alone import Absent
 from headwise.check.files.loading import chosen, load
-from headwise.check.target.absent import Absent
 from headwise.check.target.checked_target import Broken
 
 RIGHT = """

@@ -256,3 +256,115 @@ def test_what_stood_in_a_failing_line_is_told(tmp_path: Path) -> None:
     assert told(caught.value).endswith(
         "(line 10 of odd.py: `return self.out(x)`; self.out takes 6 features; x is [2, 5])"
     )
+
+
+# --- windows, maps and other sequences ------------------------------------------------------------
+
+
+class Mapped(Base):
+    """Attention in the windows of a map `[B, H, W, E]`."""
+
+    def __init__(self, dim: int, heads: int, window_size: int, shifted: bool) -> None:
+        super().__init__(dim, heads)
+        self.window_size = window_size
+        assert not shifted
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, height, width, _ = x.shape
+        side = self.window_size
+        rows = x.unflatten(1, (height // side, side)).unflatten(3, (width // side, side))
+        rows = rows.transpose(2, 3).reshape(-1, side * side, x.shape[-1])
+        out = self.gathered(self.scores(rows), rows)
+        out = out.reshape(batch, height // side, width // side, side, side, -1).transpose(2, 3)
+        return out.reshape(x.shape)
+
+
+def test_windows_of_a_map_get_a_map_of_their_size() -> None:
+    subject = resolve(Mapped)
+    assert subject.guesses == ["x as [B, H, W, E]", "16 tokens"]
+    assert check(Mapped).passed
+
+
+def test_height_and_width_are_nearly_square() -> None:
+    class Pooled(Base):
+        """Keys of a map at half its height and width."""
+
+        def forward(self, x: Tensor, nx: int | None = None, ny: int | None = None) -> Tensor:
+            assert nx is not None
+            assert ny is not None
+            image = x.mT.unflatten(-1, (nx, ny))
+            small = nn.functional.avg_pool2d(image, 2).flatten(2).mT
+            return self.gathered(self.scores(x, small), small)
+
+    subject = resolve(Pooled)
+    assert subject.room == 16
+    assert {"nx", "ny"} <= set(subject.guesses)
+    assert check(Pooled).passed
+
+
+def test_an_argument_of_an_unknown_name_may_be_keys_and_values_side_by_side() -> None:
+    class Fed(nn.Module):
+        """Queries alone are projected."""
+
+        def __init__(self, dim: int, heads: int) -> None:
+            super().__init__()
+            self.heads, self.q, self.out = heads, nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+        def forward(self, x: Tensor, stuff: Tensor) -> Tensor:
+            q, k, v = (
+                t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for t in (self.q(x), *stuff.tensor_split([x.shape[-1]], -1))
+            )
+            heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+            return self.out(heads.transpose(1, 2).flatten(2))
+
+    assert resolve(Fed).guesses == ["stuff"]
+    assert check(Fed).passed
+
+
+def test_key_dim_beside_a_width_of_heads_is_no_width_of_heads() -> None:
+    class Crossing(nn.Module):
+        def __init__(self, query_dim: int, key_dim: int, heads: int, dim_head: int) -> None:
+            super().__init__()
+            self.heads = heads
+            self.q, self.kv = (
+                nn.Linear(query_dim, heads * dim_head),
+                nn.Linear(key_dim, 2 * heads * dim_head),
+            )
+            self.out = nn.Linear(heads * dim_head, query_dim)
+
+        def forward(self, x: Tensor, key: Tensor) -> Tensor:
+            parts = (self.q(x), *self.kv(key).chunk(2, -1))
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+            heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+            return self.out(heads.transpose(1, 2).flatten(2))
+
+    verdict = check(Crossing)
+    assert verdict.passed
+    assert "query_dim=24, key_dim=24, heads=3, dim_head=8" in verdict.subject
+
+
+@dataclass
+class BlockOptions:
+    """Fields whose words only others compare, and one for each stage."""
+
+    tokens_per_block: int
+    kind: str
+    dim: int = 48
+    num_heads: list[int] | tuple[int, ...] = (4, 8)
+
+
+def test_fields_of_a_config_are_words_and_lists_where_others_take_them_so() -> None:
+    class Chosen(Base):
+        def __init__(self, config: BlockOptions, stage_idx: int) -> None:
+            super().__init__(config.dim, config.num_heads[stage_idx])
+            if config.kind not in ("plain", "fancy"):
+                raise ValueError(config.kind)
+            self.most = config.tokens_per_block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gathered(self.scores(x), x)
+
+    subject = resolve(Chosen)
+    assert subject.num_heads == 4
+    assert "kind='plain'" in subject.made_up

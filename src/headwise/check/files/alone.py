@@ -1,48 +1,90 @@
 """Load a file for what it defines itself, where its package or what it imports cannot be imported.
 
-The packages around it are left empty, and names whose import fails stand for their error
-(`target.absent`): nothing that speaks of them is judged by what they would have done.
+The packages around it are left empty, and names whose import fails stand for their error: nothing
+that speaks of them is judged by what they would have done.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 
-from ..target.absent import Absent
-from .syntax import Source
+from .syntax import Source, names
 
 
-def alone(path: Path, name: str, source: Source) -> ModuleType | None:
+class Absent:
+    """Stands for a name whose import failed: code may speak of it, and gets the error of its import
+    when it calls it."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self._name, self.error = name, error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        package = getattr(self.error, "name", None)
+        said = f"{self._name} could not be imported: {self.error}"
+        raise ImportError(said, name=package) from self.error
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self._name}.{name}", self.error)
+
+    def __getitem__(self, index: Any) -> Absent:
+        return self
+
+    def __or__(self, other: Any) -> Absent:
+        return self
+
+    __ror__, __bool__, __mro_entries__ = __or__, __call__, __call__
+
+
+def alone(path: Path, name: str, source: Source, why: str) -> ModuleType | None:
     """The module, with what could be imported; None where a mistake of its own stands in the way.
+
+    Its `__alone__` holds `why`, and the absent names that each of its definitions speaks of.
 
     Args:
         name: the module's, in its packages.
+        why: what was raised when it was imported as usual.
     """
     _empty_packages(name, path)
     spec = spec_from_file_location(name, path)
     assert spec is not None
     module = sys.modules[name] = module_from_spec(spec)
+    known, lost = vars(module), set[str]()
     first = [one for one in source.tree.body if getattr(one, "module", "") == "__future__"]
     for statement in _single(source.tree.body):
         code = compile(ast.Module([*first, statement], []), str(path), "exec", dont_inherit=True)
         try:
-            exec(code, vars(module))
+            exec(code, known)
         except Exception as error:
-            known = vars(module)
-            names = [*_bound(statement)]
-            spoken = {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)}
-            lost = any(isinstance(known.get(one), Absent) for one in spoken)
             imports = isinstance(statement, ast.Import | ast.ImportFrom)
-            if not (imports or lost or isinstance(error, ImportError)) or "*" in names:
-                sys.modules.pop(name, None)
+            given = set(_bound(statement))
+            if "*" in given or not (
+                imports or isinstance(error, ImportError) or names(statement) & lost
+            ):
+                del sys.modules[name]
                 return None
-            known |= {one: Absent(one, error) for one in names}
+            known |= {one: Absent(one, error) for one in given}
+            lost |= given
+    every = source.definitions
+    known["__alone__"] = why, {one: sorted(_spoken(one, every) & lost) for one in every}
     return module
+
+
+def _spoken(name: str, definitions: Mapping[str, ast.AST]) -> set[str]:
+    """The names that a definition speaks of, and those that it uses."""
+    queue, found = [name], set[str]()
+    for one in queue:
+        new = names(definitions[one]) - found
+        found |= new
+        queue += new & set(definitions)
+    return found
 
 
 def _empty_packages(name: str, path: Path) -> None:

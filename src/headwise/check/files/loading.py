@@ -24,9 +24,8 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.absent import Absent
 from ..target.checked_target import Broken, told
-from .alone import alone
+from .alone import Absent, alone
 from .syntax import Source, names
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
@@ -96,10 +95,10 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        module = alone(path, name, source) if code is None and _of_another(error, path) else None
+        another = code is None and _of_another(error, path)
+        module = alone(path, name, source, told(error)) if another else None
         if module is None or not candidates(module):
             raise Broken(_failed_import(error, path)) from None
-        vars(module)["__alone__"] = told(error)
     _usual_settings()
     return module
 

@@ -333,7 +333,13 @@ class Caller:
             if name not in self.inputs or name not in values:
                 break
             args.append(values.pop(name))
-        return self.target(*args, **values)
+        try:
+            return self.target(*args, **values)
+        except RuntimeError as error:
+            if torch.is_grad_enabled() or "register a hook" not in str(error):
+                raise
+        with torch.enable_grad():  # it keeps gradients for itself
+            return self.target(*args, **values)
 
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
         """The output and the weights among what was returned for x `[…, T, E]`."""

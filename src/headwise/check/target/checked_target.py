@@ -125,13 +125,7 @@ class Target:
         x = x.clone()
         keywords = {**self.mask_for(x, source), **keywords}
         if self.projections is None:
-            try:
-                return self.caller(x, source, **keywords)
-            except RuntimeError as error:
-                if torch.is_grad_enabled() or "register a hook" not in str(error):
-                    raise
-            with torch.enable_grad():  # it keeps gradients for itself
-                return self.caller(x, source, **keywords)
+            return self.caller(x, source, **keywords)
         return self._function(x, x if source is None else source, keywords)
 
     def mask_for(self, x: Tensor, source: Tensor | None = None) -> dict[str, Any]:

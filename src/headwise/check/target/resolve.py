@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
-from .absent import absent_names
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of, signature
@@ -74,7 +73,9 @@ def resolve(
             f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with "
             "its arguments, or a function of q, k and v"
         )
-    lost = absent_names(thing)
+    home = vars(sys.modules.get(getattr(thing, "__module__", None) or "", sys))
+    why, absent = home.get("__alone__", ("", {}))  # by `files.alone`
+    lost = absent.get(name_of(thing), ())
     try:
         subject = _of_callable(thing, args, arguments, request)
     except Broken as broken:
@@ -85,8 +86,8 @@ def resolve(
             f"here, and without that it cannot be judged. {broken.finding.message}"
         ) from broken
     subject.made_up += [f"no {name}, which could not be imported" for name in lost]
-    if said := vars(sys.modules.get(getattr(thing, "__module__", "") or "", sys)).get("__alone__"):
-        subject.notes.append(f"it was loaded without what could not be imported here: {said}")
+    if why:
+        subject.notes.append(f"it was loaded without what could not be imported here: {why}")
     return subject
 
 
