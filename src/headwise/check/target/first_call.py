@@ -150,7 +150,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
     for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
     if caller.named("height") or caller.named("grid"):
-        yield from (Way(usual, AREAS[0], None, fills) for one in given for fills in one[:1])
+        yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
     if tables != wanted:
         yield from (Way(usual, None, None, fills) for fills in _options(caller, tables))
     open_forms = _open_forms(caller, every)
@@ -165,15 +165,12 @@ def _ways(caller: Caller) -> Iterator[Way]:
 def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
     """Calls with as many tokens as the errors speak of, and with no other number; and where x has
     other axes, with the tokens of a square map, of a window's size if there is one."""
-    known = _known_sizes(subject)
+    known, areas = _known_sizes(subject), _areas(subject)
     said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
     for size in [size for size in said if size <= LONGEST and size not in known][:3]:
         yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
     if errors and _OTHER_AXES.search(str(errors[0])):
-        sides = () if subject.module is None else numbers_in(subject.module, "size|window|height")
-        squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
-        sizes = dict.fromkeys([*squares, *AREAS])
-        yield from (Way(axes, size, only=True) for size in sizes for axes in MAPS)
+        yield from (Way(axes, size, only=True) for size in areas or AREAS for axes in MAPS)
 
 
 def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
@@ -263,10 +260,18 @@ def _sizes_in(error: BaseException) -> list[int]:
 
 
 def _known_sizes(subject: Target) -> set[int]:
-    """The sizes that its tensors may have by right."""
+    """The sizes that its tensors may have by right, whatever number of tokens it insists on."""
     known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
     wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c}
-    return wide - {TOKENS**2}
+    return wide - {TOKENS**2, *_areas(subject)}
+
+
+def _areas(subject: Target) -> list[int]:
+    """How many tokens the windows and maps have that it speaks of."""
+    pattern = "window|map_size|height|grid|resolution|image_size"
+    sides = () if subject.module is None else numbers_in(subject.module, pattern)
+    squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
+    return [*dict.fromkeys([*squares, *AREAS * ("window" in subject.roles)])]
 
 
 def _of_guess(subject: Target, error: BaseException) -> bool:
