@@ -335,9 +335,11 @@ class Caller:
             args.append(values.pop(name))
         try:
             return self.target(*args, **values)
-        except RuntimeError as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if torch.is_grad_enabled() or "register a hook" not in str(error):
                 raise
+        except BaseException as error:  # transformers' word for a package that is not there
+            raise ImportError(type(error).__name__) from error
         with torch.enable_grad():  # it keeps gradients for itself
             return self.target(*args, **values)
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..findings.verdict import Finding
 from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
 from .introspect import names_called, set_dropout
+from .names import is_known
 
 BATCH, TOKENS = 2, 7
 
@@ -101,7 +102,8 @@ class Target:
             return []
         axes = [f"x as {caller.layout}"] * (caller.layout is not caller.usual)
         tokens = [] if self.room is None else [f"{self.room} tokens"]
-        form = [] if self.open_form is None else [self.open_form.argument]
+        form = [self.open_form.argument] if self.open_form else []
+        form = [name for name in form if not is_known(name)]  # one of a usual name hides nothing
         return [*dict.fromkeys([*axes, *tokens, *form, *caller.guesses])]
 
     @property

@@ -97,6 +97,11 @@ def calling_role(name: str) -> str | None:
     return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"
 
 
+def is_known(name: str) -> bool:
+    """Whether an argument of `forward` has one of the usual names, not only one that is like it."""
+    return name.lower().strip("_") in _CALL
+
+
 def parts_of(name: str) -> str:
     """Which projections a name speaks of: letters of q, k and v in its order, or `o`, or nothing.
 
