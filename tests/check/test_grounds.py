@@ -281,3 +281,25 @@ def test_what_is_built_on_a_guess_and_fails_is_asked_for() -> None:
 
     with pytest.raises(ValueError, match="I made up shrink_ratio=1, and with it the call fails"):
         check(Narrow)
+
+
+def test_a_mask_of_a_usual_name_is_no_guess() -> None:
+    class Mixed(Flat):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.attend(x + x.flip(0), ~mask.bool()[:, None, None])
+
+    assert resolve(Mixed).guesses == []
+    assert check(Mixed)["batch"].severity == "error"
+
+
+class NotHere(BaseException):
+    """How some libraries say that a package is not there."""
+
+
+def test_a_call_that_ends_in_no_usual_error_is_asked_for() -> None:
+    class Kernel(Flat):
+        def forward(self, x: Tensor) -> Tensor:
+            raise NotHere
+
+    with pytest.raises(ValueError, match="I do not know how to call this"):
+        check(Kernel)
