@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import check
+from headwise.check.findings.triage import joined
+from headwise.check.findings.verdict import Finding
 from headwise.check.target.call_adapter import Caller
 from headwise.check.target.fills import SURE
 from headwise.check.target.names import calling_role
@@ -303,3 +305,11 @@ def test_a_call_that_ends_in_no_usual_error_is_asked_for() -> None:
 
     with pytest.raises(ValueError, match="I do not know how to call this"):
         check(Kernel)
+
+
+def test_rotary_positions_that_the_definition_has_are_right() -> None:
+    turned = Finding("definition", "passed", "the same output, with rotary positions and norms.")
+    shifted = Finding("rotary", "error", "The output changes.", ground="weights")
+    assert joined([turned], [shifted])[1].severity == "skipped"
+    plain = Finding("definition", "passed", "the same output.")
+    assert joined([plain], [shifted])[1].severity == "error"

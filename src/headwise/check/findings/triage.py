@@ -6,7 +6,7 @@ waits until nothing is wrong: one thing at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .grounds import weighed
@@ -25,6 +25,10 @@ SURROUNDED = {
     "one-token": "A norm stands around it.",
 }
 """What has reasons where the definition gives the same numbers."""
+TURNED = {
+    "rotary": "It turns queries and keys as the definition does; gains behind that count, too."
+}
+"""The same, where the definition gives them with rotary positions."""
 
 
 def joined(
@@ -47,10 +51,12 @@ def joined(
     named, probed = weighed(named, probed, called, built)
     vague = [one for one in named if one.rule == UNNAMED and one.severity == "error"]
     sharp = [one for one in named if one not in vague]
-    certain = any(one.rule == UNNAMED and one.severity == "passed" for one in named)
+    certain = [one for one in named if one.rule == UNNAMED and one.severity == "passed"]
+    turned = any("rotary positions" in one.message for one in certain)
+    right = (SURROUNDED if certain else {}) | (TURNED if turned else {})
     errors = dict.fromkeys(one.rule for one in sharp if one.severity == "error")
     reason = " and ".join(rule for rule in errors if RULES[rule].about == "numbers")
-    results = [*sharp, *(_explained(one, reason, certain) for one in probed)]
+    results = [*sharp, *(_explained(one, reason, right) for one in probed)]
     if vague:
         results = _with_vague(vague[0], results, probed)
     results = _after_each_other(results)
@@ -62,13 +68,13 @@ def _bad(one: Finding) -> bool:
     return one.severity in ("error", "warning")
 
 
-def _explained(one: Finding, reason: str, certain: bool) -> Finding:
+def _explained(one: Finding, reason: str, right: Mapping[str, str]) -> Finding:
     """Named mistakes about numbers explain whatever else is wrong about numbers; and where the
     definition gives the same numbers, positions and all, order counts by right."""
     if not _bad(one):
         return one
-    if certain and one.rule in SURROUNDED:
-        return skipped(one.rule, SURROUNDED[one.rule])
+    if one.rule in right:
+        return skipped(one.rule, right[one.rule])
     if reason and (RULES[one.rule].about == "numbers" or one.rule in COMPARING):
         return replace(one, explained_by=reason)
     return one
