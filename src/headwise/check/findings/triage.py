@@ -25,9 +25,7 @@ SURROUNDED = {
     "one-token": "A norm stands around it.",
 }
 """What has reasons where the definition gives the same numbers."""
-TURNED = {
-    "rotary": "It turns queries and keys as the definition does; gains behind that count, too."
-}
+TURNED = {"rotary": "It turns queries and keys as the definition does; gains behind that count."}
 """The same, where the definition gives them with rotary positions."""
 
 
