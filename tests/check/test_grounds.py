@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -225,7 +227,7 @@ def test_a_mask_that_is_insisted_on_is_a_guess_too() -> None:
 
 
 def test_tables_that_a_function_can_do_without_are_left_out_where_they_do_not_go_in() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, rope: Any = None) -> Tensor:
         if rope is not None:
             q, k = q * rope.wide, k / rope.wide
         return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
