@@ -297,7 +297,7 @@ class FilledWith(Projected):
 
 def test_a_small_fill_is_a_mask_though_nobody_says_causal() -> None:
     (one,) = check(FilledWith(24, 3, -20.0)).errors
-    assert (one.rule, "about −20," in one.message) == ("mask-fill", True)
+    assert (one.rule, "to −20," in one.message) == ("mask-fill", True)
     (two,) = check(FilledWith(24, 3, -6.0)).errors
-    assert (two.rule, "about −6," in two.message) == ("mask-fill", True)
+    assert (two.rule, "to −6," in two.message) == ("mask-fill", True)
     assert not check(FilledWith(24, 3, 0.0, steps=3.0)).errors  # far tokens count for less

@@ -84,8 +84,8 @@ def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
     group = next(group for group in GROUPS if group.get("each") == "finite fills")
     off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
     said = min(off, key=lambda number: off[number])
-    said = float(f"{said:.2g}" if off[said] < 1e-3 else f"{fill:.4g}")
-    (row,) = _filled(group, [(repr(-fill), f"{said:.10g}")], reading)
+    said = f"−{float(f'{said:.2g}'):.10g}" if off[said] < 1e-3 else f"about −{fill:.4g}"
+    (row,) = _filled(group, [(repr(-fill), said)], reading)
     unwise = fill > 0.99 * FAR_ENOUGH * min(1.0, scale)
     return replace(row, severity="warning") if unwise else row
 

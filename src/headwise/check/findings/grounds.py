@@ -51,7 +51,7 @@ def _grounds(named: Sequence[Finding], called: Sequence[str], built: Sequence[st
     mistaken = any(
         one.severity in ("error", "warning")
         and ALL[one.rule].about == "numbers"
-        and one.ground == "weights"
+        and (one.ground == "weights" or one.example is not None)
         and one.rule not in {"definition", *beyond}
         for one in named
     )
