@@ -123,7 +123,7 @@ def _filled(group: dict[str, Any], rows: Iterable[Row], reading: Projections) ->
 def _fills(scale: float) -> Iterator[Row]:
     for number in (1, 10, 100, 1000, 10000, 100000):
         for value in dict.fromkeys((-float(number), -number * scale)):
-            yield repr(value), str(number)
+            yield repr(value), f"−{number}"
 
 
 def _added(reading: Projections) -> Iterator[Row]:
