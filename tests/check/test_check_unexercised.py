@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_check_conventions import Base
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.check import check
 from mutants import load
@@ -73,6 +75,35 @@ class SpeaksOfTheOther(Base):
         return self.to_out(self.attend(x, source, hidden))
 
 
+class BuiltForItself(Base):
+    """Attends to another sequence only if it was built for that, and must be given one."""
+
+    def __init__(self, dim: int, heads: int, encoder_decoder_attention: bool = False) -> None:
+        super().__init__(dim, heads)
+        self.encoder_decoder = encoder_decoder_attention
+
+    def forward(self, x: Tensor, context: Tensor | None) -> Tensor:
+        return self.to_out(self.attend(x, context if self.encoder_decoder else x))
+
+
+class KernelForGPUs(Base):
+    """In training it drops weights, and allows a kernel alone that no CPU has for that."""
+
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__(dim, heads)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        drop = self.dropout if self.training else 0.0
+        q, k, v = (
+            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for f in (self.to_q, self.to_k, self.to_v)
+        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        return self.to_out(out.transpose(1, 2).flatten(2))
+
+
 class Packed(Base):
     """Takes sequences that lie behind each other, and where each begins."""
 
@@ -112,7 +143,17 @@ class GivenModules(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "layer", [OnlyAnotherUses, OnlyInFloat64, SpeaksOfTheOther, Packed, OtherNames, HandsOn]
+    "layer",
+    [
+        OnlyAnotherUses,
+        OnlyInFloat64,
+        SpeaksOfTheOther,
+        BuiltForItself,
+        KernelForGPUs,
+        Packed,
+        OtherNames,
+        HandsOn,
+    ],
 )
 def test_what_the_call_makes_up_is_no_mistake(layer: type[nn.Module]) -> None:
     verdict = check(layer)

@@ -131,8 +131,8 @@ def _tried(rule: str, probe: Probe, ctx: ProbeContext) -> Finding | None:
     try:
         return probe(ctx)
     except Failed as failure:
-        if failure.too_few:
-            return skipped(rule, "Its norm wants more than one number.")
+        if failure.no_mistake is not None:
+            return skipped(rule, failure.no_mistake)
         return Finding(rule, "error", str(failure), _what_to_do(failure))
 
 

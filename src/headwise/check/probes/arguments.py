@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +27,9 @@ from .probe_context import Failed, ProbeContext
 
 EITHER = {"y", "other"}
 """Names of another sequence that do not say whether queries or keys are made of it."""
+
+SPEAKS_OF_ANOTHER = re.compile(r"cross|enc(oder)?_?dec")
+"""Names of what a layer keeps to know whether it attends to another sequence."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -58,7 +62,8 @@ def cross(ctx: ProbeContext) -> Finding | None:
         return found("cross", "shape", out=list(out.shape), **sizes)
     if ctx.near(ctx.result(x, subject, -source).out, out):
         known = caller.separate or (
-            caller.required(context[0]) and not caller.guessed and not ctx.subject.idle
+            caller.required(context[0])
+            and not (caller.guessed or ctx.subject.idle or _built_without(caller.target))
         )
         if known or not _is_read(caller.target, context[0]):
             return found("cross", "unused")
@@ -100,6 +105,12 @@ def _says_causal(target: Any) -> bool:
     """Whether an attribute of its own says that it is causal."""
     own = vars(target) if hasattr(target, "__dict__") else {}
     return any(value is True and building_role(name) == "causal" for name, value in own.items())
+
+
+def _built_without(target: Any) -> bool:
+    """Whether a layer was built to attend to its own tokens alone, where it could do otherwise."""
+    said = vars(target) if hasattr(target, "__dict__") else {}
+    return any(value is False and SPEAKS_OF_ANOTHER.search(name) for name, value in said.items())
 
 
 def _is_read(target: Any, name: str) -> bool:

@@ -20,6 +20,12 @@ Probe = Callable[["ProbeContext"], Finding | None]
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Share of the largest output by which two equal ones may differ; 0.1 in half precision."""
 
+REFUSED = {
+    "more than 1 value per channel": "Its norm wants more than one number.",
+    "No available kernel": "PyTorch has none of the kernels that it allows, on this machine.",
+}
+"""What PyTorch says in refusing a call that is no mistake, and what that means."""
+
 
 class Failed(Exception):
     """A call of what is checked raised an error, on an input that it must be able to take."""
@@ -31,9 +37,9 @@ class Failed(Exception):
         self.error = error
 
     @property
-    def too_few(self) -> bool:
-        """Whether PyTorch's own norm refuses so few numbers, as it does for all layers."""
-        return "more than 1 value per channel" in str(self.error)
+    def no_mistake(self) -> str | None:
+        """Why PyTorch itself refuses the call, whatever layer makes it; None where it does not."""
+        return next((why for said, why in REFUSED.items() if said in str(self.error)), None)
 
 
 @contextmanager
