@@ -83,12 +83,18 @@ def test_what_the_layer_does_not_speak_of_may_be_absent(tmp_path: Path) -> None:
         chosen(module, tmp_path / "pack" / "layer.py", "Block")
 
 
-def test_a_layer_that_uses_what_is_absent_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "cure"),
+    [(LOST, "pip install lost_package"), ("from . import lost\n", "")],
+    ids=["a package", "a part of its own"],
+)
+def test_what_a_layer_uses_and_is_absent_is_named(tmp_path: Path, lost: str, cure: str) -> None:
     parts = "\ndef cut(x):\n    return lost.cut(x, 3)\n"
-    text = LOST + RIGHT.replace("self.qkv(x).chunk(3, -1)", "cut(self.qkv(x))") + parts
+    text = lost + RIGHT.replace("self.qkv(x).chunk(3, -1)", "cut(self.qkv(x))") + parts
     module = load(write(tmp_path, layer=text))
-    with pytest.raises(ValueError, match="lost_package"):
+    with pytest.raises(ValueError, match="its call wants what could not be imported") as raised:
         check(module.Attention)
+    assert ("pip install" in str(raised.value), cure in str(raised.value)) == (bool(cure), True)
 
 
 def test_what_speaks_of_the_absent_is_not_judged_by_it(tmp_path: Path) -> None:

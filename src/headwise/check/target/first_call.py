@@ -8,6 +8,7 @@ mistake of the layer's author. Where nothing goes in, somebody has to say how.
 from __future__ import annotations
 
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -304,6 +305,11 @@ def refuses(error: BaseException) -> bool:
 
 def how_to_call(subject: Target, error: BaseException) -> ValueError:
     """That somebody has to say how it is called."""
+    if isinstance(error, ImportError) and error.name:
+        return ValueError(
+            f"check({subject.name}): its call wants what could not be imported here: "
+            f"{told(error)}{install(error)}"
+        )
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
     call = f"lambda layer, x: layer({given})"
@@ -320,9 +326,10 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError:
 
 
 def install(error: BaseException) -> str:
-    """What to type where a package is not there."""
-    missing = isinstance(error, ImportError) and error.name
-    return f"; it wants a package: pip install {missing.split('.')[0]}" if missing else ""
+    """What to type where a package is not there; nothing where it is, but not that part of it."""
+    missing = ((error.name if isinstance(error, ImportError) else None) or "").split(".")[0]
+    there = not missing or missing in sys.modules
+    return "" if there else f"; it wants a package: pip install {missing}"
 
 
 def not_run(what: str, error: BaseException) -> Broken:
