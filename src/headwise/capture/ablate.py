@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .call import STRIDE, AttentionCall
+from .call import AttentionCall, seed_of_call
 from .head_outputs import HeadOutputs, drawn, valid_queries
 from .modules import attending, check_model
 from .session import catch
@@ -105,7 +105,8 @@ def ablate(
             if how == "mean":
                 put = _mean(call, index, reference)
             else:
-                put = _resampled(call, index, reference, seed + STRIDE * calls[call.name])
+                own = seed_of_call(seed, calls[call.name])
+                put = _resampled(call, index, reference, own)
         whole = (len(out), len(index), *out.shape[2:])
         return out.index_copy(1, index, put.to(out).expand(whole))
 

@@ -22,8 +22,10 @@ from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
 
-STRIDE = 1_000_003
-"""Between the seeds of a module's calls, so that seeds near each other share no draw."""
+
+def seed_of_call(seed: int, number: int) -> int:
+    """The seed of a module's call of this number, from 0; seeds near each other share none."""
+    return seed + 1_000_003 * number
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Looking:
 
         Draws of the same queries at every call would be wrong in the same way at every call.
         """
-        return self if number == 0 else replace(self, seed=self.seed + STRIDE * number)
+        return replace(self, seed=seed_of_call(self.seed, number))
 
     def looked_at(self, queries: int) -> int:
         """At how many of a call's queries."""

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
             homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)
     for file, (known, waiting) in homes.items():
         with contextlib.suppress(SyntaxError):
-            source = Source("".join(linecache.getlines(file, known)), file)
+            source = _source("".join(linecache.getlines(file, known)), file)
             own: dict[str, ast.stmt] = {}
             while waiting:
                 name = waiting.pop()
@@ -106,6 +107,12 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
                     own[name] = source.definitions[name]
                     waiting |= names(own[name])
             yield source, [own[name] for name in sorted(own)], known
+
+
+@lru_cache(maxsize=4)
+def _source(text: str, file: str) -> Source:
+    """A file as it is read, once for all who read mistakes off it."""
+    return Source(text, file)
 
 
 def plain_lists(subject: Target) -> list[Finding]:

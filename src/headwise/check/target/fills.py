@@ -300,7 +300,7 @@ FILLS: Mapping[str, Options] = {
     "frames": _constant(1),
     "height": _made(lambda place: _sides(place)[0]),
     "width": _made(lambda place: _sides(place)[1]),
-    "grid": _made(lambda place: _sides(place)),
+    "grid": _made(_sides),
     "limit": _constant(LENGTH),
     "batch": _made(lambda place: len(place.x)),
     "tokens": _made(lambda place: place.x.shape[-2]),
