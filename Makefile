@@ -35,15 +35,15 @@ run: .venv/.run $(COMPILED)
 	@$(BIN)/headwise look --out headwise-look.html
 
 # A worker more than there are cores, as browsers and other programs are waited for; each file's tests in one of
-# them. Then all examples, and once more what calls most of the package, with every annotated
-# shape and dtype held to what really comes; compiled code is not annotated, and what a rank has of
-# an axis (T/R) cannot be checked.
+# them, files with slow tests first (tests/conftest.py says which). Then all examples, and once more what calls
+# most of the package, with every annotated shape and dtype held to what really comes; compiled code is not
+# annotated, and what a rank has of an axis (T/R) cannot be checked.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(1 + os.cpu_count())')
 SHAPES := src README.md docs tests/backends/test_attend.py tests/core/test_masks.py tests/layers/test_layer.py \
   tests/layers/test_cache.py tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py \
   tests/capture/test_watch.py
 test: .venv/.dev $(COMPILED) lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not ranks" tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not ranks" tests
 	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES) \
 	  --ignore docs/api/parallel.md \
 	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \

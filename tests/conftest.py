@@ -26,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unit", help="the native kernel's unit, such as avx2 (default: the best)")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: no worker is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
     from headwise.kernels import (

@@ -420,6 +420,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_compilation_without_a_graph_break() -> None:
     ran = fresh.run(COMPILED)
     assert ran.returncode == 0, ran.stderr

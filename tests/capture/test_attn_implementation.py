@@ -201,6 +201,7 @@ def test_a_compiled_model_compiles_whole() -> None:
     close(whole(**inputs), model(**inputs), inputs)
 
 
+@pytest.mark.slow
 def test_the_name_is_known_after_an_import_that_imports_nothing() -> None:
     code = """
 import sys

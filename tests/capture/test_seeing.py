@@ -173,6 +173,7 @@ def test_gradients_of_statistics(name: str, form: str, monkeypatch: pytest.Monke
                 torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9, msg=f"{key} {rows}")
 
 
+@pytest.mark.slow
 def test_softcap_has_gradients_too_and_gradcheck_agrees() -> None:
     q, k, v = (x.double().requires_grad_() for x in qkv(t=4, s=5))
 

@@ -226,6 +226,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "rule", "words"), ROWS, ids=[row[1] for row in ROWS])
 def test_what_is_wrong_on_any_path_is_said(
     changes: tuple[tuple[str, str], ...], rule: str, words: str, tmp_path: Path

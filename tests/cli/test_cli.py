@@ -81,6 +81,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["spam"], "No such command 'spam'"),
         (["train", "--steps", "many"], "Invalid value for '--steps'"),
         (["train", "--spam"], "No such option: --spam"),
+        (["look", "The cat sat."], "The cat sat.): write --text before the words"),
         (["train", "gone.txt"], "gone.txt: no such file"),
         (["train", "--steps", "0"], "steps=0: must be at least 1"),
         (["train", "--heads", "5"], "heads=5: must be a divisor of width=128"),
@@ -168,6 +169,7 @@ def headwise(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a model"
     run = headwise("train", text, "--out", folder, "--steps", "400000", *TINY)

@@ -334,6 +334,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_calls_compile_whole_and_draw_as_eager_ones() -> None:
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

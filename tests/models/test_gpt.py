@@ -275,6 +275,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         GPT.from_pretrained(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_refused_with_a_command_that_converts_them(tmp_path: Path) -> None:
     folder = tmp_path / "a model's folder"
     theirs = reference()

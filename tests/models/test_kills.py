@@ -13,6 +13,7 @@ import pytest
 KILLS = 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 def test_a_killed_training_is_resumed_bit_for_bit() -> None:
     script, seed = Path(__file__).parents[1] / "kills.py", 0

@@ -235,6 +235,7 @@ def use(tab: Any, view: str) -> None:
     tab.wait_for_selector("main[aria-busy=false]", state="attached")
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> None:
     """Opened and used, light; used, dark, where the colours alone are others."""
     context = browser.new_context(color_scheme="light", bypass_csp=True)

@@ -13,6 +13,7 @@ import pytest
 KILLS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 def test_a_killed_history_opens_and_ends_as_an_uninterrupted_one() -> None:
     script, seed = Path(__file__).parents[1] / "monitor_kills.py", 0

@@ -55,6 +55,7 @@ def test_the_runs_on_record_have_the_settings_in_the_code(name: str, tmp_path: P
     assert now == then
 
 
+@pytest.mark.slow
 def test_every_experiment_gives_a_section_with_a_verdict(toy: Path) -> None:
     files = page.render(toy)
     text = files[page.PAGE]

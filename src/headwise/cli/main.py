@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
             return 0
-        return _bad_input(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+        return _bad_input(_with_cure(error))
     return code if isinstance(code, int) else 0
 
 
@@ -76,6 +76,16 @@ def _with_bare_flags(command: Any) -> Any:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
     return command
+
+
+def _with_cure(error: Any) -> str:
+    """What typer says of a call; and where words that stand alone belong."""
+    message: str = error.format_message()
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    names = [name for one in getattr(command, "params", ()) for name in one.opts]
+    if "extra argument" in message and "--text" in names:
+        message += ": write --text before the words of a text, and --model before a model"
+    return message
 
 
 def _bad_input(message: str) -> int:

@@ -168,6 +168,8 @@ class Monitor:
     def step(self) -> list[Alarm]:
         """End a step of the training: call it after `optimizer.step()`; gives new alarms.
 
+        With a scaler, after `scaler.update()`: only then does its scale tell of a skipped step.
+
         Raises:
             ValueError: a monitor that was given the optimizer, which tells by itself.
             StopTraining: a rule says so.
