@@ -225,11 +225,12 @@ def test_the_mistake_is_named_first(
 
 
 def test_what_is_not_known_is_asked_for_and_a_call_answers(tmp_path: Path) -> None:
-    source = HEAD + STYLES["image"].strip().replace("H, W", "flavour").replace("H * W", "flavour")
+    source = HEAD + STYLES["image"].strip().replace("H, W", "flavour")
+    source = source.replace("H * W", "flavour['n']")
     made = load(source, "Attention", tmp_path)
     with pytest.raises(ValueError, match=r"call=lambda layer, x: layer\(x, flavour=…\)"):
         check(made)
-    assert check(made, call=lambda layer, x: layer(x, x.shape[1])).passed
+    assert check(made, call=lambda layer, x: layer(x, {"n": x.shape[1]})).passed
 
 
 def test_a_call_that_was_made_up_is_no_mistake_of_the_layer(tmp_path: Path) -> None:

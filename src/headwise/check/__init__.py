@@ -7,6 +7,7 @@ diagnosis (which reads them), and joins what they found in a `Verdict`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from .findings.verdict import Example, Finding, Verdict
 
 if TYPE_CHECKING:
     from .findings.rules import RULES, explain
+    from .target.checked_target import Target
 
 __all__ = ["RULES", "Example", "Finding", "Verdict", "check", "explain"]
 
@@ -62,7 +64,6 @@ def check(
     >>> verdict.passed, verdict.findings
     (True, ())
     """
-    from .diagnosis import run as diagnose
     from .diagnosis.static_checks import read_off
     from .findings.triage import joined
     from .probes import run as probe
@@ -83,5 +84,28 @@ def check(
             if read := tuple(read_off(thing)):  # which needs no call
                 return Verdict(name_of(thing), read)
             raise
-        results = joined(diagnose(subject), probe(subject), subject.guesses, subject.made_up)
+        results = joined(_diagnosed(subject), probe(subject), subject.guesses, subject.made_up)
         return Verdict(subject.name, results, tuple(subject.notes))
+
+
+def _diagnosed(subject: Target) -> list[Finding]:
+    """What the diagnosis finds; where tables of positions that were made up stand in the way, what
+    it finds with zeros in them."""
+    from .diagnosis import run as diagnose
+    from .findings.rules import skipped
+    from .target.learnt import silenced
+
+    findings = diagnose(subject)
+    caller, names = silenced(subject.caller)
+    unread = any(one.rule == "definition" and one.severity == "skipped" for one in findings)
+    if not unread or not names or subject.room is not None:
+        return findings
+    again = diagnose(replace(subject, caller=caller))
+    definition = next((one for one in again if one.rule == "definition"), None)
+    if any(one.severity == "error" and one is not definition for one in again):
+        return again
+    if definition is None or definition.severity != "passed":
+        return findings
+    beside = f"That is with zeros for {', '.join(names)}: what they do was not judged."
+    said = skipped("definition", f"{definition.message} {beside}")
+    return [said if one is definition else one for one in again]

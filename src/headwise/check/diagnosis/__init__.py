@@ -100,7 +100,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     mistaken = named(case, bases, sure)
     if mistaken is not None:
         base, faults = mistaken
-        if len(faults) > 1 and {one.rule for one in faults} == {"packing"}:
+        odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)
+        if odd and {one.rule for one in faults} == {"packing"}:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
         faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))  # spoils most
         return findings + [_finding(case, subject, base, one) for one in faults]

@@ -25,6 +25,7 @@ from torch import nn
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Broken, told
+from ..target.functions import weights_taken
 from .alone import Absent, alone
 from .syntax import Source, names
 
@@ -181,7 +182,8 @@ def candidates(module: ModuleType) -> list[str]:
 def _fits(thing: Any) -> bool:
     if inspect.isfunction(thing):
         first = list(inspect.signature(thing).parameters)[:3]
-        return [name[:1].lower() for name in first] == ["q", "k", "v"]
+        of_qkv = [name[:1].lower() for name in first] == ["q", "k", "v"]
+        return of_qkv or bool(weights_taken(thing))
     return inspect.isclass(thing) and issubclass(thing, nn.Module)
 
 

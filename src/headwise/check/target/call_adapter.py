@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.masks import Causal, Dense
-from .construct import signature
+from .construct import signature, source_of
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .names import calling_role
 
@@ -52,6 +52,10 @@ KINDS = {
     "flag": "True for causal attention",
     "lengths": "how many tokens of each sequence are real",
 }
+
+
+NONE, FLAG = r"\b{} is (not )?None", r"\b(if|elif|while|not) {} *(:|and|or|else|\))"
+"""How code tests what may be None, and what is yes or no."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ class Caller:
     def _guess(self, first: list[str]) -> None:
         """Give roles to arguments of unknown names: one that must be given beside x is most likely
         another sequence."""
+        code = source_of(type(self.target))
         for name, its in self.parameters.items():
             if self.roles[name] or name in first or name in self.extra or its.kind > 3:
                 continue
@@ -192,8 +197,10 @@ class Caller:
                 self.roles[name] = "other" * (unset or "Tensor" in str(told))
             elif told in (int, bool, "int", "bool"):
                 self.roles[name] = "tokens" if told in (int, "int") else "training"
-            elif re.search(r"None|Optional", str(told)):
+            elif re.search("None|Optional", str(told)) or re.search(NONE.format(name), code):
                 self.roles[name] = "nothing"
+            elif re.search(FLAG.format(name), code):
+                self.roles[name] = "training"
             elif its.kind != its.VAR_POSITIONAL:
                 self.roles[name] = "nothing" if "mask" in name else "context"
                 self.guessed.append(name)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .names import building_role, parts_of
+from .names import building_role, calling_role, parts_of
 from .sizes import (
     WINDOWS,
     BuildSizes,
@@ -57,13 +57,15 @@ def build(
             with nullcontext() if torch.cuda.is_available() else _OnCPU():
                 thing = factory(*args, **kwargs)
             break
-        except Missing as missing:
-            name = missing.args[0]
-            known = sizes.tried is not None or building_role(name, needed=True) is not None
-            if name in made.needed or not known:
-                raise made.question([name], "config field") from None
-            made.needed.add(name)
         except Exception as error:
+            if isinstance(error, Missing):
+                name = error.args[0]
+                known = sizes.tried is not None or building_role(name, needed=True) is not None
+                if known and name not in made.needed:
+                    made.needed.add(name)
+                    continue
+                if not errors:
+                    raise made.question([name], "config field") from None
             errors.append(error)
             made.place += 1
             if made.place >= made.choices:
@@ -138,6 +140,10 @@ SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 
+ROWS = 512
+"""Of an embedding that is handed in: more positions than any probe speaks of."""
+
+
 @dataclass
 class _Constructor:
     """A class or factory, and what of its call is given."""
@@ -191,7 +197,7 @@ class _Constructor:
                 continue
             elif choice is not None:
                 kwargs[name] = choice
-                if isinstance(choice, str | enum.Enum):
+                if isinstance(choice, str | enum.Enum | nn.Embedding):
                     self.invented[name] = choice
             elif role is not None and (required or _gives_way(role, parameter, sizes)):
                 value = sizes.value(role)
@@ -218,28 +224,60 @@ class _Constructor:
 
     def _invented(self, parameter: inspect.Parameter, sizes: BuildSizes) -> Any:
         """What is tried for an argument that must be given, or that is called though it is None."""
-        code, name = _source_of(self.factory), parameter.name
+        code, name = source_of(self.factory), parameter.name
         called = re.search(rf"(?<![.\w]){name}\(", code) is not None
         if parameter.default is not parameter.empty and not (called and parameter.default is None):
             return Unknown
         tested = re.search(rf"\b(if|not|and|or|assert) ([\w.]+\.)?{name}\b(?! [<>=])", code)
         use = "called" if called else "tested" if tested else ""
+        use = "norm" if called and "norm" in name else use
         return invented(sizes, str(parameter.annotation), use)
 
     def _choice(self, parameter: inspect.Parameter, sizes: BuildSizes) -> Any:
-        """A member of an enumeration, a word, no for a flag; or a module that is handed in: a
-        projection, or the attention inside, where its file has one that can be built without a
-        word."""
-        if "Module" in str(parameter.annotation) and parts_of(parameter.name):
-            return nn.Linear(*sizes.widths(parts_of(parameter.name)))
+        """A module that is handed in, a member of an enumeration, a word, or no for a flag."""
         word = parameter.annotation in (str, "str")
-        if word or not re.search("att(n|ention)$", parameter.name):
-            return _first_choice(self.factory, parameter, sizes.tried or 0)
-        for name, kind in list(vars(sys.modules.get(self.factory.__module__, typing)).items()):
-            if "Attention" in name and inspect.isclass(kind) and issubclass(kind, nn.Module):
-                free = all(p.default is not p.empty or p.kind > 1 for p in signature(kind))
-                if free and kind.__module__ == self.factory.__module__:
-                    return kind()
+        module = None if word else self._module(parameter, sizes)
+        other = _first_choice(self.factory, parameter, sizes.tried or 0)
+        return other if module is None else module
+
+    def _module(self, parameter: inspect.Parameter, sizes: BuildSizes) -> nn.Module | None:
+        """A module that is handed in: of the file's class of that name, a projection, a norm, an
+        embedding, or the attention inside, where its file has one that can be built without a
+        word."""
+        family = inspect.getmro(self.factory) if inspect.isclass(self.factory) else [self.factory]
+        name = parameter.name
+        code = "".join(
+            source_of(kind) for kind in family if not kind.__module__.startswith("torch")
+        )
+        kept = re.search(rf"self\.(\w+)(: [^=\n]+)? = {name} *(#.*)?\n", code)
+        handed = "Module" in str(parameter.annotation) or (kept and f"self.{kept[1]}(" in code)
+        inner = re.search("att(n|ention)" + "$" * (not handed), name)
+        sized = not handed and building_role(name, needed=True) is not None
+        if sized or not (handed or inner) or re.search(rf"(?<![.\w]){name}\(", code):
+            return None  # a class is wanted where it is called
+        home = vars(sys.modules.get(self.factory.__module__, typing))
+        kinds = [
+            kind
+            for kind in list(home.values())
+            if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind is not self.factory
+        ]
+        folded = name.replace("_", "").lower()
+        for kind in (kind for kind in kinds if kind.__name__.lower() == folded):
+            return kind(**_Constructor(kind, (), {}).work_out(sizes))
+        if parts_of(name):
+            return nn.Linear(*sizes.widths(parts_of(name)))
+        if "norm" in name:
+            return nn.LayerNorm(sizes.value("width"))
+        if "emb" in name:
+            return nn.Embedding(ROWS, sizes.value("width"))
+        for kind in sorted(kinds, key=_of_qkv, reverse=True) if inner else ():
+            free = all(p.default is not p.empty or p.kind > 1 for p in signature(kind))
+            if (
+                free
+                and kind.__module__ == self.factory.__module__
+                and (_of_qkv(kind) or "Attention" in kind.__name__)
+            ):
+                return kind()
         return None
 
     def _config_class(self, name: str) -> type | None:
@@ -257,8 +295,9 @@ class _Constructor:
         own = [one for one in said if _can_be_built(one)]
         if not own or getattr(own[0], "model_type", None):  # which may hold the one that is meant
             own += [one for one in kinds if getattr(one, "model_type", None) and one not in own]
-        self.choices = max(self.choices, len(own))
-        return own[self.place % len(own)] if own else None
+        count = len(own) + (not said)  # the last is one that answers to all
+        self.choices, place = max(self.choices, count), self.place % max(1, count)
+        return own[place] if place < len(own) else None
 
     def _config(self, name: str, sizes: BuildSizes, given: Mapping[str, Any]) -> Any:
         """The configuration: of its own class if there is one, else one that answers to all."""
@@ -314,18 +353,25 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
         options = list(parameter.annotation)
     else:
         pattern = rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
-        words = re.findall(pattern, _source_of(factory))
+        words = re.findall(pattern, source_of(factory))
         if not words and dataclasses.is_dataclass(factory):  # whose words others compare
-            words = re.findall(pattern, _source_of(sys.modules.get(factory.__module__)))
+            words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
         options = list(dict.fromkeys(words))
     return options[tried % len(options)] if options else None
 
 
-def _source_of(factory: Any) -> str:
+def source_of(factory: Any) -> str:
+    """The code of a class, function or module; nothing where there is none."""
     try:
         return inspect.getsource(factory)
     except (OSError, TypeError):
         return ""
+
+
+def _of_qkv(kind: type[nn.Module]) -> bool:
+    """Whether a module is called with queries, keys and values."""
+    first = [calling_role(parameter.name) for parameter in signature(kind.forward)[1:4]]
+    return first == ["query", "key", "value"]
 
 
 def _can_be_built(kind: type) -> bool:

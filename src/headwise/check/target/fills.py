@@ -245,14 +245,6 @@ def _distances(place: Place) -> Tensor:
     return _sinusoids(Place(around, around, -most)).flip(0)[None].to(place.x.device)
 
 
-def of_any_use(place: Place) -> Iterator[Any]:
-    """What else an argument may want of which only its name is known: keys and values side by side,
-    numbers of tokens, their distances, something for each pair."""
-    keys = place.source if place.keys is None else place.keys
-    rows = place.positions
-    yield from (torch.cat((keys, keys), -1), rows, (rows[:, None] - rows).abs(), _no_bias(place))
-
-
 def reversed_rows(fill: Fill) -> Fill:
     """The same table with its rows in the opposite order: other positions."""
 

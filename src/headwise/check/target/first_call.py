@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain, product, takewhile
 
 import torch
 from torch import nn
@@ -32,8 +32,9 @@ from .call_adapter import (
     UnusableResult,
 )
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
-from .fills import FILLS, OPTIONAL, Fill, left_out, of_any_use
+from .fills import FILLS, OPTIONAL, Fill, left_out
 from .introspect import numbers_in
+from .learnt import learn
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -54,6 +55,7 @@ class Way:
     form: MaskForm | None = None
     fills: Mapping[str, Fill] = field(default_factory=dict)
     only: bool = False
+    learnt: bool = False
 
     def set(self, subject: Target) -> None:
         """Let a subject be called so."""
@@ -75,25 +77,30 @@ def first_call(subject: Target) -> None:
         caller.layout = SINGLE
     caller.usual = caller.layout
     until, usual = time.process_time() + SECONDS, caller.layout
-    for way in chain(_ways(caller), _lengths(subject, usual, errors)):
+    ways = takewhile(lambda way: not errors or time.process_time() < until, _ways(caller))
+    for way in chain(ways, _learnt(subject, usual, errors), _lengths(subject, usual, errors)):
         way.set(subject)
         try:
             result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
-            if way.layout is not usual and mixes(subject) != (True, False):
+            other = way.layout is not usual or way.learnt
+            if other and mixes(subject) != (True, False):
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
             goes_in = isinstance(error, UnusableResult) and way == Way(usual)
-            if (goes_in and not _axis_too_many(error)) or time.process_time() > until:
+            if goes_in and not _axis_too_many(error):
                 break
             continue
         subject.out_dim = result.out.shape[-1]
+        caller.settled = caller.settled or way.learnt
         if not caller.settled:
             _choose_table(subject)
         if subject.bare and mixes(subject) == (False, True):
             caller.layout = caller.usual = TIME_FIRST
+        if way.learnt:
+            caller.usual = caller.layout
         subject.notes += _notes(subject)
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
@@ -163,15 +170,25 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield Way(layout, None, None, fills)
 
 
+def _learnt(subject: Target, usual: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
+    """Calls with what their arguments are learnt to want."""
+    for layout in dict.fromkeys((usual, TIME_FIRST)):
+        Way(layout).set(subject)
+        if (fills := learn(subject, _spoken(subject.caller, errors[0]))) is not None:
+            yield Way(layout, None, None, fills, learnt=True)
+
+
 def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
     """Calls with as many tokens as the errors speak of, and with no other number; and where x has
     other axes, with the tokens of a square map, of a window's size if there is one."""
     known, areas = _known_sizes(subject), _areas(subject)
-    said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
-    for size in [size for size in said if size <= LONGEST and size not in known][:3]:
-        yield from (Way(axes, size, only=True) for axes in (layout, *MAPS))
-    if errors and _OTHER_AXES.search(str(errors[0])):
-        yield from (Way(axes, size, only=True) for size in areas or AREAS for axes in MAPS)
+    maps = bool(errors) and _OTHER_AXES.search(str(errors[0])) is not None
+    for sizes in ((), areas or AREAS):
+        yield from (Way(axes, size, only=True) for size in sizes if maps for axes in MAPS)
+        said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
+        new = [size for size in said if size <= LONGEST and size not in known][:3]
+        yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
+        known |= set(new)
 
 
 def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
@@ -183,8 +200,6 @@ def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
     for name, options in each.items():
         if not caller.required(name):
             options.insert(1, left_out)
-        elif name in caller.guessed:
-            options += [lambda place, n=n: [*of_any_use(place)][n] for n in range(4)]
     most = max(map(len, each.values()), default=0)
     short = max((len(options) for options in each.values() if len(options) < most), default=1)
 
@@ -199,7 +214,8 @@ def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
 
 def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
-    names = [n for n in [*caller.named("mask"), *caller.named("padding")] if n in among]
+    masks = [n for n in caller.guessed if "mask" in n]
+    names = [n for n in [*caller.named("mask"), *caller.named("padding"), *masks] if n in among]
     shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]", "[T, S, 1]")
     return [
         MaskForm(*form)
@@ -269,7 +285,7 @@ def _known_sizes(subject: Target) -> set[int]:
 
 def _areas(subject: Target) -> list[int]:
     """How many tokens the windows and maps have that it speaks of."""
-    pattern = "window|map_size|height|grid|resolution|image_size"
+    pattern = "window|map_size|height|grid|resolution|image_size|block_size"
     sides = () if subject.module is None else numbers_in(subject.module, pattern)
     squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
     return [*dict.fromkeys([*squares, *AREAS * ("window" in subject.roles)])]
@@ -287,10 +303,18 @@ def _of_guess(subject: Target, error: BaseException) -> bool:
     sizes = set(_sizes_in(error))
     if TOKENS in sizes and sizes - _known_sizes(subject):
         return True
-    caller = subject.caller
-    words = set(re.findall(r"\w+", frames[-1].line or ""))
+    return bool(_spoken(subject.caller, error))
+
+
+def _spoken(caller: Caller, error: BaseException) -> list[str]:
+    """The arguments that were left out and that the failing line of somebody's file speaks of."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if is_users(f.filename)] or [
+        f for f in every if "/torch/" not in f.filename
+    ]
+    words = set(re.findall(r"\w+", frames[-1].line or "")) if frames else set[str]()
     left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
-    return bool(words & set(left))
+    return [name for name in left if name in words]
 
 
 def refuses(error: BaseException) -> bool:

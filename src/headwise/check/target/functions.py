@@ -1,8 +1,11 @@
-"""A plain function of q, k and v as a target: projections of our own go before it."""
+"""A plain function as a target: projections of our own go before one of q, k and v, and one that is
+handed its weights becomes a module that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,11 +16,13 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target
-from .construct import name_of
+from .construct import name_of, signature, source_of
 from .fills import left_out
 from .first_call import how_to_call, mixes, not_run
+from .learnt import learn
 from .masking import learn_causality
-from .sizes import BuildSizes, shown
+from .names import building_role, calling_role, parts_of
+from .sizes import BuildSizes, Unknown, shown
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
 """Which axes a function's tensors have."""
@@ -44,11 +49,8 @@ def of_function(
     if isinstance(function, nn.Module):
         function.eval()
     caller = Caller(function, extra=arguments, head_dim=dim, heads=heads, function=True)
-    if missing := caller.missing():
-        raise ValueError(
-            f"check({name_of(function)}): what it wants for {', '.join(missing)} cannot be worked "
-            f"out; give it by name: hw.check(…, {missing[0]}=…)"
-        )
+    told = _sized(caller.missing(), replace(sizes, num_kv_heads=groups))
+    caller = replace(caller, extra=arguments | told)
     subject = Target(
         name=label,
         caller=caller,
@@ -59,7 +61,7 @@ def of_function(
         seed=seed,
         projections=_projections(embed, heads, groups, dim, seed),
     )
-    subject = _with_axes(subject)
+    subject = _with_axes(subject, bool(told))
     learn_causality(subject, causal)
     subject.out_dim = subject(subject.input()).shape[-1]
     return subject
@@ -75,10 +77,15 @@ def _projections(embed: int, heads: int, groups: int, dim: int, seed: int) -> di
     }
 
 
-def _with_axes(subject: Target) -> Target:
-    """The subject with the axes of its tensors: tried in turn, told by who depends on whom."""
+def _with_axes(subject: Target, guessed: bool) -> Target:
+    """The subject with the axes of its tensors: tried in turn, told by who depends on whom.
+
+    Args:
+        guessed: whether sizes that it gets beside them are a guess.
+    """
     errors: list[BaseException] = []
     chosen: Target | None = None
+    missing = subject.caller.missing()
     tables = [name for name in subject.caller.tables if not subject.caller.required(name)]
     fills = [{}, dict.fromkeys(tables, left_out)] if tables else [{}]
     for axes, given in product(AXES, fills):
@@ -87,6 +94,8 @@ def _with_axes(subject: Target) -> Target:
             own = _projections(trial.embed_dim, 1, 1, trial.head_dim or 8, trial.seed)
             one = replace(trial.caller, heads=1)
             trial = replace(trial, num_heads=1, num_kv_heads=1, projections=own, caller=one)
+        if missing:
+            learn(trial)
         try:
             trial(trial.input())
             goes = mixes(trial)[0]
@@ -98,10 +107,87 @@ def _with_axes(subject: Target) -> Target:
             break
     if chosen is None:
         error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
-        if subject.guesses:
+        if missing:
+            raise ValueError(
+                f"check({subject.name}): what it wants for {', '.join(missing)} cannot be worked "
+                f"out; give it by name: hw.check(…, {missing[0]}=…)"
+            ) from error
+        if guessed or subject.guesses:
             raise how_to_call(subject, error) from error
         if isinstance(error, UnusableResult):
             raise Broken(found("shape", "function", x=shape, error=error)) from error
         raise not_run(f"q, k and v {shape}", error) from error
     chosen.notes.append(f"q, k and v are given as {AXES[chosen.axes]}")
     return chosen
+
+
+# --- functions that are handed their weights ------------------------------------------------------
+
+_WEIGHT = re.compile(r"weight|proj|(^|_)w(_|$|[qkvo]+$)", re.IGNORECASE)
+_BIAS = re.compile(r"bias|(^|_)b(_|$|[qkvo]+$)", re.IGNORECASE)
+
+
+def weights_taken(function: Callable[..., Any], given: Collection[str] = ()) -> dict[str, str]:
+    """The weights and biases that a function wants as arguments, and the projections in them;
+    nothing where those of queries, keys and values are not among them.
+
+    >>> weights_taken(lambda x, W_qkv, W_o, num_heads: x)
+    {'W_qkv': 'qkv', 'W_o': 'o'}
+    """
+    if inspect.isclass(function) or isinstance(function, nn.Module):
+        return {}
+    wanted = [p.name for p in signature(function) if p.default is p.empty and p.kind <= 1]
+    found = {
+        name: parts_of(name)
+        for name in wanted
+        if name not in given
+        and (_WEIGHT.search(name) or _BIAS.search(name))
+        and calling_role(name) is None
+    }
+    found = {name: parts for name, parts in found.items() if parts}
+    weights = "".join(parts for name, parts in found.items() if not _BIAS.search(name))
+    return found if set(weights) >= set("qkv") else {}
+
+
+def _sized(names: Collection[str], sizes: BuildSizes) -> dict[str, Any]:
+    """The sizes that arguments of such names get, where a name tells one."""
+    roles = {name: building_role(name, needed=True) for name in names}
+    found = {name: sizes.value(role) for name, role in roles.items() if role is not None}
+    return {name: value for name, value in found.items() if value is not Unknown}
+
+
+def holding(
+    function: Callable[..., Any], given: Mapping[str, Any], sizes: BuildSizes, turned: bool
+) -> nn.Module:
+    """A module that holds the weights which a function is handed, and hands them on.
+
+    Args:
+        given: arguments that somebody gave.
+        turned: whether weights lie in the rarer of two ways: `[features, inputs]` is usual for what
+            is called a weight, as PyTorch's functions take it, and `[inputs, features]` else.
+    """
+    taken, code, fixed = weights_taken(function, given), source_of(function), dict(given)
+    module, parameters = nn.Module(), signature(function)
+    for number, parameter in enumerate(parameters):
+        name = parameter.name
+        if name in taken and _BIAS.search(name) and re.search(rf"\b{name} is (not )?None", code):
+            fixed[name] = None
+        elif name in taken:
+            shape = sizes.widths(taken[name])
+            shape = shape[::-1] if ("weight" in name.lower()) != turned else shape
+            shape = (sizes.widths(taken[name])[1],) if _BIAS.search(name) else shape
+            module.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
+        elif number and name not in fixed and parameter.default is parameter.empty:
+            fixed |= {} if calling_role(name) else _sized([name], sizes)
+    free = [one for one in parameters if one.name not in {*taken, *fixed}]
+    names = [one.name for one in free]
+
+    def forward(self: nn.Module, *args: Any, **more: Any) -> Any:
+        held = dict(zip(names, args, strict=False)) | dict(self.named_parameters())
+        return function(**held, **fixed, **more)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__dict__["__signature__"] = inspect.Signature([own, *free])
+    body = {"forward": forward, "__module__": function.__module__}
+    module.__class__ = type(name_of(function), (nn.Module,), body)
+    return module

@@ -19,7 +19,7 @@ from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of, signature
 from .first_call import first_call, install
-from .functions import of_function
+from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
 from .names import building_role, calling_role
 from .sizes import BuildSizes, shown
@@ -96,6 +96,8 @@ def _of_callable(
 ) -> Target:
     sizes = request.sizes
     width = sizes.embed_dim or 24
+    if weights_taken(thing, arguments):
+        return _of_weights(thing, arguments, request)
     if _is_function_of_qkv(thing, arguments):
         return of_function(thing, arguments, sizes, request.causal, request.seed)
     if _is_function_of_x(thing, width, arguments):
@@ -175,6 +177,24 @@ def _without_weights(thing: Any, name: str, known: dict[str, Any], request: Requ
     width = sizes.embed_dim or heads * known.get("head_dim", 8)
     sizes = replace(sizes, embed_dim=width, num_heads=heads)
     return of_function(thing, {}, sizes, request.causal, request.seed, name)
+
+
+def _of_weights(function: Any, arguments: dict[str, Any], request: Request) -> Target:
+    """The subject for a function that is handed its weights."""
+    own, names = request.sizes.settle(False), [*weights_taken(function, arguments)]
+    width, heads = own.embed_dim or 24, own.num_heads or 3
+    sizes, roles = replace(own, num_kv_heads=own.num_kv_heads or heads), {"heads": heads}
+    label, faults = f"{name_of(function)}(…, {', '.join(names)})", list[Exception]()
+    for turned in (False, True):
+        module = holding(function, arguments, sizes, turned)
+        try:
+            return _settled(module, label, width, heads, {}, request, roles)
+        except (Broken, ValueError) as fault:
+            faults.append(fault)
+    raise ValueError(
+        f"check({label}): I made up the weights that it is handed, and with them the call fails: "
+        f"give a function of q, k and v, or a module. {faults[0]}"
+    ) from faults[0].__cause__
 
 
 def _width_of(thing: Any, known: dict[str, Any]) -> int | None:

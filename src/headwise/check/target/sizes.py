@@ -18,8 +18,9 @@ USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabul
 USUAL |= {"eps": 1e-6, "flag": False, "once": 1, "base": 10000.0}
 USUAL |= {"device": None, "dtype": None, "scale": 1.0, "count": CONTEXT, "window": 4}
 """What other roles get."""
-WINDOWS = (USUAL["window"], (2, 5))
-"""What a window is tried with that must be given: its length, or its height and width."""
+WINDOWS = (USUAL["window"], (2, 5), (1, 2, 5))
+"""What a window is tried with that must be given: its length, or its height and width, perhaps of
+several frames."""
 
 
 @dataclass
@@ -81,13 +82,15 @@ def invented(sizes: BuildSizes, kind: str = "", use: str = "") -> Any:
 
     Args:
         kind: its annotation, in words.
-        use: the code that may use it: "called", "tested" or nothing.
+        use: the code that may use it: "called", called as a "norm", "tested" or nothing.
     """
     if sizes.tried is None:
         return Unknown
     numbers = (sizes.value("width"), sizes.value("head_dim"), 2, 1)
     options = numbers if "int" in kind else (numbers[0], False, *numbers[1:])
-    if use == "called":
+    if use == "norm":
+        options = (torch.nn.LayerNorm,)
+    elif use == "called":
         options = (torch.nn.ReLU, torch.nn.functional.relu)
     elif use == "tested" or "bool" in kind:
         options = (False, True)
