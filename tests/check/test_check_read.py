@@ -48,6 +48,36 @@ class Right(Projected):
         return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class RightBySum(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            mask = mask.to(x)[:, None, None]
+            scores = scores * mask
+            scores = scores - 1e9 * (1 - mask)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class RightByShare(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        if mask is not None:
+            weights = weights * mask.to(x)[:, None, None]
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class RightOfQueries(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        if mask is not None:
+            weights = weights * mask[:, None, :, None]
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
 class KeysForValues(Projected):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
@@ -90,9 +120,75 @@ class Misspelt(Projected):
         return self.joined(q, k, v).view(*x.shape[:2], self.head * self.wide)
 
 
+class RootLost(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT
+        weights = scores / math.sqrt(self.wide)
+        weights = scores.softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class InputForValues(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = torch.cat([self.w_q(x), self.w_k(x), self.w_v(x)], -1).chunk(3, dim=-1)
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return self.last(weights @ x)
+
+
+class KeysTwice(Projected):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        asked, held = self.split(self.w_q(query)), self.split(self.w_k(key))
+        weights = (asked @ held.mT / math.sqrt(self.wide)).softmax(-1)
+        return self.last((weights @ held).transpose(1, 2).flatten(2))
+
+
+class TimesMask(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            mask = mask[:, None, None]
+            scores *= mask.logical_not()
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class TimesMaskLate(Projected):
+    def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = torch.softmax(torch.matmul(q, k.mT) / math.sqrt(self.wide), -1)
+        if pad_mask is not None:
+            both = (pad_mask.unsqueeze(1) & pad_mask.unsqueeze(2)).unsqueeze(1)
+            both_mask = both.expand(-1, self.heads, -1, -1)
+            weights = weights * both_mask
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.last, self.drop = nn.Linear(width, width, bias=bias), nn.Dropout(dropout)
+
+
+class RightlyBuilt(Attending):
+    def __init__(self, width: int, dropout_rate: float = 0.1, bias: bool = True) -> None:
+        super().__init__(width, bias, dropout_rate)
+
+
+class DropoutForBias(Attending):
+    def __init__(self, width: int, dropout_rate: float = 0.1) -> None:
+        super().__init__(width, dropout_rate)
+
+
 @pytest.mark.parametrize(
     ("layer", "rule", "says"),
     [
+        (RootLost, "unused-result", "weights becomes there is replaced"),
+        (InputForValues, "roles", "nothing reads v"),
+        (KeysTwice, "roles", "nothing reads value"),
+        (TimesMask, "mask", "scores are multiplied by mask"),
+        (TimesMaskLate, "mask", "weights are multiplied by both_mask"),
+        (DropoutForBias, "runs", "given dropout_rate for bias"),
         (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
         (ValuesLost, "roles", "values are made, thrown away, and made of k"),
         (AskedTooLate, "runs", "mask is None by default"),
@@ -108,9 +204,14 @@ def test_the_code_tells(layer: type[nn.Module], rule: str, says: str) -> None:
     assert one.ground == "any"
 
 
-def test_right_code_tells_nothing() -> None:
-    assert [*read_off(Right)] == []
-    assert check(Right(24, 3)).passed
+@pytest.mark.parametrize("layer", [Right, RightBySum, RightByShare, RightOfQueries, RightlyBuilt])
+def test_right_code_tells_nothing(layer: type[nn.Module]) -> None:
+    assert [*read_off(layer)] == []
+
+
+@pytest.mark.parametrize("layer", [Right, RightBySum, RightByShare])
+def test_right_layers_pass(layer: type[nn.Module]) -> None:
+    assert check(layer(24, 3)).passed
 
 
 def test_what_the_code_tells_comes_before_a_call_that_fails() -> None:
@@ -301,3 +402,126 @@ def test_a_small_fill_is_a_mask_though_nobody_says_causal() -> None:
     (two,) = check(FilledWith(24, 3, -6.0)).errors
     assert (two.rule, "to −6," in two.message) == ("mask-fill", True)
     assert not check(FilledWith(24, 3, 0.0, steps=3.0)).errors  # far tokens count for less
+
+
+class RelativeOne(nn.Module):
+    """Scores of contents and positions, which no reading of the weights explains."""
+
+    def __init__(self, d_model: int, num_heads: int, wrong: bool, early: bool = False) -> None:
+        super().__init__()
+        self.heads, self.wide, self.early = num_heads, d_model // num_heads, early
+        self.root = math.sqrt(d_model if wrong else self.wide)
+        self.q, self.k, self.v, self.pos = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.u = nn.Parameter(torch.randn(num_heads, self.wide))
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v))
+        places = torch.arange(x.shape[1], dtype=x.dtype, device=x.device).view(1, -1, 1)
+        far = self.pos(places.sin().expand(1, -1, x.shape[-1])).unflatten(-1, (self.heads, -1))
+        if self.early:
+            q = q / self.root
+        scores = torch.einsum("bthd,bshd->bhts", q + self.u, k)
+        scores = scores + q.transpose(1, 2) @ far.permute(0, 2, 3, 1)
+        weights = (scores if self.early else scores / self.root).softmax(-1)
+        return self.out((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+class OfLengthOfQueries(Projected):
+    """Keys of another sequence, split with the number of queries, or with their own."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__(width, heads)
+        self.wrong = wrong
+
+    def forward(self, x: Tensor, enc_out: Tensor) -> Tensor:
+        q, k, v = self.w_q(x), self.w_k(enc_out), self.w_v(enc_out)
+        tokens = x.shape[1] if self.wrong else enc_out.shape[1]
+        k, v = (one.view(len(x), tokens, self.heads, -1).transpose(1, 2) for one in (k, v))
+        return self.joined(self.split(q), k, v)
+
+
+class Angles(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.register_buffer("freqs", 100.0 ** -(torch.arange(0, wide, 2) / wide))
+
+    def forward(self, length: int) -> Tensor:
+        turned = torch.arange(length)[:, None] * self.get_buffer("freqs")
+        return torch.cat((turned, turned), -1)
+
+
+class OwnRotary(Projected):
+    """Causal, with rotary positions of its own: of tokens, or of heads, which is wrong."""
+
+    def __init__(self, width: int, heads: int, wrong: bool, fails: bool = False) -> None:
+        super().__init__(width, heads)
+        self.rotary, self.wrong, self.fails = Angles(width // heads), wrong, fails
+
+    def turned(self, rows: Tensor, angles: Tensor) -> Tensor:
+        one, two = rows.chunk(2, dim=-1)
+        return rows * angles.cos() + torch.cat((-two, one), -1) * angles.sin()
+
+    def forward(self, x: Tensor, rotary_emb: Tensor | None = None) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.w_q, self.w_k, self.w_v))
+        if rotary_emb is None:
+            rotary_emb = self.rotary(self.heads if self.wrong else x.shape[1])
+            rotary_emb = rotary_emb if self.wrong and not self.fails else rotary_emb[:, None]
+        q, k = self.turned(q, rotary_emb), self.turned(k, rotary_emb)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(self.wide)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return self.last((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+class FillsNothing(nn.Module):
+    """A function of q, k and v that was told another width, and fills without a value."""
+
+    def __init__(self, d_attention: int, wrong: bool) -> None:
+        super().__init__()
+        self.normalize_factor, self.wrong = d_attention**0.5, wrong
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = q @ k.mT / self.normalize_factor
+        if mask is not None:
+            value = () if self.wrong else (-torch.inf,)
+            scores = torch.masked_fill(scores, mask, *value)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("layer", "more", "rule"),
+    [
+        (RelativeOne, {}, "scale"),
+        (RelativeOne, {"early": True}, "scale"),
+        (OfLengthOfQueries, {}, "cross"),
+        (OwnRotary, {}, "rotary"),
+        (OwnRotary, {"fails": True}, "rotary"),
+        (FillsNothing, {"d_attention": 6}, "mask"),
+    ],
+)
+def test_what_a_call_tells_where_weights_do_not(
+    layer: type[nn.Module], more: dict[str, Any], rule: str
+) -> None:
+    assert [one.rule for one in check(layer, wrong=True, **more).errors] == [rule]
+    assert check(layer, wrong=False, **more).errors == ()
+
+
+class RowsWrittenInPlace(nn.Module):
+    """Fills rows of its scores while it walks over them, which no gradient goes through."""
+
+    def __init__(self, width: int, wide: int, num_heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, wide * num_heads) for _ in range(3))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(context).mT
+        for rows in scores:
+            rows[:, int((rows[0] != 0).sum()) :] = -torch.inf
+        return scores.softmax(-1) @ self.v(context)
+
+
+def test_a_call_that_fails_for_its_own_code_is_not_asked_about() -> None:
+    (one,) = check(RowsWrittenInPlace, width=24, wide=8, num_heads=3).errors
+    assert one.rule == "runs"
+    assert "inplace" in one.message

@@ -21,20 +21,20 @@ from ..target.checked_target import Target
 from ..target.introspect import names_in, numbers_in
 from .call_lines import lines_of, recorded
 from .faults import Fault, words_of
-from .fit import FITS, Case, case_of, read_off, undropped
+from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
 from .scores import heads_seen, named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
-    mixed_up,
     no_output_projection,
     one_small_linear,
     plain_lists,
+    read_off,
     shared_heads,
     softmax_astray,
-    unused_results,
 )
+from .traced_scale import traced_scale
 from .variants import Variant, error, rebuild
 
 OTHER_INGREDIENTS = re.compile(
@@ -53,6 +53,8 @@ OTHER_FUNCTIONS = set(
     ).split()
 )
 """Functions that are called for the same."""
+READ = {"roles": {"roles"}, "mask": {"causal-mask", "mask-fill"}}
+"""Rules that are read off the code where none of these was seen in the numbers."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""
 
@@ -70,17 +72,19 @@ def run(subject: Target) -> list[Finding]:
         lists = plain_lists(subject)
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
-        early = [*unused_results(subject.module), *lists, *([] if lists else dropping)]
+        thing = subject.caller.target
+        early = [*read_off(thing, "unused-result"), *lists, *([] if lists else dropping)]
         findings = [*early, *_run(subject, bool(lists), drops)]
-        read = [] if any(one.rule == "roles" for one in findings) else mixed_up(subject.module)
-        return [*read, *findings]
+        done = {one.rule for one in findings if one.severity == "error"}
+        rules = [rule for rule, named in READ.items() if not done & named]
+        return [*(read_off(thing, *rules) if rules else ()), *findings]
 
 
 def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
         case = _case(subject, drops)
     except Unreadable as reason:
-        told = one_small_linear(subject) or softmax_astray(subject)
+        told = one_small_linear(subject) or softmax_astray(subject) or traced_scale(subject)
         return told or ([] if unread else [_unread(str(reason))])
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
@@ -137,7 +141,7 @@ def _with_other_heads(
             continue
         subject = replace(case.subject, num_heads=heads)
         with contextlib.suppress(Unreadable):
-            other = replace(case, subject=subject, reading=read_off(subject), seen={}, heads={})
+            other = replace(case, subject=subject, reading=projections_of(subject), seen={}, heads={})
             others = list(textbook(subject, other.reading))
             if fits := [base for base in others if other.fits(base)]:
                 return other, others, fits[0]
@@ -202,7 +206,7 @@ def _example(case: Case, subject: Target, base: Variant, large: bool = False) ->
         except Exception:  # what is checked may raise anything; the probes say what and where
             continue
         try:
-            expected = rebuild(read_off(trial), x, base)
+            expected = rebuild(projections_of(trial), x, base)
         except RuntimeError:  # a projection too narrow for all heads: there is no right output
             return None
         if expected.shape != actual.shape or error(actual, expected) < shows:
@@ -226,8 +230,8 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
-    if astray := softmax_astray(subject):
-        return astray[0]
+    if told := softmax_astray(subject) or traced_scale(subject):
+        return told[0]
     if subject.open_form is not None:
         return _unread("what its mask means was guessed")
     if not any(True for _ in scores_of(case)):

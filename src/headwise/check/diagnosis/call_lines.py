@@ -46,7 +46,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = _name(func), dict(kwargs or {})
+        name, kwargs = bare_name(func), dict(kwargs or {})
         if name == FUSED:
             kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
             args, drops = args[:3], kwargs.get("dropout_p", 0.0) > 0.0
@@ -60,7 +60,7 @@ class Calls(TorchFunctionMode):
         square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
         scores = _scores(name, args, kwargs) if square or name == FUSED else None
         astray = name == "softmax" and self._is_astray(result.shape, args, kwargs)
-        self.made.append(LineCall(name, _users_line(), square, drops, scores, astray))
+        self.made.append(LineCall(name, users_line(), square, drops, scores, astray))
         return result
 
     def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -116,9 +116,9 @@ def quoted(place: tuple[str, int] | None) -> str:
     return f" Look at {line_said(*place)}" if place and code_at(*place) else ""
 
 
-def _users_line() -> tuple[str, int] | None:
+def users_line(above: int = 2) -> tuple[str, int] | None:
     """The innermost frame below the check's own call that belongs to the user's own file."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(above)
     while frame is not None and not frame.f_code.co_filename.startswith(CHECK):
         file = frame.f_code.co_filename
         if is_users(file):
@@ -127,7 +127,7 @@ def _users_line() -> tuple[str, int] | None:
     return None
 
 
-def _name(func: Callable[..., Any]) -> str:
+def bare_name(func: Callable[..., Any]) -> str:
     """`mul` for `__mul__`, `__rmul__`, `__imul__` and `mul_`, and so on."""
     name = getattr(func, "__name__", str(func))
     operator = re.fullmatch(r"__[ri]?(mul|add|sub|matmul|truediv)__", name)

@@ -71,7 +71,7 @@ def case_of(subject: Target, drops: bool = False) -> Case:
         Unreadable: there is no reading, or a call fails.
     """
     trial = subject.randomised().double()
-    reading = read_off(trial)
+    reading = projections_of(trial)
     if trial.only:
         raise Unreadable(f"it takes {trial.most_tokens} tokens, and no other number")
     lengths = _lengths(trial, reading)
@@ -83,7 +83,7 @@ def case_of(subject: Target, drops: bool = False) -> Case:
     return Case(trial, reading, inputs, outputs, drops)
 
 
-def read_off(subject: Target) -> Projections:
+def projections_of(subject: Target) -> Projections:
     """The projections of a module, or those that are put before a plain function."""
     if subject.projections is not None:
         parts = {part: weight.to(subject.dtype).T for part, weight in subject.projections.items()}

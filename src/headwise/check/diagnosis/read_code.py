@@ -1,34 +1,46 @@
-"""Read mistakes off the code of classes, which need not be built or called for it.
+"""Read mistakes off the code of classes and functions, which need not be built or called for it.
 
-Each reader gives the way in which a rule is broken, the line, and words for the finding; it says
-nothing where it is not sure.
+Each reader takes a class or function, the file that it stands in, and what that file knows; it
+gives the way in which its rule is broken, the line, and words for the finding. It says nothing
+where it is not sure.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from ..files.syntax import Source, names, nodes, pairs
-from ..target.names import parts_of
+from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
+from ..target.names import building_role, calling_role, parts_of
 
 Said = tuple[str, int, dict[str, str]]
+Known = Mapping[str, Any]
 
 LONG = {"q": "queries", "k": "keys", "v": "values"}
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
 PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
+PRODUCTS = {"matmul", "bmm", "mm", "einsum", "baddbmm"}
 INNER = (ast.FunctionDef, ast.Lambda)
+OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
+"""Code that makes a mask speak of queries, which may come to nothing."""
+BY_CHANCE = re.compile("drop|keep|rand|sample")
+"""Names of masks that are drawn."""
+HIDES = re.compile(r"fill|inf|where|\de\d|==")
+"""Code that may hide what is 0."""
 
 
-def mixed_roles(kind: ast.ClassDef) -> Iterator[Said]:
+def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Queries, keys or values that another one's projection makes, while their own is never used:
     `v = self.w_k(x)`, with a `self.w_v` that nothing reads."""
+    if not isinstance(kind, ast.ClassDef):
+        return
     given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
     read = {one.attr for one in nodes(ast.Attribute, kind) if isinstance(one.ctx, ast.Load)}
     built = (_of_self(target) for target, value in given if isinstance(value, ast.Call))
@@ -41,10 +53,10 @@ def mixed_roles(kind: ast.ClassDef) -> Iterator[Said]:
             yield "mixed", target.lineno, {"part": LONG[role], **words}
 
 
-def lost_roles(kind: ast.ClassDef) -> Iterator[Said]:
+def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Queries, keys or values that are made, never read, and made again of another: `v = k.view(…)`
     where `v = v.view(…)` was meant."""
-    for function in nodes(ast.FunctionDef, kind):
+    for function in nodes(ast.FunctionDef, part):
         inner = [one for one in ast.walk(function) if isinstance(one, INNER) and one != function]
         unread: set[str] = set()
         for statement in function.body:
@@ -61,7 +73,75 @@ def lost_roles(kind: ast.ClassDef) -> Iterator[Said]:
                 unread |= {name for name in mentioned - read if _role(name)} - names(*inner)
 
 
-def late_tests(part: ast.AST) -> Iterator[Said]:
+def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """The queries, keys or values that forward makes or must be given and never reads, though it
+    reads the other two."""
+    for function in nodes(ast.FunctionDef, part):
+        if function.name != "forward":
+            continue
+        given = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+        groups = [(function.lineno, {one.arg for one in given})]
+        for one in nodes(ast.Assign, function):
+            group = names(*one.targets)
+            if _called(one.value) or (len(group) > 1 and isinstance(one.value, ast.Call)):
+                groups.append((one.lineno, group))
+        read = names(*function.body, context=ast.Load)
+        roles = {_role(name) for name in read} - {""}
+        for line, group in groups:
+            several = len({_role(name) for name in group} - {""}) > 1
+            for name in group - read if several or len(group) == 1 else ():
+                if (role := _role(name)) and roles == set(LONG) - {role}:
+                    yield "unread", line, {"part": LONG[role], "name": name}
+
+
+def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Results that nothing takes, or that the next value of their name replaces unread."""
+    yield from (("lost", line, {"name": name}) for line, name in unused(part))
+    for function in nodes(ast.FunctionDef, part):
+        for block in _blocks(function) if function.name != "__init__" else ():
+            waiting: dict[str, int] = {}
+            for statement in block:
+                target = value = None
+                if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                    target, value = statement.targets[0], statement.value
+                name = target.id if isinstance(target, ast.Name) else ""
+                if name in waiting and name not in names(statement, context=ast.Load):
+                    yield "overwritten", waiting[name], {"name": name}
+                for one in names(statement) & {*waiting}:
+                    del waiting[one]
+                made = getattr(getattr(value, "func", None), "attr", "") in NO_EFFECT
+                if name and (made or isinstance(value, ast.BinOp)):
+                    waiting[name] = statement.lineno
+
+
+def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks that scores or weights are multiplied with, and that hide nothing in any other way."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
+        lines.sort(key=lambda one: one.lineno)
+        for number, line in enumerate(lines):
+            if (product := _masked_product(line)) is None:
+                continue
+            target, other, mask = product
+            kin, rest = {mask}, [one for one in lines if one is not line]
+            for one in (*rest, *rest):  # what is made of the mask, and what it is made of
+                if kin & (said := _mentioned(one)) and not said & {target, other}:
+                    kin |= {_target(one), *filter(_is_mask, said)} - {""}
+            about = [ast.unparse(one) for one in (line, *rest) if kin & _mentioned(one)]
+            used = any(kin & (said := _mentioned(one)) and said & {target, other} for one in rest)
+            if used or any(OF_QUERIES.search(code) and "&" not in code for code in about):
+                continue
+            before = [one for one in lines[:number] if other and _target(one) == other]
+            after = [one for one in lines[number + 1 :] if target in _mentioned(one)]
+            if not other or (before and _softmax_of(before[-1]) is not None):
+                code = "\n".join(map(ast.unparse, after))
+                if "/" not in code and "norm" not in code and "softmax" not in code:
+                    yield "weights", line.lineno, {"name": mask}
+            elif _goes_into_softmax(target, after):
+                yield "scores", line.lineno, {"name": mask}
+
+
+def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Arguments that are None by default, and used before the line that asks whether they are."""
     for function in nodes(ast.FunctionDef, part):
         given = function.args
@@ -75,29 +155,66 @@ def late_tests(part: ast.AST) -> Iterator[Said]:
                 yield "none", lines[0].lineno, {"name": argument.arg}
 
 
-def missing(kind: ast.ClassDef, source: Source, thing: Any) -> Iterator[Said]:
+def swapped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Arguments in the place of others: a dropout, heads or a mask that a function of the same file
+    takes under such a name, and gets in another place."""
+    for call in nodes(ast.Call, part):
+        taken = _parameters(call, part, source)
+        if any(isinstance(one, ast.Starred) for one in call.args):
+            continue
+        placed = dict(zip(taken, call.args, strict=False))
+        given = placed | {one.arg: one.value for one in call.keywords if one.arg}
+        kinds = {name: _kind(_word(value)) for name, value in given.items()}
+        for name, value in placed.items():
+            own = [one for one in taken if kinds[name] and _kind(one) == kinds[name]]
+            if own and name not in own and all(kinds.get(one) != kinds[name] for one in own):
+                words = {"given": _word(value), "name": name, "own": own[0]}
+                yield "swapped", call.lineno, {**words, "called": ast.unparse(call.func)}
+
+
+def undefined_names(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Names that nothing defines."""
+    for name, line in source.unbound.items():
+        if name not in known and part.lineno <= line <= (part.end_lineno or 0):
+            yield "undefined", line, {"name": name}
+
+
+def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """What every call of forward takes from self, and nothing in the file defines or could set: a
     method, or an attribute that is spelled nearly as another."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    thing = known.get(kind.name)
     homes = {one.__module__ for one in getattr(thing, "__mro__", ())} - {"builtins"}
     foreign = homes - {nn.Module.__module__, getattr(thing, "__module__", "")}
     attributes = [*nodes(ast.Attribute, source.tree)]
     forward = source.function(f"{kind.name}.forward")
     if not homes or foreign or forward is None:
         return
-    known = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
-    known |= {one.name for one in nodes(ast.FunctionDef, source.tree)}
-    known |= {one.attr for one in attributes if isinstance(one.ctx, ast.Store)}
-    known |= names(source.tree, context=ast.Store)
+    set_ = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
+    set_ |= {one.name for one in nodes(ast.FunctionDef, source.tree)}
+    set_ |= {one.attr for one in attributes if isinstance(one.ctx, ast.Store)}
+    set_ |= names(source.tree, context=ast.Store)
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
     for statement in filter(_is_plain, forward.body):
         for node in nodes(ast.Attribute, statement):
             name = _of_self(node)
-            if not name or name in known or hasattr(thing, name):
+            if not name or name in set_ or hasattr(thing, name):
                 continue
             near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
             if near or name in _called(statement):
                 yield "missing", node.lineno, {"name": name}
+
+
+Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
+READERS: dict[str, tuple[Reader, ...]] = {
+    "roles": (mixed_roles, lost_roles, unread_roles),
+    "mask": (multiplied_masks,),
+    "unused-result": (thrown_away,),
+    "runs": (late_tests, missing, undefined_names, swapped),
+}
+"""By rule, who reads mistakes of it."""
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -138,3 +255,113 @@ def _asks(name: str, statement: ast.stmt) -> bool:
     """Whether somewhere in it a name is compared with None."""
     tests = (one for one in nodes(ast.Compare, statement) if isinstance(one.left, ast.Name))
     return any(ast.unparse(one).startswith(f"{name} is ") for one in tests)
+
+
+def _target(statement: ast.stmt) -> str:
+    """The one name that a statement gives a value to, whole or in part; else nothing."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else ()
+    targets = (statement.target,) if isinstance(statement, ast.AugAssign) else targets
+    return _word(_root(targets[0])) if len(targets) == 1 else ""
+
+
+def _root(node: ast.expr) -> ast.expr:
+    """`scores` of `scores[:, 0]`."""
+    return _root(node.value) if isinstance(node, ast.Subscript) else node
+
+
+def _word(node: ast.AST | None) -> str:
+    """`name` for `name` and `self.name`; else nothing."""
+    return node.id if isinstance(node, ast.Name) else _of_self(node) if node is not None else ""
+
+
+def _mentioned(*parts: ast.AST) -> set[str]:
+    """Names, and attributes of self."""
+    return names(*parts) | {_of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
+
+
+def _blocks(part: ast.AST) -> Iterator[list[ast.stmt]]:
+    """The statements that follow each other: a body, or a branch of one."""
+    for one in ast.walk(part):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(one, name, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _softmax_of(statement: ast.AST) -> set[str] | None:
+    """The names that a softmax of a statement is taken of; none of products made within it."""
+    for call in nodes(ast.Call, statement):
+        if "softmax" in ast.unparse(call.func).split(".")[-1].lower():
+            inside = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+            said = [*inside, *call.args, *(one.value for one in call.keywords)]
+            made = any(isinstance(one.op, ast.MatMult) for one in nodes(ast.BinOp, *said))
+            made = made or any(getattr(one.func, "attr", "") in PRODUCTS for one in nodes(ast.Call, *said))
+            return set() if made else _mentioned(*said)
+    return None
+
+
+def _is_mask(name: str) -> bool:
+    known = calling_role(name) in ("mask", "padding") and "mask" in name.lower()
+    return known and not BY_CHANCE.search(name.lower())
+
+
+def _masked_product(statement: ast.stmt) -> tuple[str, str, str] | None:
+    """For `scores *= mask` and `weights = scores * mask`: the name that is made, the name that is
+    multiplied (nothing where that is a softmax itself), and the mask."""
+    sides: list[ast.expr] = []
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
+        sides = [statement.target, statement.value]
+    elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
+        value = statement.value
+        sides = [value.left, value.right] if isinstance(value.op, ast.Mult) else []
+    target = _target(statement)
+    for mask, other in (sides, sides[::-1]) if sides and target else ():
+        said = sorted(filter(_is_mask, _mentioned(mask)))
+        sums = any(isinstance(one.op, ast.Add) for one in nodes(ast.BinOp, mask))
+        word = _word(_root(other))
+        plain = bool(word) or (isinstance(other, ast.Call) and _softmax_of(other) is not None)
+        if len(said) == 1 and not sums and plain and not any(map(_is_mask, _mentioned(other))):
+            return target, word, said[0]
+    return None
+
+
+def _goes_into_softmax(name: str, lines: Sequence[ast.stmt]) -> bool:
+    """Whether a softmax is taken of it before anything else may hide what is 0 in it."""
+    for one in lines:
+        if name in (_softmax_of(one) or ()):
+            return True
+        others = any(map(_is_mask, _mentioned(one)))
+        if (HIDES.search(ast.unparse(one)) and not others) or name not in _read(one):
+            return False
+    return False
+
+
+def _read(statement: ast.stmt) -> set[str]:
+    """The names that a statement reads, or changes a part of."""
+    whole = isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Subscript)
+    return _mentioned(statement.value) if whole else _mentioned(statement)
+
+
+def _kind(name: str) -> str:
+    """Which of the arguments that nothing else can stand for a name speaks of."""
+    built = building_role(name) if len(name) > 1 else ""
+    called = calling_role(name) if len(name) > 1 else ""
+    return built if built in ("heads", "dropout") else "mask" if called in ("mask", "padding") else ""
+
+
+def _parameters(call: ast.Call, part: ast.stmt, source: Source) -> list[str]:
+    """What the function or class of the same file takes that a call calls; nothing where it stands
+    elsewhere."""
+    owner, said = getattr(part, "name", ""), ast.unparse(call.func)
+    if said.startswith("super(") and said.endswith(".__init__") and isinstance(part, ast.ClassDef):
+        bases = [one.id for one in part.bases if isinstance(one, ast.Name)]
+        name = f"{bases[0]}.__init__" if bases else ""
+    elif said.startswith("self."):
+        name = f"{owner}.{said.removeprefix('self.')}"
+    else:
+        name = f"{said}.__init__" if isinstance(source.definitions.get(said), ast.ClassDef) else said
+    function = source.function(name) if name else None
+    if function is None or function.args.vararg is not None or function.decorator_list:
+        return []
+    taken = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    return taken[1:] if "." in name else taken

@@ -7,12 +7,14 @@ import contextlib
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..files.syntax import Source, names, nodes, unused
+from ..files.syntax import Source, names
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target, is_users
@@ -20,7 +22,7 @@ from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, quoted, recorded
 from .projections import Projections
-from .read_code import late_tests, lost_roles, missing, mixed_roles
+from .read_code import READERS
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -50,50 +52,25 @@ def softmax_astray(subject: Target) -> list[Finding]:
     return [found("softmax", "axis", line=quoted(places[0]))] if places else []
 
 
-def read_off(thing: Any) -> Iterator[Finding]:
-    """What the source of a class or module tells, which need not be built or called for it."""
-    yield from mixed_up(thing)
-    yield from unused_results(thing)
-    yield from undefined(thing)
-
-
-def mixed_up(thing: Any) -> Iterator[Finding]:
-    """Queries, keys and values that are made by or of another's."""
-    for source, parts, _ in _written(thing):
-        for kind in nodes(ast.ClassDef, *parts):
-            for way, line, words in (*mixed_roles(kind), *lost_roles(kind)):
-                yield found("roles", way, **words, line=quoted((source.file, line)))
-
-
-def unused_results(thing: Any) -> Iterator[Finding]:
-    """Lines of its classes whose result nothing takes, on whatever path they stand."""
-    for source, classes, _ in _written(thing):
-        for line, name in unused(*classes):
-            yield found("unused-result", "lost", name=name, line=quoted((source.file, line)))
-
-
-def undefined(thing: Any) -> Iterator[Finding]:
-    """Names and attributes that nothing defines, and arguments that are used before it is asked
-    whether they are None."""
+def read_off(thing: Any, *rules: str) -> Iterator[Finding]:
+    """What the source of a class, module or function tells, which need not be built or called for
+    it: on these rules, or on all that can be read."""
     for source, parts, known in _written(thing):
-        ways = [way for part in parts for way in late_tests(part)]
-        for kind in nodes(ast.ClassDef, *parts):
-            ways += missing(kind, source, known.get(kind.name))
-        for name, line in source.unbound.items():
-            if name not in known and any(k.lineno <= line <= (k.end_lineno or 0) for k in parts):
-                ways.append(("undefined", line, {"name": name}))
-        for way, line, words in ways:
-            yield found("runs", way, **words, line=quoted((source.file, line)))
+        for rule in rules or READERS:
+            for reader, part in product(READERS[rule], parts):
+                for way, line, words in reader(part, source, known):
+                    yield found(rule, way, **words, line=quoted((source.file, line)))
 
 
 def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
     """The user's files that its classes are written in, these classes and what they mention of
     their file, and what the file knows."""
     parts = thing.modules() if isinstance(thing, nn.Module) else ()
-    kinds = {thing} if isinstance(thing, type) else {type(one) for one in parts}
+    alone = isinstance(thing, type | FunctionType)
+    kinds = {thing} if alone else {type(one) for one in parts}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for kind in kinds:
-        made = vars(kind).get("forward") or vars(kind).get("__init__")
+        made = vars(kind).get("forward") or vars(kind).get("__init__") or kind
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
         if is_users(file):
             homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)

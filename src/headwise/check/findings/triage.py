@@ -71,7 +71,7 @@ def _explained(one: Finding, reason: str, right: Mapping[str, str]) -> Finding:
     definition gives the same numbers, positions and all, order counts by right."""
     if not _bad(one):
         return one
-    if one.rule in right:
+    if one.rule in right and one.ground != "any":
         return skipped(one.rule, right[one.rule])
     if reason and (RULES[one.rule].about == "numbers" or one.rule in COMPARING):
         return replace(one, explained_by=reason)

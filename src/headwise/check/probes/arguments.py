@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Target, told
-from ..target.fills import reversed_rows
+from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from .behaviour import POSITIONS, named
@@ -53,7 +54,9 @@ def cross(ctx: ProbeContext) -> Finding | None:
         if _keys_from_queries(ctx, subject, source[:, :tokens]):
             return _queries_apart(ctx, subject, context)
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
-        if refused or caller.made_up or (context and not caller.separate):
+        loose = refused or caller.made_up or (context and not caller.separate)
+        surely = caller.separate or context[0] not in caller.guessed
+        if loose and not (surely and _has_length_of_queries(failure.error, tokens)):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
         if _says_causal(caller.target):
             return skipped("cross", "It says that it is causal: all comes from one sequence.")
@@ -87,6 +90,15 @@ def _keys_from_queries(ctx: ProbeContext, subject: Target, source: Tensor) -> bo
     except Failed:
         return False
     return out.shape[1] == ctx.tokens and not ctx.near(after[:, 1:], out[:, 1:])
+
+
+def _has_length_of_queries(error: Exception, tokens: int) -> bool:
+    """Whether an error says that what has `LENGTH` tokens is reshaped as if it had the queries'."""
+    said = re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", str(error))
+    sizes = [abs(int(size)) for size in said[1].split(",")] if said else []  # -1: as many as fit
+    if said is None or tokens not in sizes:
+        return False
+    return int(said[2]) * tokens % (math.prod(sizes) * LENGTH) == 0
 
 
 def _queries_apart(ctx: ProbeContext, subject: Target, context: list[str]) -> Finding:
@@ -127,8 +139,11 @@ def rotary(ctx: ProbeContext) -> Finding | None:
     caller = ctx.exact.caller
     if caller.custom is not None or ctx.tokens < 4:
         return None
-    if not caller.tables:
-        return _by_distance(ctx)
+    if not any(caller.required(name) for name in caller.tables):
+        own = {**caller.fills, **dict.fromkeys(caller.tables, left_out)}
+        one = _by_distance(ctx, replace(ctx.exact, caller=replace(caller, fills=own)))
+        if not caller.tables or (one is not None and one.severity == "error"):
+            return one
     others = {name: reversed_rows(fill) for name, fill in caller.tables.items()}
     moved = replace(ctx.exact, caller=caller.shifted())
     other = replace(ctx.exact, caller=replace(caller, fills={**caller.fills, **others}))
@@ -144,21 +159,36 @@ def rotary(ctx: ProbeContext) -> Finding | None:
     return passed("rotary") if ctx.near(here, ctx.out) else found("rotary", "shift", names=names)
 
 
-def _by_distance(ctx: ProbeContext) -> Finding | None:
+def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     """Rotary positions of the layer's own: where all tokens are equal, a score is settled by the
-    distance of two of them."""
-    module = ctx.exact.module
+    distance of two of them, and changes with it."""
+    module, turning = subject.module, list[str]()
     if module is None or not ctx.subject.causal:
         return None
     if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names_in(module)):
         return None
     calls = Calls(ctx.tokens)
-    with contextlib.suppress(Failed), calls:
-        ctx.call(ctx.x[:, :1].expand_as(ctx.x))
+    hooks = [
+        child.register_forward_hook(lambda *_, path=path: turning.append(path))
+        for path, child in module.named_modules()
+        if SPEAKS_OF_ROPE.search(path.split(".")[-1].lower())
+    ]
+    try:
+        with calls:
+            ctx.call(ctx.x[:, :1].expand_as(ctx.x), subject)
+    except Failed:
+        if turning:  # with tables from elsewhere it runs
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
     scores = [call.scores for call in calls.made if call.scores is not None]
     seen = torch.ones(ctx.tokens, ctx.tokens, dtype=torch.bool).tril()
     if not scores or scores[0].shape[-2:] != seen.shape:
         return None
+    last = scores[0][..., -1, :]
+    if turning and ctx.near(last, last[..., :1].expand_as(last)):
+        return replace(found("rotary", "unused", names=turning[0]), ground="any")
     first = scores[0].masked_fill(~seen, 0.0)
     alike = ctx.near(first[..., 1:, 1:].tril(), first[..., :-1, :-1].tril())
     said = "Its rotary positions count by the distance of two tokens alone."

@@ -22,6 +22,7 @@ HIDDEN = 2
 """The key that is hidden in the second sequence; lengths hide all from the fifth on."""
 SLIPS = (AttributeError, NameError)
 """Errors of misspelt names, whatever goes in."""
+FILLS_NOTHING = "masked_fill() received an invalid combination", "masked_fill_() received an invalid"
 BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 
@@ -172,9 +173,10 @@ def _best(ctx: ProbeContext, name: str) -> Effect | None:
 
 
 def _is_slip(error: Exception) -> bool:
-    """Whether a name is misspelt; what is looked for on a tensor may be there on masks of another
-    class."""
-    return isinstance(error, SLIPS) and not isinstance(getattr(error, "obj", None), Tensor)
+    """Whether a name is misspelt, or a fill has no value; what is looked for on a tensor may be
+    there on masks of another class."""
+    misspelt = isinstance(error, SLIPS) and not isinstance(getattr(error, "obj", None), Tensor)
+    return misspelt or str(error).startswith(FILLS_NOTHING)
 
 
 def _alone(ctx: ProbeContext, name: str) -> Effect | None:

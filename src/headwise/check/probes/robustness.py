@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..diagnosis.static_checks import undefined
+from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.checked_target import Broken, randomise, told
@@ -70,7 +70,7 @@ def contiguous(ctx: ProbeContext) -> Finding | None:
 
 def runs(ctx: ProbeContext) -> Finding | None:
     """Names that nothing defines, on a path that no call here takes."""
-    return next(undefined(ctx.subject.module), None)
+    return next(read_off(ctx.subject.caller.target, "runs"), None)
 
 
 def registered(ctx: ProbeContext) -> Finding | None:
