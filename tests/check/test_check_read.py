@@ -164,6 +164,15 @@ class TimesMaskLate(Projected):
         return self.last((weights @ v).transpose(1, 2).flatten(2))
 
 
+class SmallFill(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None, None] == 0, -1e-9)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Attending(nn.Module):
     def __init__(self, width: int, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -188,6 +197,7 @@ class DropoutForBias(Attending):
         (KeysTwice, "roles", "nothing reads value"),
         (TimesMask, "mask", "scores are multiplied by mask"),
         (TimesMaskLate, "mask", "weights are multiplied by both_mask"),
+        (SmallFill, "mask", "filled with -1e-09"),
         (DropoutForBias, "runs", "given dropout_rate for bias"),
         (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
         (ValuesLost, "roles", "values are made, thrown away, and made of k"),

@@ -8,6 +8,7 @@ where it is not sure.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -56,21 +57,12 @@ def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Queries, keys or values that are made, never read, and made again of another: `v = k.view(…)`
     where `v = v.view(…)` was meant."""
-    for function in nodes(ast.FunctionDef, part):
-        inner = [one for one in ast.walk(function) if isinstance(one, INNER) and one != function]
-        unread: set[str] = set()
-        for statement in function.body:
-            read, mentioned = names(statement, context=ast.Load), names(statement)
-            roles = {role for name in read if (role := _role(name))}
-            for name in unread & (mentioned - read):
-                alone = isinstance(statement, ast.Assign) and mentioned - read == {name}
-                if alone and len(roles) == 1 and roles != {_role(name)}:
-                    other = min(one for one in read if _role(one))
-                    words = {"part": LONG[_role(name)], "name": name, "other": other}
-                    yield "lost", statement.lineno, words
-            unread -= mentioned
-            if isinstance(statement, ast.Assign) and _called(statement.value):
-                unread |= {name for name in mentioned - read if _role(name)} - names(*inner)
+    for name, lost, statement in _overwritten(part):
+        others = {one for one in names(statement.value) if _role(one)}
+        roles = {_role(one) for one in others}
+        if _role(name) and _called(lost.value) and len(roles) == 1 and _role(name) not in roles:
+            words = {"part": LONG[_role(name)], "name": name, "other": min(others)}
+            yield "lost", statement.lineno, words
 
 
 def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -97,21 +89,22 @@ def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Results that nothing takes, or that the next value of their name replaces unread."""
     yield from (("lost", line, {"name": name}) for line, name in unused(part))
-    for function in nodes(ast.FunctionDef, part):
-        for block in _blocks(function) if function.name != "__init__" else ():
-            waiting: dict[str, int] = {}
-            for statement in block:
-                target = value = None
-                if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                    target, value = statement.targets[0], statement.value
-                name = target.id if isinstance(target, ast.Name) else ""
-                if name in waiting and name not in names(statement, context=ast.Load):
-                    yield "overwritten", waiting[name], {"name": name}
-                for one in names(statement) & {*waiting}:
-                    del waiting[one]
-                made = getattr(getattr(value, "func", None), "attr", "") in NO_EFFECT
-                if name and (made or isinstance(value, ast.BinOp)):
-                    waiting[name] = statement.lineno
+    for name, lost, _ in _overwritten(part):
+        made = getattr(getattr(lost.value, "func", None), "attr", "") in NO_EFFECT
+        if (made or isinstance(lost.value, ast.BinOp)) and _target(lost) == name:
+            yield "overwritten", lost.lineno, {"name": name}
+
+
+def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Numbers near 0 that are filled in where a mask hides: −1e-9 for −1e9."""
+    for call in nodes(ast.Call, part):
+        if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
+            *_, mask, value = call.args
+            with contextlib.suppress(ValueError):
+                number = ast.literal_eval(value)
+                small = isinstance(number, float) and 0 < abs(number) < 0.01
+                if small and (said := [*filter(_is_mask, sorted(_mentioned(mask)))]):
+                    yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
 def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -210,7 +203,7 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
-    "mask": (multiplied_masks,),
+    "mask": (multiplied_masks, small_fills),
     "unused-result": (thrown_away,),
     "runs": (late_tests, missing, undefined_names, swapped),
 }
@@ -279,13 +272,22 @@ def _mentioned(*parts: ast.AST) -> set[str]:
     return names(*parts) | {_of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
 
 
-def _blocks(part: ast.AST) -> Iterator[list[ast.stmt]]:
-    """The statements that follow each other: a body, or a branch of one."""
-    for one in ast.walk(part):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(one, name, None)
-            if isinstance(block, list):
-                yield block
+def _overwritten(part: ast.stmt) -> Iterator[tuple[str, ast.Assign, ast.Assign]]:
+    """Names that are given a value, and another one before anything reads them, with both lines.
+    What a constructor prepares is left out."""
+    for function in nodes(ast.FunctionDef, part):
+        inner = [one for one in ast.walk(function) if isinstance(one, INNER) and one != function]
+        bodies = [getattr(one, "body", ()) for one in ast.walk(function)]
+        for block in bodies if function.name != "__init__" else ():
+            waiting: dict[str, ast.Assign] = {}
+            for statement in block if isinstance(block, list) else ():
+                mentioned = names(statement)
+                made = mentioned - names(statement, context=ast.Load) - names(*inner)
+                if isinstance(statement, ast.Assign) and len(made) == 1:
+                    yield from ((name, waiting[name], statement) for name in made & {*waiting})
+                waiting = {name: one for name, one in waiting.items() if name not in mentioned}
+                if isinstance(statement, ast.Assign):
+                    waiting |= dict.fromkeys(made, statement)
 
 
 def _softmax_of(statement: ast.AST) -> set[str] | None:

@@ -27,7 +27,7 @@ MAKES = {"linear", "conv1d", "conv2d"}
 KEEPS = set(
     (
         "view reshape view_as transpose permute contiguous clone to float double type type_as chunk "
-        "split tensor_split unbind getitem iter get expand expand_as repeat repeat_interleave "
+        "split tensor_split unbind getitem get expand expand_as repeat repeat_interleave "
         "squeeze unsqueeze flatten unflatten movedim swapaxes swapdims masked_fill dropout narrow "
         "select detach requires_grad pad"
     ).split()
@@ -104,8 +104,7 @@ class TracedScale(TorchFunctionMode):
         if name in ("matmul", "bmm"):
             return self._product(first, second)
         if name == FUSED:
-            product = self._product(first, second.mT) if isinstance(second, Tensor) else None
-            scale = kwargs.get("scale")
+            product, scale = self._product(first, second), kwargs.get("scale")
             return product and product.times(first.shape[-1] ** -0.5 if scale is None else scale)
         here, there = self._of(first), self._of(second)
         if name in ("add", "sub"):

@@ -148,8 +148,7 @@ def past_used(ctx: ProbeContext) -> Finding | None:
         which = "its own token"
     elif len(pairs) >= total - ctx.tokens:
         which = "any other token"
-    one = found("past-used", "unseen", i=i, which=which)
-    return replace(one, ground="call") if which == "any other token" else one
+    return found("past-used", "unseen", i=i, which=which)
 
 
 def prefix(ctx: ProbeContext) -> Finding | None:
