@@ -131,7 +131,7 @@ class RootLost(Projected):
 
 class InputForValues(Projected):
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = torch.cat([self.w_q(x), self.w_k(x), self.w_v(x)], -1).chunk(3, dim=-1)
+        q, k, v = torch.cat([self.w_q(x), self.w_k(x), self.w_v(x)], -1).chunk(3, dim=-1)  # noqa: RUF059
         weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         return self.last(weights @ x)
 

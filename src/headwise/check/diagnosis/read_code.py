@@ -297,7 +297,8 @@ def _softmax_of(statement: ast.AST) -> set[str] | None:
             inside = [call.func.value] if isinstance(call.func, ast.Attribute) else []
             said = [*inside, *call.args, *(one.value for one in call.keywords)]
             made = any(isinstance(one.op, ast.MatMult) for one in nodes(ast.BinOp, *said))
-            made = made or any(getattr(one.func, "attr", "") in PRODUCTS for one in nodes(ast.Call, *said))
+            calls = nodes(ast.Call, *said)
+            made = made or any(getattr(one.func, "attr", "") in PRODUCTS for one in calls)
             return set() if made else _mentioned(*said)
     return None
 
@@ -340,15 +341,18 @@ def _goes_into_softmax(name: str, lines: Sequence[ast.stmt]) -> bool:
 
 def _read(statement: ast.stmt) -> set[str]:
     """The names that a statement reads, or changes a part of."""
-    whole = isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Subscript)
-    return _mentioned(statement.value) if whole else _mentioned(statement)
+    if isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Subscript):
+        return _mentioned(statement.value)
+    return _mentioned(statement)
 
 
 def _kind(name: str) -> str:
     """Which of the arguments that nothing else can stand for a name speaks of."""
     built = building_role(name) if len(name) > 1 else ""
     called = calling_role(name) if len(name) > 1 else ""
-    return built if built in ("heads", "dropout") else "mask" if called in ("mask", "padding") else ""
+    if built in ("heads", "dropout"):
+        return built
+    return "mask" if called in ("mask", "padding") else ""
 
 
 def _parameters(call: ast.Call, part: ast.stmt, source: Source) -> list[str]:
@@ -361,7 +365,8 @@ def _parameters(call: ast.Call, part: ast.stmt, source: Source) -> list[str]:
     elif said.startswith("self."):
         name = f"{owner}.{said.removeprefix('self.')}"
     else:
-        name = f"{said}.__init__" if isinstance(source.definitions.get(said), ast.ClassDef) else said
+        of_class = isinstance(source.definitions.get(said), ast.ClassDef)
+        name = f"{said}.__init__" if of_class else said
     function = source.function(name) if name else None
     if function is None or function.args.vararg is not None or function.decorator_list:
         return []

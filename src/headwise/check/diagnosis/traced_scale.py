@@ -26,8 +26,8 @@ MAKES = {"linear", "conv1d", "conv2d"}
 """Functions whose results are projections."""
 KEEPS = set(
     (
-        "view reshape view_as transpose permute contiguous clone to float double type type_as chunk "
-        "split tensor_split unbind getitem get expand expand_as repeat repeat_interleave "
+        "view reshape view_as transpose permute contiguous clone to float double type type_as "
+        "chunk split tensor_split unbind getitem get expand expand_as repeat repeat_interleave "
         "squeeze unsqueeze flatten unflatten movedim swapaxes swapdims masked_fill dropout narrow "
         "select detach requires_grad pad"
     ).split()
@@ -105,7 +105,7 @@ class TracedScale(TorchFunctionMode):
             return self._product(first, second)
         if name == FUSED:
             product, scale = self._product(first, second), kwargs.get("scale")
-            return product and product.times(first.shape[-1] ** -0.5 if scale is None else scale)
+            return product and product.times(product.width**-0.5 if scale is None else scale)
         here, there = self._of(first), self._of(second)
         if name in ("add", "sub"):
             alike = here is None or there is None or here.is_like(there)

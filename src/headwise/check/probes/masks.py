@@ -22,7 +22,7 @@ HIDDEN = 2
 """The key that is hidden in the second sequence; lengths hide all from the fifth on."""
 SLIPS = (AttributeError, NameError)
 """Errors of misspelt names, whatever goes in."""
-FILLS_NOTHING = "masked_fill() received an invalid combination", "masked_fill_() received an invalid"
+FILLS_NOTHING = ("masked_fill() received an invalid", "masked_fill_() received an invalid")
 BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 

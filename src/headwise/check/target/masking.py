@@ -107,9 +107,19 @@ def _causal_form(subject: Target) -> MaskForm | None:
             continue
         if hidden <= ZERO:
             return form
-        if leak < plain and (best is None or leak < best[0]):
+        nearer = leak < plain and (best is None or leak < best[0])
+        if nearer and (without is None or _hides_nothing(subject, form, without)):
             best = leak, form
     return None if best is None else best[1]
+
+
+def _hides_nothing(subject: Target, form: MaskForm, without: Tensor) -> bool:
+    """Whether a mask in this form that hides nothing changes nothing; else the form is another
+    one, whose axes are broadcast to something else."""
+    if form.kind in ("flag", "headwise"):
+        return True
+    out = _quiet(replace(subject, causal=False, open_form=form))
+    return out is not None and torch.allclose(out, without, atol=1e-6, rtol=1e-4)
 
 
 def _quiet(subject: Target) -> Tensor | None:
