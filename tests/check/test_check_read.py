@@ -535,3 +535,33 @@ def test_a_call_that_fails_for_its_own_code_is_not_asked_about() -> None:
     (one,) = check(RowsWrittenInPlace, width=24, wide=8, num_heads=3).errors
     assert one.rule == "runs"
     assert "inplace" in one.message
+
+
+class OwnLinear(nn.Module):
+    """Somebody's own, which is not square."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) / math.sqrt(width))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.unsqueeze(-1)).squeeze(-1) + self.bias
+
+
+class OneHead(nn.Module):
+    def __init__(self, d_model: int = 24, d_head: int = 8, scaled: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (OwnLinear(d_model, d_head) for _ in range(3))
+        self.scaled = scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = q / math.sqrt(q.shape[-1]) if self.scaled else q
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("scaled", "rules"), [(True, []), (False, ["scale"])])
+def test_linears_of_ones_own_are_read(scaled: bool, rules: list[str]) -> None:
+    report = check(OneHead, scaled=scaled)
+    assert [one.rule for one in report.findings if one.severity == "error"] == rules

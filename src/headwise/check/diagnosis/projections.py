@@ -195,8 +195,8 @@ def _linear(owner: nn.Module) -> Tensor | None:
     bias = getattr(owner, "bias", None)
     for turned in (weight, weight.T):
         x = torch.randn(2, turned.shape[0], dtype=weight.dtype, device=weight.device)
-        wanted = x @ turned if bias is None else x @ turned + bias
         try:
+            wanted = x @ turned if bias is None else x @ turned + bias
             if torch.allclose(owner(x), wanted, rtol=1e-4, atol=1e-5):
                 return turned
         except Exception:  # what somebody wrote may raise anything
