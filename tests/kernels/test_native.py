@@ -423,6 +423,24 @@ def test_a_fused_projection_is_read_where_it_lies() -> None:
 
 
 @needs_library
+def test_long_rows_of_a_fused_projection_are_gathered() -> None:
+    rows, others = cpu.FAR
+    x = torch.randn(1, rows, 3, 2, 8, requires_grad=True)
+    q, k, v = x.permute(2, 0, 3, 1, 4)
+    few, many = (Call.of(q[:, :, -n:], k, v, mask=hw.Causal()) for n in (others - 1, others))
+    for call, gathered in ((few, False), (many, True)):
+        started = cpu._start(native_module._problem(call, v))
+        assert (started.k != k.data_ptr()) == (started.v != v.data_ptr()) == gathered
+        out, expected = Native().run(call)[0], peer(call)[0]
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        got, wanted = (torch.autograd.grad(o.square().sum(), x)[0] for o in (out, expected))
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    shared = k[:, :1].expand(1, 2, rows, 8)  # one head for all, which is not copied for each
+    started = cpu._start(native_module._problem(Call.of(q, shared, v, mask=hw.Causal()), v))
+    assert started.k == k.data_ptr()
+
+
+@needs_library
 @pytest.mark.parametrize("mask", sorted(MASKS))
 def test_sampled_queries_are_those_of_the_whole_call(mask: str) -> None:
     call = Case(queries=33, keys=49, mask=mask).call()
