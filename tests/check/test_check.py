@@ -112,7 +112,7 @@ def test_a_configuration_answers_to_every_name() -> None:
 
     class Asking(Attention):
         def __init__(self, config) -> None:
-            self.build(config.n_embd, config.flavour.heads)
+            self.build(config.n_embd, vars(config.flavour)["heads"])
 
     for layer in (ByAttribute, ByKey):
         subject = resolve(layer)

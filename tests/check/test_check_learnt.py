@@ -111,6 +111,36 @@ def test_what_the_code_tests_is_none_or_a_flag() -> None:
     assert named(ToldTwice) == "scale"
 
 
+class Turned(nn.Module):
+    """What turns queries and keys is handed in, and a bias for all heads of all sequences."""
+
+    over = -1
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, rope, position_ids, graph_bias) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = rope(q, position_ids) @ rope(k, position_ids).mT / q.shape[-1] ** 0.5
+        scores = scores + graph_bias.view(len(x), self.heads, *scores.shape[2:])
+        return self.out((scores.softmax(self.over) @ v).transpose(1, 2).flatten(2))
+
+
+class TurnedOverQueries(Turned):
+    over = -2
+
+
+def test_a_function_may_be_handed_in_and_a_bias_of_all_heads() -> None:
+    verdict = check(Turned)
+    assert verdict.passed, str(verdict)
+    assert not check(TurnedOverQueries).passed
+
+
 class OfMemory(nn.Module):
     """A mask of the other sequence must be given, and a cross attention uses it at once."""
 

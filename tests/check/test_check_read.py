@@ -108,6 +108,24 @@ class AskedTooLate(Projected):
         return self.joined(q, k, v)
 
 
+class AskedForHalf(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            mask = mask[:, None, None]
+        if mask.dtype != torch.bool:
+            mask = mask > 0
+        scores = scores.masked_fill(~mask, -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class PowerFirst(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.scale = self.wide**-1 / 2
+
+
 class NeverDefined(Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
@@ -202,6 +220,8 @@ class DropoutForBias(Attending):
         (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
         (ValuesLost, "roles", "values are made, thrown away, and made of k"),
         (AskedTooLate, "runs", "mask is None by default"),
+        (AskedForHalf, "runs", "mask is None by default"),
+        (PowerFirst, "scale", "self.wide ** -1 / 2 takes the power first"),
         (NeverDefined, "runs", "defines self.merged_again"),
         (Misspelt, "runs", "defines self.head"),
     ],
@@ -484,6 +504,122 @@ class OwnRotary(Projected):
         return self.last((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
 
 
+class OneForAll(nn.Module):
+    """Queries, keys and values of every head by one Linear, of a head's width or of all heads'."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__()
+        self.heads, self.wide, self.wrong = heads, width // heads, wrong
+        own = self.wide if wrong else width
+        self.qkv, self.last = nn.Linear(own, 3 * own), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = (*x.shape[:2], self.heads, -1)
+        packed = self.qkv(x.view(cut)).chunk(3, -1) if self.wrong else self.qkv(x).chunk(3, -1)
+        q, k, v = (one.reshape(cut).transpose(1, 2) for one in packed)
+        weights = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class ScaledLate(nn.Module):
+    """Divides scores, or weights, which are then no shares any more; its values are no Linear's."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__()
+        self.heads, self.root, self.wrong = heads, math.sqrt(width // heads), wrong
+        self.w_qk, self.w_v = nn.Linear(width, 2 * width), nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = *self.w_qk(x).chunk(2, -1), self.w_v(x.mT).mT
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        scores = q @ k.mT
+        weights = scores.softmax(-1) / self.root if self.wrong else (scores / self.root).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class DropsNothing(Projected):
+    """Returns what is left of the weights, and multiplies the values by all, or by what is left."""
+
+    def __init__(self, width: int, heads: int, wrong: bool, dropout: float = 0.1) -> None:
+        super().__init__(width, heads)
+        self.dropout, self.wrong = nn.Dropout(dropout), wrong
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        left = self.dropout(weights)
+        heads = (weights if self.wrong else left) @ v
+        return self.last(heads.transpose(1, 2).flatten(2)), left
+
+
+class ToldTwice(Projected):
+    """Calls a layer of PyTorch's with an argument that it has not, whatever its own call gets."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__(width, heads)
+        self.drop, self.wrong = nn.Dropout(0.1), wrong
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (f(y) for f, y in ((self.w_q, x), (self.w_k, context), (self.w_v, context)))
+        told = {"training": self.training} if self.wrong else {}
+        return self.drop(self.joined(*map(self.split, (q, k, v))), **told)
+
+
+class AxesOfHeads(Projected):
+    """Keys are split with the axes of queries that are turned already, or with their own."""
+
+    def __init__(self, width: int, heads: int, wrong: bool) -> None:
+        super().__init__(width, heads)
+        self.wrong = wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.w_q(x)), self.w_k(x), self.w_v(x)
+        like = q if self.wrong else k
+        k, v = (r.reshape(*like.shape[:2], self.heads, self.wide).transpose(1, 2) for r in (k, v))
+        return self.joined(q, k, v)
+
+
+class WrittenOver(Projected):
+    """Drops in place what the softmax keeps for its gradient."""
+
+    def __init__(self, width: int, heads: int, wrong: bool, dropout: float = 0.1) -> None:
+        super().__init__(width, heads)
+        self.dropout = nn.Dropout(dropout, inplace=wrong)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = self.dropout((q @ k.mT / math.sqrt(self.wide)).softmax(-1))
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+class CountedFromTheEnd(ScaledLate):
+    """Its mask's diagonal is counted from the queries' place, or from where no key is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        parts = *self.w_qk(x).chunk(2, -1), self.w_v(F.pad(x.mT, (2, 0))).mT[:, 1:-1]
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        later = torch.ones(tokens, tokens).triu(1 + tokens * self.wrong).bool()
+        scores = (q @ k.mT / self.root).masked_fill(later, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class MatricesOfItsOwn(nn.Module):
+    """Its weights are tensors that PyTorch does not know of, or parameters."""
+
+    def __init__(self, d_model: int, num_heads: int, wrong: bool) -> None:
+        super().__init__()
+        self.heads = num_heads
+        kept = [torch.randn(d_model, d_model) / math.sqrt(d_model) for _ in range(4)]
+        self.w_q, self.w_k, self.w_v, self.w_o = kept if wrong else map(nn.Parameter, kept)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = (q @ self.w_q, k @ self.w_k, v @ self.w_v)
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2) @ self.w_o
+
+
 class FillsNothing(nn.Module):
     """A function of q, k and v that was told another width, and fills without a value."""
 
@@ -508,6 +644,14 @@ class FillsNothing(nn.Module):
         (OwnRotary, {}, "rotary"),
         (OwnRotary, {"fails": True}, "rotary"),
         (FillsNothing, {"d_attention": 6}, "mask"),
+        (OneForAll, {}, "shared-heads"),
+        (ScaledLate, {}, "scale"),
+        (DropsNothing, {}, "unused-result"),
+        (ToldTwice, {}, "runs"),
+        (AxesOfHeads, {}, "runs"),
+        (WrittenOver, {}, "dropout"),
+        (CountedFromTheEnd, {}, "causal-mask"),
+        (MatricesOfItsOwn, {}, "registered"),
     ],
 )
 def test_what_a_call_tells_where_weights_do_not(
@@ -565,3 +709,35 @@ class OneHead(nn.Module):
 def test_linears_of_ones_own_are_read(scaled: bool, rules: list[str]) -> None:
     report = check(OneHead, scaled=scaled)
     assert [one.rule for one in report.findings if one.severity == "error"] == rules
+
+
+class PartlyRead(Projected):
+    """A table that no line reads, in a layer whose other argument has to be guessed."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.relative_table = nn.Parameter(torch.zeros(heads, 7))
+
+    def forward(self, x: Tensor, far: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        weights = (q @ k.mT / math.sqrt(self.wide) + far).softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_guess_of_the_call_excuses_no_parameter_that_no_line_reads() -> None:
+    (one,) = check(PartlyRead).errors
+    assert (one.rule, one.ground) == ("gradients", "any")
+    assert "relative_table" in one.message
+
+
+class WithResidual(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.joined(q, k, v) + residual
+
+
+def test_an_input_that_is_called_a_residual_is_meant_to_be_added() -> None:
+    verdict = check(WithResidual)
+    assert verdict.passed
+    assert verdict["residual"].severity == "warning"

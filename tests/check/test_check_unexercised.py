@@ -128,6 +128,19 @@ class HandsOn(OtherNames):
         super().__init__(*args, **kwargs)
 
 
+class HandsWithin(nn.Module):
+    """What its constructor hands on goes to a layer inside."""
+
+    def __init__(self, width: int, **settings: Any) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), OtherNames(width, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        out: Tensor = self.inner(rows, rows)
+        return out
+
+
 class GivenModules(nn.Module):
     def __init__(self, q_proj: nn.Module, kv_proj: nn.Module, out_proj: nn.Module, heads: int):
         super().__init__()
@@ -153,6 +166,7 @@ class GivenModules(nn.Module):
         Packed,
         OtherNames,
         HandsOn,
+        HandsWithin,
     ],
 )
 def test_what_the_call_makes_up_is_no_mistake(layer: type[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -368,3 +369,39 @@ def test_fields_of_a_config_are_words_and_lists_where_others_take_them_so() -> N
     subject = resolve(Chosen)
     assert subject.num_heads == 4
     assert "kind='plain'" in subject.made_up
+
+
+class Leaves(Base):
+    """Leaves Python where others raise."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        if heads == 3:
+            sys.exit("not by three")
+        super().__init__(dim, heads)
+
+    def forward(self, query_matrix: Tensor, key_matrix: Tensor, value_matrix: Tensor) -> Tensor:
+        return self.gathered(self.scores(query_matrix, key_matrix), value_matrix)
+
+
+def test_a_constructor_that_leaves_python_is_tried_with_other_sizes() -> None:
+    subject = resolve(Leaves)
+    assert subject.num_heads != 3
+    assert [*subject.caller.inputs] == ["query_matrix", "key_matrix", "value_matrix"]
+
+
+class Configured(Base):
+    """Takes its sizes from a configuration within another one, and a number beside it."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config.transformer.hidden_size, config.transformer.num_heads)
+        self.layer = layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gathered(self.scores(x), x)
+
+
+def test_a_configuration_may_hold_another_one() -> None:
+    assert resolve(Configured).num_heads == 3
+    subject = resolve(Configured, layer_idx=5)
+    assert subject.module is not None
+    assert subject.module.layer == 5

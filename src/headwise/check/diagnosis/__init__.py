@@ -18,6 +18,7 @@ import torch
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding, Ground
 from ..target.checked_target import Target
+from ..target.construct import source_of
 from ..target.introspect import names_in, numbers_in
 from .call_lines import lines_of, recorded
 from .faults import Fault, words_of
@@ -27,6 +28,8 @@ from .scores import heads_seen, named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
     dropout_in_eval,
+    dropout_lost,
+    empty_triangle,
     no_output_projection,
     one_small_linear,
     plain_lists,
@@ -53,7 +56,9 @@ OTHER_FUNCTIONS = set(
     ).split()
 )
 """Functions that are called for the same."""
-READ = {"roles": {"roles"}, "mask": {"causal-mask", "mask-fill"}}
+MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
+"""Names that people give an input which is to be added to the output."""
+READ = {"roles": {"roles"}, "mask": {"causal-mask", "mask-fill"}, "scale": {"scale"}}
 """Rules that are read off the code where none of these was seen in the numbers."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""
@@ -73,18 +78,30 @@ def run(subject: Target) -> list[Finding]:
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         thing = subject.caller.target
-        early = [*read_off(thing, "unused-result"), *lists, *([] if lists else dropping)]
-        findings = [*early, *_run(subject, bool(lists), drops)]
+        judged = _run(subject, bool(lists), drops)
+        early = [*_unused(subject, judged), *lists, *([] if lists else dropping)]
+        findings = [*early, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
         rules = [rule for rule, named in READ.items() if not done & named]
         return [*(read_off(thing, *rules) if rules else ()), *findings]
+
+
+def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
+    """Results that nothing takes. Where the definition gives the same output, and no mask could
+    make another of them, such a line is only of no use."""
+    findings = [*read_off(subject.caller.target, "unused-result")]
+    right = any((one.rule, one.severity) == ("definition", "passed") for one in judged)
+    if right and not subject.caller.named("mask") and not subject.caller.named("padding"):
+        findings = [replace(one, severity="warning") for one in findings]
+    return findings or dropout_lost(subject)
 
 
 def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
         case = _case(subject, drops)
     except Unreadable as reason:
-        told = one_small_linear(subject) or softmax_astray(subject) or traced_scale(subject)
+        told = one_small_linear(subject) or softmax_astray(subject) or empty_triangle(subject)
+        told = told or traced_scale(subject)
         return told or ([] if unread else [_unread(str(reason))])
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
@@ -188,6 +205,8 @@ def _finding(
     severity = fault.severity
     if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
         severity = "warning"
+    if fault.rule == "residual" and MEANT.search(source_of(type(case.subject.module))):
+        severity = "warning"
     example = None if base is None else _example(case, subject, base, large)
     free = not subject.guesses and SIZELESS & {str(value) for value in fault.change.values()}
     ground: Ground = "any" if free else "weights"
@@ -232,7 +251,7 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
-    if told := softmax_astray(subject) or traced_scale(subject):
+    if told := softmax_astray(subject) or empty_triangle(subject) or traced_scale(subject):
         return told[0]
     if subject.open_form is not None:
         return _unread("what its mask means was guessed")

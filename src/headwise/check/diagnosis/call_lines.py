@@ -33,6 +33,7 @@ class LineCall:
     drops: bool  # whether it drops numbers
     scores: Tensor | None = None  # what a softmax is taken of
     astray: bool = False  # whether it is a softmax, and not over the keys, which lie last
+    empty: bool = False  # whether it takes a part of a table, of which there is none
 
 
 class Calls(TorchFunctionMode):
@@ -60,7 +61,9 @@ class Calls(TorchFunctionMode):
         square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
         scores = _scores(name, args, kwargs) if square or name == FUSED else None
         astray = name == "softmax" and self._is_astray(result.shape, args, kwargs)
-        self.made.append(LineCall(name, users_line(), square, drops, scores, astray))
+        table = name in ("triu", "tril") and isinstance(result, Tensor) and result.ndim > 1
+        empty = table and result.shape[-2] > 1 and not bool(result.any())
+        self.made.append(LineCall(name, users_line(), square, drops, scores, astray, empty))
         return result
 
     def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:

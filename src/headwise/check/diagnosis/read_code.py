@@ -135,17 +135,40 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
 
 
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Arguments that are None by default, and used before the line that asks whether they are."""
+    """Arguments that are None by default, and used where nothing has asked yet whether they are,
+    though another line asks."""
     for function in nodes(ast.FunctionDef, part):
         given = function.args
         usual = [*given.posonlyargs, *given.args]
         last = [*usual[len(usual) - len(given.defaults) :], *given.kwonlyargs]
         for argument, default in zip(last, [*given.defaults, *given.kw_defaults], strict=True):
-            lines = [one for one in function.body if argument.arg in names(one)]
-            empty = isinstance(default, ast.Constant) and default.value is None
-            asked = any(_asks(argument.arg, one) for one in lines[1:])
-            if empty and asked and _is_plain(lines[0]) and _needs(argument.arg, lines[0]):
-                yield "none", lines[0].lineno, {"name": argument.arg}
+            name, empty = argument.arg, isinstance(default, ast.Constant) and default.value is None
+            if not empty or not _asks(name, function):
+                continue
+            for one in function.body:
+                branch = one if isinstance(one, ast.If) else None
+                first = branch.test if branch else one
+                if _is_plain(first) and _needs(name, first):
+                    yield "none", one.lineno, {"name": name}
+                    break
+                asked = f"{name} is not None"
+                guarded = branch and not branch.orelse and ast.unparse(branch.test) == asked
+                stored = name in names(one, context=ast.Store)
+                if not guarded and (stored or _may_end(one)):
+                    break
+
+
+def powers(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`x ** 1 / 2`, which is x divided by 2, since the power is taken first."""
+    for quotient in nodes(ast.BinOp, part):
+        power = quotient.left
+        if not isinstance(quotient.op, ast.Div) or not isinstance(power, ast.BinOp):
+            continue
+        exponent = ast.unparse(power.right)
+        if isinstance(power.op, ast.Pow) and exponent in ("1", "-1"):
+            meant = f"{exponent} / {ast.unparse(quotient.right)}"
+            words = {"code": f"{ast.unparse(power.left)} ** {meant}", "meant": f"({meant})"}
+            yield "power", quotient.lineno, words
 
 
 def swapped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -204,6 +227,7 @@ Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask": (multiplied_masks, small_fills),
+    "scale": (powers,),
     "unused-result": (thrown_away,),
     "runs": (late_tests, missing, undefined_names, swapped),
 }
@@ -232,19 +256,24 @@ def _called(value: ast.AST | None) -> list[str]:
     return [name for call in calls if (name := _of_self(call.func))]
 
 
-def _is_plain(statement: ast.stmt) -> bool:
+def _is_plain(statement: ast.AST) -> bool:
     """Whether all of it runs whenever it is reached."""
     whole = not any(isinstance(node, BRANCHING) for node in ast.walk(statement))
-    return isinstance(statement, PLAIN) and whole
+    return isinstance(statement, (*PLAIN, ast.expr)) and whole
 
 
-def _needs(name: str, statement: ast.stmt) -> bool:
+def _may_end(statement: ast.stmt) -> bool:
+    """Whether what comes after it may never be reached."""
+    return any(isinstance(one, ast.Return | ast.Raise | ast.Assert) for one in ast.walk(statement))
+
+
+def _needs(name: str, statement: ast.AST) -> bool:
     """Whether a statement asks something of a name that None has not: `name.to(…)`, `name[…]`."""
     parts = (*nodes(ast.Attribute, statement), *nodes(ast.Subscript, statement))
     return any(isinstance(one.value, ast.Name) and one.value.id == name for one in parts)
 
 
-def _asks(name: str, statement: ast.stmt) -> bool:
+def _asks(name: str, statement: ast.AST) -> bool:
     """Whether somewhere in it a name is compared with None."""
     tests = (one for one in nodes(ast.Compare, statement) if isinstance(one.left, ast.Name))
     return any(ast.unparse(one).startswith(f"{name} is ") for one in tests)

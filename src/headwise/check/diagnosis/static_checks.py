@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from types import FunctionType
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..files.syntax import Source, names
 from ..findings.rules import found
@@ -20,7 +21,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Target, is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
-from .call_lines import FUSED, Calls, LineCall, quoted, recorded
+from .call_lines import FUSED, Calls, LineCall, bare_name, quoted, recorded
 from .projections import Projections
 from .read_code import READERS
 
@@ -44,6 +45,56 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
     name, line = dropping[0].name, quoted(dropping[0].place)
     way, call = ("fused", name) if name == FUSED else ("called", f"F.{name}")
     return [found("dropout-in-eval", way, call=call, line=line)], True
+
+
+def dropout_lost(subject: Target) -> list[Finding]:
+    """Whether the output takes nothing of what a dropout gives."""
+    trial = subject.randomised()
+    x = trial.input(tokens=min(7, trial.context_length or 7))
+    try:
+        with torch.no_grad():
+            usual = trial(x).nan_to_num()
+            drops = [call for call in recorded(trial, x, dropless=False) if _is_dropout(call.name)]
+            for number, call in enumerate(drops):
+                with _Drawn(number):
+                    out = trial(x).nan_to_num()
+                if call.place is not None and torch.equal(out, usual):
+                    words = {"name": "dropout", "line": quoted(call.place)}
+                    return [found("unused-result", "dropped", **words)]
+    except Exception:  # what is checked may raise anything; the probes say what and where
+        return []
+    return []
+
+
+class _Drawn(TorchFunctionMode):
+    """Lets one of the calls of dropout give random numbers."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.left = which
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _is_dropout(bare_name(func)):
+            return result
+        self.left -= 1
+        return torch.rand_like(result) if self.left == -1 else result
+
+
+def _is_dropout(name: str) -> bool:
+    return name in ("dropout", "alpha_dropout", "feature_dropout")
+
+
+def empty_triangle(subject: Target) -> list[Finding]:
+    """Whether the only part of a table that is taken for a mask has no entry."""
+    x = subject.input()
+    parts = [call for call in recorded(subject, x) if call.name in ("triu", "tril")]
+    if not parts or not all(call.empty and call.name == "triu" for call in parts):
+        return []
+    line = quoted(parts[0].place)
+    return [found("causal-mask", "empty", T=x.shape[1], line=line)] if line else []
 
 
 def softmax_astray(subject: Target) -> list[Finding]:
@@ -115,9 +166,12 @@ def one_small_linear(subject: Target) -> list[Finding]:
         return []
     wide = subject.embed_dim // heads
     for name, child in module.named_modules():
-        shape = getattr(child.weight, "shape", ()) if isinstance(child, nn.Linear) else ()
-        if shape == (wide, wide) and parts_of(name.split(".")[-1]) in ("q", "k", "v"):
-            return [found("shared-heads", "small", H=heads, name=name, D=wide, E=subject.embed_dim)]
+        if not isinstance(child, nn.Linear):
+            continue
+        (out, taken), parts = child.weight.shape, parts_of(name.split(".")[-1])
+        if taken == wide and parts and {*parts} <= {*"qkv"} and out == len(parts) * wide:
+            words = {"H": heads, "name": name, "D": wide, "E": subject.embed_dim, "out": out}
+            return [found("shared-heads", "small", **words)]
     return []
 
 

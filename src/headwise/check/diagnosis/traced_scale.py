@@ -51,16 +51,20 @@ class Multiplied:
 
 
 class TracedScale(TorchFunctionMode):
-    """Follows the numbers by which projections are multiplied, up to the first softmax.
+    """Follows the numbers by which projections are multiplied up to the first softmax, and by which
+    weights are up to their product with the values.
 
     Attributes:
         scores: what that softmax is taken of, where it could be followed, with the line.
+        after: what weights were multiplied by, with the line that did it last.
     """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens = tokens
         self.scores: tuple[Multiplied, tuple[str, int] | None] | None = None
+        self.after: tuple[float, tuple[str, int] | None] | None = None
+        self._weights: dict[int, tuple[float, tuple[str, int] | None]] = {}
         self._known: dict[int, Multiplied] = {}
         self._kept: list[Tensor] = []  # so that no other gets its identity
 
@@ -69,15 +73,19 @@ class TracedScale(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = bare_name(func)
-        made = self._made(name, args, kwargs)
+        made, weights = self._made(name, args, kwargs), self._weighed(name, args)
         if name == "softmax" and args and self.tokens == args[0].shape[-1] in args[0].shape[:-1]:
             self._note(self._of(args[0]))
+            weights = 1.0, None
         elif name == FUSED:
             self._note(made)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             self._kept.append(tensor)
             self._known.pop(id(tensor), None)
+            self._weights.pop(id(tensor), None)
+            if weights is not None:
+                self._weights[id(tensor)] = weights
             if made is not None:
                 self._known[id(tensor)] = made
         return result
@@ -85,6 +93,20 @@ class TracedScale(TorchFunctionMode):
     def _note(self, scores: Multiplied | None) -> None:
         if scores is not None and scores.width and self.scores is None:
             self.scores = scores, users_line(3)
+
+    def _weighed(self, name: str, args: Any) -> tuple[float, tuple[str, int] | None] | None:
+        """What a call makes of weights, where it gives weights; their product is noted."""
+        found = [self._weights[id(one)] for one in args if id(one) in self._weights]
+        if len(found) != 1:
+            return None
+        by, _ = found[0]
+        if name in KEEPS:
+            return found[0]
+        if name in ("mul", "div") and len(args) > 1 and (number := _number(args[1])):
+            return (by * number if name == "mul" else by / number), users_line(3)
+        if name in ("matmul", "bmm", "einsum") and self.after is None:
+            self.after = found[0]
+        return None
 
     def _of(self, one: Any) -> Multiplied | None:
         return self._known.get(id(one)) if isinstance(one, Tensor) else None
@@ -156,17 +178,32 @@ def traced_scale(subject: Target) -> list[Finding]:
     (scores, place), heads = trace.scores, subject.num_heads
     wide = scores.width
     sizes = {"H": heads, "D": wide, "Dv": wide, **dict(zip("BTE", x.shape, strict=True))}
-    if math.isclose(scores.by, wide**-0.5, rel_tol=1e-4):
-        return []
-    group = next(group for group in GROUPS if group["field"] == "scale")
     words = {**sizes, "W": heads * wide}
-    kept = [] if subject.module is None else numbers_in(subject.module, SCALING.pattern)
-    spare = any(math.isclose(number, wide**-0.5, rel_tol=1e-4) for number in kept)
-    for name, *said in group["rows"]:
-        meant = name != "nothing" or spare  # no scale at all may have its reasons
-        if meant and math.isclose(scores.by, scale_of(name, sizes), rel_tol=1e-4):
-            message, hint = group["message"].replace("{0}", said[0]), said[1]
-            hint = group["hint"].replace("{1}", hint).format(**words) + quoted(place)
-            ground: Ground = "weights" if subject.made_up else "any"
-            return [Finding("scale", "error", message.format(**words), hint, ground=ground)]
-    return []
+    by, where = trace.after or (1.0, None)
+    if scores.by == 1.0 and not math.isclose(by, 1.0, rel_tol=1e-4):
+        place = where
+        known = (name for name in ("D", "E") if math.isclose(by, sizes[name] ** -0.5, rel_tol=1e-4))
+        name = f"after √{next(known, '')}"
+    elif math.isclose(scores.by, wide**-0.5, rel_tol=1e-4):
+        return []
+    else:
+        kept = [] if subject.module is None else numbers_in(subject.module, SCALING.pattern)
+        spare = any(math.isclose(number, wide**-0.5, rel_tol=1e-4) for number in kept)
+        rows = (one for one in _ROWS if not one.startswith("after"))
+        fits = (n for n in rows if math.isclose(scores.by, scale_of(n, sizes), rel_tol=1e-4))
+        # no scale at all may have its reasons
+        name = next((one for one in fits if one != "nothing" or spare), "")
+    if name not in _ROWS:
+        return []
+    message, hint = (text.format(**words) for text in _ROWS[name])
+    ground: Ground = "weights" if subject.made_up else "any"
+    return [Finding("scale", "error", message, hint + quoted(place), ground=ground)]
+
+
+_ROWS = {
+    name: (group["message"].replace("{0}", said), group["hint"].replace("{1}", hint))
+    for group in GROUPS
+    if group["field"] == "scale"
+    for name, said, hint in group["rows"]
+}
+"""What is said of each wrong scale: message and hint."""

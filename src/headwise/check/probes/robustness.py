@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, randomise, told
+from ..target.checked_target import Broken, Target, randomise, told
 from ..target.introspect import unregistered
 from .behaviour import bent
 from .devices import Elsewhere, everything
@@ -85,7 +86,8 @@ def registered(ctx: ProbeContext) -> Finding | None:
     if made := _made_in_call(ctx):
         return found("registered", "made", name=made, last=made.lower())
     for name in _constants(ctx):
-        return found("registered", "tensor", name=name, last=name.split(".")[-1])
+        way = "drawn" if _is_drawn(ctx, name) else "tensor"
+        return found("registered", way, name=name, last=name.split(".")[-1])
     return passed("registered")
 
 
@@ -121,6 +123,17 @@ def _constants(ctx: ProbeContext) -> list[str]:
     before = plain()
     ctx.call(ctx.x + 1.0, own)
     return [name for name, kept in plain().items() if before.get(name) == kept]
+
+
+def _is_drawn(ctx: ProbeContext, name: str) -> bool:
+    """Whether another object of the class holds other numbers in a plain tensor, as weights are."""
+    try:
+        other = ctx.subject.rebuilt(seed=ctx.subject.seed + 1)
+    except Broken:  # which `reload` says
+        return False
+    own, new = (one and one.module and attrgetter(name)(one.module) for one in (ctx.subject, other))
+    drawn = isinstance(own, Tensor) and isinstance(new, Tensor) and own.is_floating_point()
+    return drawn and own.shape == new.shape and not torch.equal(own, new)
 
 
 def move(ctx: ProbeContext) -> Finding | None:
@@ -190,11 +203,25 @@ def train_eval(ctx: ProbeContext) -> Finding | None:
     return found("train-eval", "differs")
 
 
+def _overwritten(own: Target) -> str:
+    """What its gradient fails of where what drops numbers writes over what others have kept."""
+    try:
+        with torch.enable_grad():
+            own(own.input().requires_grad_(True)).sum().backward()
+    except RuntimeError as error:
+        return str(error).split(";")[0] if "inplace operation" in str(error) else ""
+    except Exception:  # the other probes say what else fails
+        return ""
+    return ""
+
+
 def dropout(ctx: ProbeContext) -> Finding | None:
     """Dropout 0.5: it does something in training, and nothing on average."""
     own = ctx.exact.training(0.5)
     if own is None:
         return None
+    if (lost := _overwritten(own)) and not _overwritten(ctx.exact):
+        return found("dropout", "inplace", error=lost)
     if other := bent(ctx):
         return skipped("dropout", f"It holds more than attention: {other}.")
     x = ctx.exact.input(tokens=5, batch=1)

@@ -5,8 +5,10 @@ What cannot be worked out is asked for by name, once, with an example (ValueErro
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
+import functools
 import inspect
 import re
 import sys
@@ -55,14 +57,15 @@ def build(
         try:
             kwargs = made.work_out(sizes)
             with nullcontext() if torch.cuda.is_available() else _OnCPU():
-                thing = factory(*args, **kwargs)
+                thing = _built(factory, args, kwargs)
             break
         except Exception as error:
             if isinstance(error, Missing):
                 name = error.args[0]
                 known = sizes.tried is not None or building_role(name, needed=True) is not None
-                if known and name not in made.needed:
-                    made.needed.add(name)
+                within = re.search(rf"\.{name}\.\w|\[.{name}.\]\[", source_of(factory)) is not None
+                if (known or within) and name not in {*made.needed, *made.nested}:
+                    (made.nested if within else made.needed).add(name)
                     continue
                 if not errors:
                     raise made.question([name], "config field") from None
@@ -78,6 +81,13 @@ def build(
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented
     return thing, named, roles, made.invented
+
+
+def _built(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return factory(*args, **kwargs)
+    except SystemExit as leaves:  # some do so where others raise
+        raise RuntimeError(f"it leaves Python: {leaves}") from leaves
 
 
 class Unsaid(ValueError):
@@ -100,7 +110,7 @@ class _OnCPU(TorchFunctionMode):
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a class or function; none where Python does not tell. What a class hands
-    on with `**kwargs` is what its base class takes."""
+    on with `**kwargs` is what its base class takes, or what another one wants that it builds."""
     try:
         own = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -112,7 +122,8 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
         else object
     )
     if base in (nn.Module, object):
-        return list(own.values())
+        within = _wanted_within(factory) if open_ and inspect.isclass(factory) else ()
+        return [*own.values(), *(p for p in within if p.name not in own)]
     more = [
         p.replace(kind=p.KEYWORD_ONLY)
         for p in signature(base)
@@ -120,6 +131,32 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     ]
     rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
     return [*(p for p in own.values() if p not in rest), *more, *rest]
+
+
+@functools.lru_cache(maxsize=64)
+def _wanted_within(kind: type) -> list[inspect.Parameter]:
+    """What a class of the same file must be given that a constructor builds with its own
+    `**kwargs`, beside what it is given there."""
+    home = vars(sys.modules.get(kind.__module__, typing))
+    wanted = list[inspect.Parameter]()
+    try:
+        tree = ast.parse("if True:\n" + source_of(vars(kind).get("__init__")))
+    except SyntaxError:  # nothing that can be read
+        return wanted
+    every = [*ast.walk(tree)]
+    rest = next((n.kwarg.arg for n in every if isinstance(n, ast.arguments) and n.kwarg), "")
+    for call in every if rest else ():
+        if not isinstance(call, ast.Call):
+            continue
+        given = {one.arg or ast.unparse(one.value) for one in call.keywords}
+        inner = home.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if rest in given and inspect.isclass(inner) and inner is not kind:
+            wanted += [
+                p.replace(kind=p.KEYWORD_ONLY)
+                for p in signature(inner)[len(call.args) :]
+                if p.default is p.empty and p.kind in (1, 3) and p.name not in given
+            ]
+    return wanted
 
 
 def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
@@ -158,6 +195,7 @@ class _Constructor:
         self.placed = dict(zip(self.names, self.args, strict=False))
         self.place, self.choices = 0, 1  # which class of configurations is taken
         self.needed: set[str] = set()  # fields that one must have
+        self.nested: set[str] = set()  # fields that are configurations themselves
         self.invented: dict[str, Any] = {}
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
@@ -191,8 +229,9 @@ class _Constructor:
             if name in rest:
                 kwargs[name] = rest.pop(name)
             elif role == "config" and (required or self._config_class(name)):
-                kwargs[name] = self._config(name, sizes, rest if required else {})
-                rest = {} if required else rest
+                fields = {one: rest[one] for one in rest if required and one not in self.names}
+                kwargs[name] = self._config(name, sizes, fields)
+                rest = {one: value for one, value in rest.items() if one not in fields}
             elif role == "config":
                 continue
             elif choice is not None:
@@ -303,7 +342,8 @@ class _Constructor:
         """The configuration: of its own class if there is one, else one that answers to all."""
         kind = self._config_class(name)
         if kind is None:
-            return Config(sizes, given, self.needed)
+            nested = {one: Config(sizes, {}, self.needed) for one in self.nested}
+            return Config(sizes, {**nested, **given}, self.needed)
         made = _Constructor(kind, (), given)
         kwargs = given if sizes.plain else made.work_out(sizes)
         self.invented |= made.invented
@@ -363,9 +403,14 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
 def source_of(factory: Any) -> str:
     """The code of a class, function or module; nothing where there is none."""
     try:
-        return inspect.getsource(factory)
-    except (OSError, TypeError):
+        return _read(factory)
+    except (OSError, TypeError):  # which an object without a hash raises as well
         return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _read(factory: Any) -> str:
+    return inspect.getsource(factory)
 
 
 def _of_qkv(kind: type[nn.Module]) -> bool:

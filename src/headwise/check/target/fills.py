@@ -140,10 +140,15 @@ def _any_of(*kinds: Options) -> Options:
 
 # --- tables that the file itself makes ------------------------------------------------------------
 
+
+def _length(dim: int) -> int:
+    return LENGTH
+
+
 _MAKES_TABLES = re.compile(r"rope|rotary|freqs|cos_sin|sin_cos|sincos", re.IGNORECASE)
 _SIZES = (
     (re.compile(r"theta|base"), lambda dim: BASE),
-    (re.compile(r"len|end|ctx|context|max|seq|pos|^t$"), lambda dim: LENGTH),
+    (re.compile(r"len|end|ctx|context|max|seq|pos|^t$"), _length),
     (re.compile(r"dim|elem|head|hidden|width|size|^d$"), lambda dim: dim),
     (re.compile(r"device"), lambda dim: None),
     (re.compile(r"dtype"), lambda dim: torch.float32),
@@ -177,11 +182,12 @@ def _tables(target: Any, dim: int) -> Iterator[Any]:
         if inspect.isclass(made):
             yield from _from_class(made, target)
             continue
-        given: dict[str, Any] = {}
-        for parameter in signature(made):
-            size = next((s for said, s in _SIZES if said.search(parameter.name.lower())), None)
-            if parameter.default is parameter.empty and parameter.kind <= 1:
-                given[parameter.name] = LENGTH if size is None else size(dim)
+        parameters = [p for p in signature(made) if p.kind <= 1]
+        sizes = {p.name: _size_of(p.name) for p in parameters}
+        if not any(sizes.values()):  # it makes something else: a whole model, by its name
+            continue
+        wanted = [p.name for p in parameters if p.default is p.empty]
+        given = {name: (sizes[name] or _length)(dim) for name in wanted}
         try:
             table = made(**given)
         except Exception:  # somebody's function, called on a guess
@@ -189,6 +195,10 @@ def _tables(target: Any, dim: int) -> Iterator[Any]:
         tensors = table if isinstance(table, (tuple, list)) else [table]
         if tensors and all(isinstance(t, Tensor) and LENGTH in t.shape for t in tensors):
             yield table
+
+
+def _size_of(name: str) -> Callable[[int], Any] | None:
+    return next((size for said, size in _SIZES if said.search(name.lower())), None)
 
 
 def _from_class(kind: type, target: Any) -> Iterator[Any]:

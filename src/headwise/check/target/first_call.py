@@ -7,6 +7,7 @@ mistake of the layer's author. Where nothing goes in, somebody has to say how.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -76,7 +77,7 @@ def first_call(subject: Target) -> None:
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
     caller.usual = caller.layout
-    until, usual = time.process_time() + SECONDS, caller.layout
+    until, usual, own = time.process_time() + SECONDS, caller.layout, False
     ways = takewhile(lambda way: not errors or time.process_time() < until, _ways(caller))
     for way in chain(ways, _learnt(subject, usual, errors), _lengths(subject, usual, errors)):
         way.set(subject)
@@ -84,6 +85,8 @@ def first_call(subject: Target) -> None:
             result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
+            if own := way == Way(usual, subject.num_heads) and _is_chance(subject):
+                break
             other = way.layout is not usual or way.learnt
             if other and mixes(subject) != (True, False):
                 raise UnusableResult("mixes no tokens, or other sequences")
@@ -106,7 +109,8 @@ def first_call(subject: Target) -> None:
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
     Way(usual).set(subject)
     made_up = caller.custom is None and (caller.made_up or _of_guess(subject, error))
-    if (subject.guesses or made_up) and "modified inplace" not in str(error):  # whatever goes in
+    own = own or "modified inplace" in str(error) or _is_miscalled(subject, error)
+    if (subject.guesses or made_up) and not own:  # own is wrong whatever goes in
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
@@ -123,6 +127,18 @@ def _tried(subject: Target) -> Result:
     subject.module.requires_grad_(False)
     subject.notes.append("its kernel has no backward here, so gradients were not tried")
     return subject.result(subject.input())
+
+
+def _is_chance(subject: Target) -> bool:
+    """Whether it runs with as many tokens as it has heads, and with fewer it does not: two axes of
+    one size were taken for each other, where nothing was made up."""
+    if subject.made_up or subject.caller.made_up or subject.caller.custom is not None:
+        return False
+    for tokens in range(1, subject.num_heads):
+        with contextlib.suppress(Exception):
+            subject.result(subject.input(tokens=tokens))
+            return False
+    return True
 
 
 def _notes(subject: Target) -> Iterator[str]:
@@ -305,6 +321,22 @@ def _of_guess(subject: Target, error: BaseException) -> bool:
     if TOKENS in sizes and sizes - _known_sizes(subject):
         return True
     return bool(_spoken(subject.caller, error))
+
+
+def _is_miscalled(subject: Target, error: BaseException) -> bool:
+    """Whether a line of the target's own file calls a layer of PyTorch's, or something of the same
+    file, with arguments that it does not take or without some that it wants."""
+    if "must derive from BaseException" in str(error):  # raised where it should be returned
+        return True
+    said = re.match(r"(\w+)[\w.]*\(\) (got an unexpected|missing|takes)", str(error))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [frame for frame in frames if is_users(frame.f_code.co_filename)]
+    if not isinstance(error, TypeError) or said is None or not users or subject.made_up:
+        return False
+    file, known = users[-1].f_code.co_filename, users[-1].f_globals
+    own = getattr(known.get(said[1]), "__module__", "") == known.get("__name__")
+    called = frames[-1].f_code.co_filename in (file, nn.Module.__call__.__code__.co_filename)
+    return called and (own or hasattr(nn, said[1]))
 
 
 def _spoken(caller: Caller, error: BaseException) -> list[str]:

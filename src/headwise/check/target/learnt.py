@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .call_adapter import Caller
 from .checked_target import BATCH, TOKENS, Target
-from .fills import FILLS, Fill, Place, left_out, no_value
+from .fills import FILLS, Fill, Place, angles, left_out, no_value
 
 AXES = """
 BSE SE 1SE S1E SBE PE 1PE P1E BPE ME 1ME M1E HD 1HD H1D 1H1D 11HD TS 1TS 11TS BTS B1TS HTS 1HTS BHTS
-TSH TS1 BTSH TSD TSE BTSE SD 1SD S1D BHSD 1HSD 11SD BSHD HSD PD HPD 1PD PH HP SH HS E D H S P BE B1E
+NTS TSH TS1 BTSH TSD TSE BTSE SD 1SD S1D BHSD 1HSD 11SD BSHD HSD PD HPD 1PD PH HP SH HS E D H S P BE
+B1E
 """
 """Axes of the tables that are tried: sequences, queries T, keys S, width E, heads, their width D,
-distances P between two tokens, and both sequences one behind the other, M."""
-MOST = 800
-"""After how many calls no new round begins, in which each argument is tried."""
+distances P between two tokens, both sequences one behind the other, M, and all heads of all
+sequences, N."""
+MOST, SECONDS = 800, 4.0
+"""After how many calls no new round begins, in which each argument is tried; and how long any are
+tried."""
 KNOWN = {"mask", "padding", "cache", "lengths", "causal", "use_cache", "weights", "training"}
 """Roles of arguments that are learnt apart, or that nothing else fits."""
 PLACES = ((TOKENS, BATCH), (5, 4))
@@ -53,12 +58,26 @@ class Table:
         keys, queries = place.source.shape[-2], place.x.shape[-2]
         sizes = {"B": len(place.x), "T": queries, "S": keys, "E": place.x.shape[-1], "1": 1}
         sizes |= {"H": self.heads, "D": self.dim, "P": queries + keys - 1, "M": queries + keys}
+        sizes["N"] = sizes["B"] * self.heads
         shape = [sizes[axis] for axis in self.axes]
         turn = torch.zeros(shape, dtype=torch.float64, device=place.x.device)
         for number, axis in enumerate(self.axes):
             row = torch.arange(sizes[axis] if axis != "B" else 1, device=turn.device)
             turn = turn + (row * (0.7 + number)).view(-1, *[1] * (len(shape) - number - 1))
         return (turn.sin() * (not self.silent)).to(place.x.dtype)
+
+
+def _turns(place: Place) -> Callable[..., Tensor]:
+    """What turns queries or keys `[…, T, D]` or `[…, T, H, D]` as rotary positions do."""
+
+    def turn(rows: Tensor, *rest: Any, **more: Any) -> Tensor:
+        turned = angles(place, rows.shape[-1]).to(rows.dtype)
+        turned = turned if rows.shape[-2] == len(turned) else turned[:, None]
+        one, two = rows.chunk(2, -1)
+        cos, sin = turned.cos(), turned.sin()
+        return torch.cat((one * cos - two * sin, one * sin + two * cos), -1)
+
+    return turn
 
 
 PLAIN: tuple[Fill, ...] = (
@@ -72,8 +91,10 @@ PLAIN: tuple[Fill, ...] = (
     lambda place: place.x.new_ones(place.x.shape[:-1], dtype=torch.bool),
     lambda place: place.x.new_full((len(place.x),), place.source.shape[-2], dtype=torch.long),
     lambda place: place.source.shape[-2],
+    _turns,
 )
-"""What else is tried: nothing, keys and values side by side, numbers of tokens, their distances."""
+"""What else is tried: nothing, keys and values side by side, numbers of tokens, their distances,
+and a function that turns queries and keys."""
 
 
 def _keys(place: Place) -> Tensor:
@@ -97,16 +118,37 @@ def learn(subject: Target, also: Collection[str] = ()) -> dict[str, Fill] | None
     if not names or caller.custom is not None:
         return None
     options = {name: list(_candidates(caller, name)) for name in names}
+    kept = _LEARNT.setdefault(_kind(caller.target), {})
+    if places := kept.get(str(caller.layout)):  # of the same class, built with other sizes
+        fills = {n: options[n][place] for n, place in places.items() if n in options}
+        if len(fills) == len(names) and _steps(subject, fills) == math.inf:
+            return fills
     best = {name: caller.fill(name) for name in names}
     most, before, calls = _steps(subject, best), -1.0, 0
+    until = time.process_time() + SECONDS
     while before < most < math.inf and calls < MOST:
         before = most
         for name in names:
             for fill in options[name] if most < math.inf else ():
+                if time.process_time() > until:
+                    caller.fills = best
+                    return None
                 steps, calls = _steps(subject, trial := {**best, name: fill}), calls + 1
                 most, best = max((most, best), (steps, trial), key=lambda pair: pair[0])
     caller.fills = best
-    return best if most == math.inf else None
+    if most < math.inf:
+        return None
+    if all(best[name] in options[name] for name in names):
+        kept[str(caller.layout)] = {name: options[name].index(best[name]) for name in names}
+    return best
+
+
+_LEARNT: WeakKeyDictionary[Any, dict[str, dict[str, int]]] = WeakKeyDictionary()
+"""Which of its candidates each argument got, by the class that is called and the layout of x."""
+
+
+def _kind(target: Any) -> Any:
+    return type(target) if isinstance(target, nn.Module) else target
 
 
 def _candidates(caller: Caller, name: str) -> Iterator[Fill]:

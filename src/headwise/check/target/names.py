@@ -86,8 +86,15 @@ def calling_role(name: str) -> str | None:
 
     >>> calling_role("Q"), calling_role("attention_mask"), calling_role("hidden_states")
     ('query', 'mask', None)
+    >>> calling_role("key_matrix"), calling_role("input_matrix")
+    ('key', None)
     """
     bare = name.lower().strip("_")
+    plain = re.sub(
+        r"_(matrix|tensor|vectors?|seq|sequence|tokens|features|embeddings|input)$", "", bare
+    )
+    if bare not in _CALL and _CALL.get(plain) in ("query", "key", "value"):
+        return _CALL[plain]
     if bare not in _CALL and re.search(r"(rotary|rope|rot)_(pos_)?(emb|cache|table)", bare):
         return "rotary"
     if bare not in _CALL and re.search(r"freqs?_(cis|complex)|complex_freq", bare):

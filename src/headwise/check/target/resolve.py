@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -24,8 +25,9 @@ from .masking import learn_causality
 from .names import building_role, calling_role
 from .sizes import BuildSizes, shown
 
-TRIES = 4
-"""How many values are tried for arguments whose names tell nothing."""
+TRIES, SECONDS = 4, 8.0
+"""How many values are tried for arguments whose names tell nothing; after how long no other sizes
+are."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,18 @@ def _is_function_of_x(thing: Any, width: int, arguments: dict[str, Any]) -> bool
         return False
 
 
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters, or matrices that should be some."""
+    plain = (value for part in module.modules() for value in vars(part).values())
+    matrices = (value for value in plain if isinstance(value, Tensor) and value.ndim == 2)
+    return any(True for _ in (*module.parameters(), *filter(torch.is_floating_point, matrices)))
+
+
 def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
     """Whether the first things it takes are tensors, not sizes, and it has no weights of its
     own."""
     module = isinstance(thing, nn.Module)
-    if inspect.isclass(thing) or (module and any(True for _ in thing.parameters())):
+    if inspect.isclass(thing) or (module and _has_weights(thing)):
         return False
     call = thing.forward if module else thing
     parameters = [p for p in signature(call) if p.name not in arguments]
@@ -262,11 +271,14 @@ def _of_factory(
             ) from broken.__cause__
         return replace(subject, factory=make, made_up=guessed)
 
+    until = time.process_time() + SECONDS
     try:
         return make()
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
         for sizes in _other_sizes(own, first, given):
+            if time.process_time() > until:
+                break
             request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
                 return make()
