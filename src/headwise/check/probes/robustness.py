@@ -131,9 +131,11 @@ def _is_drawn(ctx: ProbeContext, name: str) -> bool:
         other = ctx.subject.rebuilt(seed=ctx.subject.seed + 1)
     except Broken:  # which `reload` says
         return False
-    own, new = (one and one.module and attrgetter(name)(one.module) for one in (ctx.subject, other))
-    drawn = isinstance(own, Tensor) and isinstance(new, Tensor) and own.is_floating_point()
-    return drawn and own.shape == new.shape and not torch.equal(own, new)
+    if other is None or other.module is None or ctx.subject.module is None:
+        return False
+    own, new = (attrgetter(name)(module) for module in (ctx.subject.module, other.module))
+    drawn = isinstance(new, Tensor) and own.is_floating_point() and own.shape == new.shape
+    return drawn and not torch.equal(own, new)
 
 
 def move(ctx: ProbeContext) -> Finding | None:
