@@ -192,11 +192,9 @@ def assert_alike(subject: Subject, models: dict[str, Any], length: int) -> None:
             assert torch.equal(own, named), "generated tokens differ"
 
 
-def measure(
-    name: str, length: int, part: str, ways: list[str], rounds: int, within: float
-) -> Iterator[list[Any]]:
+def measure(name: str, length: int, part: str, options: argparse.Namespace) -> Iterator[list[Any]]:
     """One model at one length: the rows of float32, then those of bfloat16."""
-    subject, train = SUBJECTS[name], part == "step"
+    subject, train, ways = SUBJECTS[name], part == "step", options.ways
     torch.manual_seed(0)
     model = subject.make(length, OWN)
     named = subject.make(length, NAMED)
@@ -206,7 +204,8 @@ def measure(
         models[INSIDE] = copy.deepcopy(model)
     assert_alike(subject, models, length)
     given = inputs(subject, length)
-    for kind, dtype in DTYPES.items():
+    for kind in options.dtypes:
+        dtype = DTYPES[kind]
         for one in models.values():
             one.to(dtype)
         works: dict[str, Any] = {
@@ -215,7 +214,7 @@ def measure(
         if INSIDE in ways:
             works[INSIDE] = partial(inside, models[INSIDE], works[INSIDE])
         works |= attention(subject, length, dtype, train)
-        taken = timing.interleaved(works, rounds, least=0.0, within=within)
+        taken = timing.interleaved(works, options.rounds, least=0.0, within=options.within)
         own = statistics.median(taken[OWN])
         gain = subject.layers * saved(taken, "attention, sdpa", "attention, headwise")
         about = {"model": name, "part": part, "T": length, "dtype": kind}
@@ -245,6 +244,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--part", choices=("forward", "step"), action="append")
     parser.add_argument("--ways", nargs="+", choices=(NAMED, INSIDE), default=[NAMED, INSIDE])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--within", type=float, default=90.0, help="seconds, while 3 rounds fit")
     parser.add_argument("--no-record", action="store_true")
@@ -255,9 +255,7 @@ def main() -> None:
     for part in options.part or ("forward", "step"):
         for name in options.models:
             for length in options.lengths:
-                for found in measure(
-                    name, length, part, options.ways, options.rounds, options.within
-                ):
+                for found in measure(name, length, part, options):
                     rows += found
                     print(found, flush=True)
     lines = [

@@ -54,8 +54,8 @@ class Entry:
         if self.commit != "site-packages":
             return trees / f"{self.repository.replace('/', '+')}@{self.commit[:12]}" / self.path
         package = importlib.util.find_spec(self.path.split("/")[0])
-        assert package is not None and package.origin is not None, self.path
-        return Path(package.origin).parents[1] / self.path
+        origin = package.origin if package else None
+        return Path(origin).parents[1] / self.path if origin else Path(self.path)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.backends import choose
+from headwise.core.call import Call
 from headwise.tutorial import timing
 from statistic_sets import six
 
@@ -55,7 +57,7 @@ def contenders() -> dict[str, Callable[[], Any]]:
     state = {"qkv.weight": by_hand.qkv.weight, "qkv.bias": by_hand.qkv.bias}
     state |= {"out.weight": by_hand.out.weight, "out.bias": by_hand.out.bias}
     layer.load_state_dict(state)
-    statistics = six()
+    statistics, chosen = six(), choose(Call.of(q, k, v, mask=mask)).name
     plain = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(hw.attend(q, k, v, mask=mask), plain)
     seen = hw.observe(q, k, v, *statistics, mask=mask)
@@ -70,6 +72,7 @@ def contenders() -> dict[str, Callable[[], Any]]:
     return {
         "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, k, v),
         "attend": lambda: hw.attend(q, k, v, mask=mask),
+        "attend, told the backend": lambda: hw.attend(q, k, v, mask=mask, backend=chosen),
         "observe, six statistics": lambda: hw.observe(q, k, v, *statistics, mask=mask),
         "observe, and the figures read": read,
         "a fused layer by hand": lambda: by_hand(x),
@@ -100,6 +103,9 @@ def main() -> None:
     with torch.no_grad():
         taken = timing.interleaved(contenders(), rounds=chosen.rounds)
     sdpa, by_hand = "F.scaled_dot_product_attention", "a fused layer by hand"
+    choosing = [
+        a - b for a, b in zip(taken["attend"], taken["attend, told the backend"], strict=True)
+    ]
     rows, lines = [], []
     for name, seconds in taken.items():
         beside = by_hand if name == "MultiHeadAttention" else sdpa
@@ -110,8 +116,10 @@ def main() -> None:
     imports = import_seconds(9)
     over = [b - a for a, b in zip(*imports.values(), strict=True)]
     rows.append({"import headwise, over torch's": timing.Spread.of(over)})
+    rows.append({"choosing the backend, seconds": choosing})
     timing.show(f"B 1, H {HEADS}, T 1, S {KEYS}, D {DIM}, one thread", ["", "µs", ""], lines)
     print(f"import headwise takes {timing.Spread.of(over).median:.2f} s over import torch")
+    print(f"choosing the backend takes {1e6 * choosing.median:.1f} µs of attend")
     if not chosen.no_record:
         print(f"kept in {timing.record('overhead', {'rounds': chosen.rounds}, rows, RESULTS)}")
 
