@@ -23,6 +23,7 @@ from .behaviour import (
     weights,
 )
 from .masks import mask, padding
+from .paths import paths
 from .probe_context import Failed, Probe, ProbeContext
 from .robustness import (
     contiguous,
@@ -66,6 +67,7 @@ NUMBERS = _by_rule(
     reload,
     train_eval,
     dropout,
+    paths,
     half,
     context,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, Target, randomise, told
+from ..target.checked_target import Broken, Target, copied, randomise, told
 from ..target.introspect import unregistered
 from .behaviour import bent
 from .devices import Elsewhere, everything
@@ -27,7 +28,18 @@ def deterministic(ctx: ProbeContext) -> Finding | None:
             first, second = (ctx.call(ctx.x, subject).nan_to_num() for _ in range(2))
             if not ctx.near(first, second):
                 return found("deterministic", "differs")
+    if (kept := _kept(ctx)) is not None and not ctx.near(*kept):
+        return found("deterministic", "kept")
     return passed("deterministic")
+
+
+def _kept(ctx: ProbeContext) -> tuple[Tensor, Tensor] | None:
+    """What the very first call gives, and the second."""
+    if ctx.exact.uncalled is None:
+        return None
+    own = replace(ctx.exact, caller=replace(ctx.exact.caller, target=copied(ctx.exact.uncalled)))
+    own = own.randomised().to(ctx.exact.dtype)
+    return ctx.call(ctx.x, own).nan_to_num(), ctx.call(ctx.x, own).nan_to_num()
 
 
 def input_kept(ctx: ProbeContext) -> Finding | None:

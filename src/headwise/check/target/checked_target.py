@@ -59,6 +59,7 @@ class Target:
         roles: the constructor's arguments, as given or worked out, by role.
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
+        uncalled: the module as it was before its first call, which may leave something behind.
         made_up: what was guessed to build it, for people.
         notes: what was worked out, for people.
     """
@@ -83,6 +84,7 @@ class Target:
     factory: Callable[..., Target] | None = None
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
+    uncalled: nn.Module | None = None
     made_up: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -313,7 +315,8 @@ class Target:
         return own
 
     def rebuilt(self, **changes: Any) -> Target | None:
-        """From its constructor again, with roles changed (`dropout=0.5`); None for instances.
+        """From its constructor again, with roles or arguments changed (`dropout=0.5`); None for
+        instances.
 
         Raises:
             Broken: the constructor or the first call fails.

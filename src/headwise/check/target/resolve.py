@@ -183,7 +183,8 @@ def _without_weights(thing: Any, name: str, known: dict[str, Any], request: Requ
     """The subject for a function of q, k and v that was built; its sizes are those it was told."""
     sizes = request.sizes
     heads = sizes.num_heads or known.get("heads", 3)
-    width = sizes.embed_dim or heads * known.get("head_dim", 8)
+    one = known.get("width") if "heads" not in known else None  # told of one width, it means q's
+    width = sizes.embed_dim or heads * (known.get("head_dim") or one or 8)
     sizes = replace(sizes, embed_dim=width, num_heads=heads)
     return of_function(thing, {}, sizes, request.causal, request.seed, name)
 
@@ -236,6 +237,7 @@ def _of_factory(
     def make(seed: int = request.seed, **changes: Any) -> Target:
         sizes = replace(request.sizes, changes=changes)
         own = {name: v for name, v in said.items() if building_role(name) not in changes}
+        own |= {name: changes[name] for name in changes if name in names}
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -351,6 +353,7 @@ def _settled(
         dtype=next((p.dtype for p in parameters if p.is_floating_point()), torch.float32),
         seed=request.seed,
         roles=roles or {},
+        uncalled=copied(target) if isinstance(target, nn.Module) else None,
     )
     if call is None:
         wide = known.get("kv_width", width)

@@ -1,0 +1,117 @@
+"""Probe both paths of a layer that has two: with a fused kernel or without, batches first or last.
+
+A layer is called as its constructor has it, so that mistakes on its other path would not be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..findings.rules import found, passed
+from ..findings.verdict import Finding
+from ..target.checked_target import Broken, Target, is_users, told
+from ..target.construct import signature
+from .probe_context import Failed, ProbeContext
+
+FUSED = re.compile(r"flash|sdpa|fused|(memory|mem)_?eff|efficient_att|scaled_dot_product")
+"""Names of flags that choose a kernel, which changes no number."""
+LAYOUT = "batch_first"
+FOREIGN = re.compile(r"cuda|gpu|kernel|backend|not (implemented|supported|available)|triton", re.I)
+"""What errors say that speak of a machine or package, not of the layer."""
+
+
+def paths(ctx: ProbeContext) -> Finding | None:
+    """The path that a flag chooses gives the same."""
+    tried = False
+    for name, value in _flags(ctx.subject):
+        call = f"{name}={value}"
+        try:
+            other = _other(ctx, name, value)
+            if other is None:
+                continue
+            tried = True
+            for causal in (False, True)[: 1 + ctx.exact.causal]:
+                if not ctx.near(_out(ctx, other, causal), _out(ctx, ctx.exact, causal)):
+                    return found("paths", "differs", call=call)
+        except (Broken, Failed) as failure:
+            error = failure.__cause__
+            if isinstance(error, RuntimeError) and _is_own(error):
+                return found("paths", "fails", call=call, error=told(error))
+    for name in _attributes(ctx):
+        with contextlib.suppress(Failed):  # the constructor may have made nothing for that path
+            tried = True
+            if not ctx.near(ctx.call(ctx.x, _flipped(ctx.exact, name)), ctx.out):
+                return found("paths", "differs", call=f"self.{name} the other way")
+    return passed("paths") if tried else None
+
+
+def _out(ctx: ProbeContext, subject: Target, causal: bool) -> Tensor:
+    """The output with the mask that `exact` understands, or without one: what the mistakes of
+    another path look like says nothing of masks."""
+    form = ctx.exact.mask_form if causal else None
+    own = replace(subject, causal=causal, mask_form=form, open_form=ctx.exact.open_form)
+    return ctx.call(ctx.x, own)
+
+
+def _flags(subject: Target) -> Iterator[tuple[str, bool]]:
+    """The constructor's flags that must change no number, with the value that was not taken."""
+    if subject.factory is None or subject.module is None:
+        return
+    for parameter in signature(type(subject.module)):
+        name, usual = parameter.name, parameter.default
+        if isinstance(usual, bool) and (FUSED.search(name.lower()) or name == LAYOUT):
+            kept = getattr(subject.module, name, usual)
+            yield name, not (kept if isinstance(kept, bool) else usual)
+
+
+def _other(ctx: ProbeContext, name: str, value: bool) -> Target | None:
+    """The same with a flag the other way and the same weights; None where it has others, or wants
+    another call."""
+    try:
+        other = ctx.subject.rebuilt(**{name: value})
+    except ValueError as error:  # a call that cannot be guessed is no mistake
+        raise Failed(name, error) from None
+    if other is None or other.module is None or ctx.exact.module is None:
+        return None
+    if name != LAYOUT and other.guesses != ctx.exact.guesses:
+        return None
+    other, kept = other.to(ctx.exact.dtype), dict(ctx.exact.module.named_parameters())
+    own = dict(other.module.named_parameters()) if other.module is not None else {}
+    if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in kept.items()}:
+        return None
+    with torch.no_grad():
+        for one, parameter in own.items():
+            parameter.copy_(kept[one])
+    return other
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether a line of somebody's file made it, and it speaks of shapes, not of a machine."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(is_users(one.filename) for one in frames) and not FOREIGN.search(str(error))
+
+
+def _attributes(ctx: ProbeContext) -> list[str]:
+    """Flags that the constructor worked out by itself."""
+    module = ctx.exact.module
+    taken = {p.name for p in signature(type(module))} if module is not None else set()
+    every = (pair for one in module.modules() for pair in vars(one).items()) if module else ()
+    names = [
+        name for name, value in every if isinstance(value, bool) and FUSED.search(name.lower())
+    ]
+    return [name for name in dict.fromkeys(names) if name not in taken]
+
+
+def _flipped(subject: Target, name: str) -> Target:
+    own = subject.fresh()
+    for one in own.module.modules() if own.module is not None else ():
+        if isinstance(vars(one).get(name), bool):
+            setattr(one, name, not getattr(one, name))
+    return own
