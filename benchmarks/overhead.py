@@ -103,9 +103,8 @@ def main() -> None:
     with torch.no_grad():
         taken = timing.interleaved(contenders(), rounds=chosen.rounds)
     sdpa, by_hand = "F.scaled_dot_product_attention", "a fused layer by hand"
-    choosing = [
-        a - b for a, b in zip(taken["attend"], taken["attend, told the backend"], strict=True)
-    ]
+    pairs = zip(taken["attend"], taken["attend, told the backend"], strict=True)
+    choosing = timing.Spread.of([a - b for a, b in pairs])
     rows, lines = [], []
     for name, seconds in taken.items():
         beside = by_hand if name == "MultiHeadAttention" else sdpa
