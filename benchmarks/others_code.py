@@ -108,7 +108,7 @@ def ask(entry: Entry, trees: Path) -> Told:
     words = (*COMMAND, f"{file}:{entry.name}", "--json")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=file.parent
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=trees
     ) as run:
         try:
             out, err = run.communicate(timeout=SECONDS)

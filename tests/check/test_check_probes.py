@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_check_paths import MergesNothing, SeesAll, TwoPaths
 from torch import Tensor, nn
 
 from headwise.check import probes
@@ -451,7 +452,7 @@ def found(thing: Any, rule: str) -> Finding:
 
 RIGHT: dict[str, type[nn.Module]] = {rule.id: Right for rule in PROBE_RULES}
 RIGHT |= {"mask": Masked, "padding": Padded, "cross": Cross, "cache": Cached, "rotary": Rotary}
-RIGHT |= {"assert": Right, "weights": Cached, "half": Right}
+RIGHT |= {"assert": Right, "weights": Cached, "half": Right, "paths": TwoPaths}
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,8 @@ def test_right_layers_have_no_findings() -> None:
 
 BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     # rule, layer, severity, words of its message
+    ("paths", SeesAll, "error", "With flash=True the same weights"),
+    ("paths", MergesNothing, "error", "With flash=True the same call fails"),
     ("shape", Squeezing, "error", r"For x \[1, 7, 24\] it returns .* \[7, 24\]"),
     ("shape", FixedBatch, "error", r"For x \[1, 7, 24\] it returns"),
     ("finite", HidesItself, "error", "The output of token 0 is NaN"),

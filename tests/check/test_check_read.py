@@ -741,3 +741,79 @@ def test_an_input_that_is_called_a_residual_is_meant_to_be_added() -> None:
     verdict = check(WithResidual)
     assert verdict.passed
     assert verdict["residual"].severity == "warning"
+
+
+class NormedTooLate(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        x = self.norm(x)
+        return self.joined(q, k, v)
+
+
+class ScaledForNothing(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT
+        scaled_scores = scores / math.sqrt(self.wide)  # noqa: F841
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ReadLater(Projected):
+    """What is made there is read: in a loop, by a function within, under another condition."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        for _ in range(2):
+            q = self.split(self.w_q(x))
+        k = self.split(self.w_k(x))
+        scores = q @ k.mT / math.sqrt(self.wide)
+
+        def weights() -> Tensor:
+            return scores.softmax(-1)
+
+        v = self.w_v(x)
+        if twice:
+            v = self.w_v(v)
+        return self.last((weights() @ self.split(v)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"), [(NormedTooLate, "x"), (ScaledForNothing, "scaled_scores"), (ReadLater, "")]
+)
+def test_what_is_never_read_is_named(layer: type[nn.Module], name: str) -> None:
+    verdict = check(layer)
+    said = [one.message for one in verdict.findings if one.rule == "unused-result"]
+    wanted = f"What {name} becomes there is never read, so that the line does nothing."
+    assert said == [wanted] * bool(name)
+    assert verdict.passed is (layer is ReadLater)
+
+
+class Compared(Projected):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compared)
+
+
+def test_a_layer_without_a_hash_is_no_fault_of_the_check() -> None:
+    (one,) = check(Compared).errors
+    assert (one.rule, "__hash__" in one.message) == ("builds", True)
+
+
+class KeptBeside(Projected):
+    """Keys are kept in a plain tensor, which is no weight."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.store = torch.randn(9, heads, 99, self.wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        with torch.no_grad():
+            self.store[: len(x), :, : x.shape[1]] = k
+        return self.joined(q, k, v)
+
+
+def test_a_store_of_keys_is_no_weight() -> None:
+    assert check(KeptBeside).passed

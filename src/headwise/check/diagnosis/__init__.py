@@ -58,6 +58,8 @@ OTHER_FUNCTIONS = set(
 """Functions that are called for the same."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 """Names that people give an input which is to be added to the output."""
+HIDING = re.compile(r"mask|fill|inf")
+"""What lines say that hide keys."""
 READ = {"roles": {"roles"}, "mask": {"causal-mask", "mask-fill"}, "scale": {"scale"}}
 """Rules that are read off the code where none of these was seen in the numbers."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
@@ -91,8 +93,10 @@ def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
     make another of them, such a line is only of no use."""
     findings = [*read_off(subject.caller.target, "unused-result")]
     right = any((one.rule, one.severity) == ("definition", "passed") for one in judged)
-    if right and not subject.caller.named("mask") and not subject.caller.named("padding"):
-        findings = [replace(one, severity="warning") for one in findings]
+    masked = subject.caller.named("mask") or subject.caller.named("padding")
+    for number, one in enumerate(findings):
+        if right and not (masked and HIDING.search(one.hint)):
+            findings[number] = replace(one, severity="warning")
     return findings or dropout_lost(subject)
 
 

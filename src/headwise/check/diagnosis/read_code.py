@@ -33,6 +33,8 @@ OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
 BY_CHANCE = re.compile("drop|keep|rand|sample")
 """Names of masks that are drawn."""
+WORKED_ON = re.compile(r"score|att(n|ention)|weight|prob|energy|logit")
+"""Names of what attention is made of on its way."""
 HIDES = re.compile(r"fill|inf|where|\de\d|==")
 """Code that may hide what is 0."""
 
@@ -93,6 +95,25 @@ def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         made = getattr(getattr(lost.value, "func", None), "attr", "") in NO_EFFECT
         if (made or isinstance(lost.value, ast.BinOp)) and _target(lost) == name:
             yield "overwritten", lost.lineno, {"name": name}
+
+
+def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Results that nothing reads afterwards: `x = self.norm(x)` behind the last x, and scores or
+    weights that are worked on for nothing."""
+    for function in nodes(ast.FunctionDef, part):
+        parts = [*ast.walk(function)][1:]
+        inner = [one for one in parts if isinstance(one, (*INNER, ast.For, ast.While))]
+        skipped = names(function if function.name == "__init__" else ast.Pass(), *inner)
+        loads = [one for one in nodes(ast.Name, function) if isinstance(one.ctx, ast.Load)]
+        for one in nodes(ast.Assign, function):
+            name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else ""
+            if not name or name in skipped or not isinstance(one.value, ast.Call | ast.BinOp):
+                continue
+            own = name in names(one.value) and bool(_called(one.value))
+            read = [load for load in loads if load.id == name and not _within(load, one)]
+            later = [load for load in read if not own or load.lineno > one.lineno]
+            if not later and len(one.targets) == 1 and (own or WORKED_ON.search(name.lower())):
+                yield "never", one.lineno, {"name": name}
 
 
 def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -228,7 +249,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask": (multiplied_masks, small_fills),
     "scale": (powers,),
-    "unused-result": (thrown_away,),
+    "unused-result": (thrown_away, never_read),
     "runs": (late_tests, missing, undefined_names, swapped),
 }
 """By rule, who reads mistakes of it."""
@@ -254,6 +275,10 @@ def _called(value: ast.AST | None) -> list[str]:
     """Attributes of self that are called."""
     calls = nodes(ast.Call, value) if value is not None else ()
     return [name for call in calls if (name := _of_self(call.func))]
+
+
+def _within(node: ast.Name, whole: ast.stmt) -> bool:
+    return any(one is node for one in ast.walk(whole))
 
 
 def _is_plain(statement: ast.AST) -> bool:

@@ -12,12 +12,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..files.syntax import Source, names
 from ..findings.rules import found
 from ..findings.verdict import Finding
+from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target, is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
@@ -48,17 +49,23 @@ def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
 
 
 def dropout_lost(subject: Target) -> list[Finding]:
-    """Whether the output takes nothing of what a dropout gives."""
+    """Whether the output, or each of several, takes nothing of what a dropout gives."""
     trial = subject.randomised()
     x = trial.input(tokens=min(7, trial.context_length or 7))
+
+    def outputs() -> list[Tensor]:
+        result = trial.result(x)
+        beside = (one for one in tensors_in(result.raw) if one.shape == result.out.shape)
+        return [one.nan_to_num() for one in (result.out, *beside)]
+
     try:
         with torch.no_grad():
-            usual = trial(x).nan_to_num()
+            usual = outputs()
             drops = [call for call in recorded(trial, x, dropless=False) if _is_dropout(call.name)]
             for number, call in enumerate(drops):
                 with _Drawn(number):
-                    out = trial(x).nan_to_num()
-                if call.place is not None and torch.equal(out, usual):
+                    now = outputs()
+                if call.place is not None and all(map(torch.equal, now, usual)):
                     words = {"name": "dropout", "line": quoted(call.place)}
                     return [found("unused-result", "dropped", **words)]
     except Exception:  # what is checked may raise anything; the probes say what and where

@@ -35,9 +35,10 @@ def deterministic(ctx: ProbeContext) -> Finding | None:
 
 def _kept(ctx: ProbeContext) -> tuple[Tensor, Tensor] | None:
     """What the very first call gives, and the second."""
-    if ctx.exact.uncalled is None:
+    module = ctx.exact.uncalled
+    if module is None or any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
         return None
-    own = replace(ctx.exact, caller=replace(ctx.exact.caller, target=copied(ctx.exact.uncalled)))
+    own = replace(ctx.exact, caller=replace(ctx.exact.caller, target=copied(module)))
     own = own.randomised().to(ctx.exact.dtype)
     return ctx.call(ctx.x, own).nan_to_num(), ctx.call(ctx.x, own).nan_to_num()
 
@@ -124,9 +125,9 @@ def _constants(ctx: ProbeContext) -> list[str]:
     module = own.module
     assert module is not None
 
-    def plain() -> dict[str, int]:
+    def plain() -> dict[str, tuple[int, int]]:  # written to, it is a cache
         return {
-            f"{path}.{name}" if path else name: id(value)
+            f"{path}.{name}" if path else name: (id(value), value._version)
             for path, child in module.named_modules()
             for name, value in vars(child).items()
             if isinstance(value, Tensor) and not name.startswith("_")

@@ -246,6 +246,10 @@ def _of_factory(
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
             raise Broken(found("builds", "fails", label=label, error=told(error))) from error
+        if isinstance(target, nn.Module):
+            odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
+            if odd:
+                raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
@@ -295,6 +299,13 @@ def _of_factory(
             f"hw.check({label}, {_asked(factory)}), or a layer that is built. With what I made up "
             f"for them it fails: {told(fault)}{install(fault)}"
         ) from fault
+
+
+def _inner(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules within, which PyTorch itself only lists where they can be put into a set."""
+    for child in module._modules.values():
+        if child is not None:
+            yield from (child, *_inner(child))
 
 
 def _builds(first: Exception) -> bool:
