@@ -278,6 +278,31 @@ def test_autocast() -> None:
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
 
 
+def test_calls_of_one_forward_have_draws_of_their_own() -> None:
+    class Often(nn.Module):
+        """A layer that is called many times, as those that models share are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = hw.MultiHeadAttention(E, H, backend="sdpa")
+            self.own.qkv.weight.data *= 8  # entropies that differ from position to position
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.own(x, mask=hw.Causal()) for _ in range(50)]).sum(0)
+
+    torch.manual_seed(0)
+    model, x = Often(), torch.randn(1, 200, E)
+    found = []
+    for queries in (None, 8):
+        with hw.Monitor(model, every=1, queries=queries) as monitor:
+            model(x)
+            monitor.step()
+        found.append(monitor.latest["entropy"])
+    whole, some = found
+    assert (abs(some.values - whole.values) < 3 * some.errors).all()
+    assert (some.errors < 0.2).all()
+
+
 # ── steps that a GradScaler skips ───────────────────────────────────────────────────────────────
 
 
