@@ -210,3 +210,23 @@ def test_collectives_are_counted() -> None:
     finally:
         dist.destroy_process_group()
     assert private_torch.collectives_begun() == 0
+
+
+def test_a_scaler_keeps_what_it_found_until_its_update() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, torch.inf, 1.0):
+        assert private_torch.skipped_since_update(scaler) is None
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert private_torch.skipped_since_update(scaler) is None
+        before = weight.detach().clone()
+        scaler.step(optimizer)
+        skipped = torch.equal(before, weight)
+        assert private_torch.skipped_since_update(scaler) is skipped is (factor == torch.inf)
+        scaler.update()
+        optimizer.zero_grad()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for other in (off, None, object()):
+        assert private_torch.skipped_since_update(other) is None

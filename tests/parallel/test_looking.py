@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,45 @@ def test_what_ranks_watched_is_merged(size: int, running: bool) -> None:
             torch.testing.assert_close(
                 torch.from_numpy(figure), torch.from_numpy(want[name]), atol=1e-12, rtol=0
             )
+
+
+def drew(queries: int | None) -> list[dict[str, Any]]:
+    """What all ranks saw of texts of which each has some, of drawn queries or of all."""
+    gloo()
+    torch.manual_seed(3)  # entropies that differ much from position to position, alike in all texts
+    attention = hw.MultiHeadAttention(24, num_heads=3, backend="sdpa").double()
+    attention.qkv.weight.data *= 8
+    common, texts = torch.randn(1, 200, 24).double(), torch.randn(64, 1, 200, 24).double()
+    with torch.no_grad(), hw.watch(attention, hw.Entropy(), queries=queries, running=True) as seen:
+        for x in hw.parallel.share_of(common + texts / 8):
+            attention(x, mask=hw.Causal())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return hw.parallel.merged(seen).table()
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_every_rank_draws_queries_of_its_own(size: int) -> None:
+    (whole, *_), (some, *_) = values(size, drew, None), values(size, drew, 8)
+    for truth, row in zip(whole, some, strict=True):
+        assert abs(row["entropy"] - truth["entropy"]) < 3 * row["entropy_se"] < 0.3
+
+
+def first_draws() -> list[list[float]]:
+    gloo()
+    found = []
+    for keywords in ({}, {"gradients": True}, {"seed": 7}):
+        model = layer()
+        x = torch.randn(1, 40, 24).double()
+        with hw.watch(model, hw.Entropy(), queries=8, **keywords) as seen:  # type: ignore[arg-type]
+            model(x, mask=hw.Causal())
+        found.append(seen[""]["entropy"].flatten().tolist())
+    return found
+
+
+def test_draws_differ_by_rank_where_nothing_is_learnt_from_them() -> None:
+    one, two = values(2, first_draws)
+    assert [a == b for a, b in zip(one, two, strict=True)] == [False, True, False]
 
 
 def mattered(over_ranks: bool) -> list[dict[str, Any]]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,6 +329,48 @@ def test_every_call_of_a_watched_module_has_a_draw_of_its_own(running: bool) -> 
         assert torch.equal(calls[0]["entropy"].values, alone["entropy"].values)
         calls = many(2, queries=8, gradients=True)[""].calls  # what is computed again is the same
         assert torch.equal(*(call["entropy"].values for call in calls))
+
+
+def test_the_same_draw_twice_is_told_where_figures_are_added_up(tmp_path: Path) -> None:
+    layer, x = hw.MultiHeadAttention(24, 3), torch.randn(2, 40, 24)
+
+    def watched(**keywords: Any) -> Watched:
+        with torch.no_grad(), hw.watch(layer, hw.Entropy(), **keywords) as seen:
+            layer(x, mask=hw.Causal())
+        return seen
+
+    for one, other in (
+        (watched(queries=8), watched(queries=8)),
+        (watched(queries=8, running=True), watched(queries=8, running=True)),
+    ):
+        one.save(tmp_path / "one.safetensors")
+        for first in (
+            one,
+            hw.load_seen(tmp_path / "one.safetensors"),
+            pickle.loads(pickle.dumps(one)),
+        ):
+            with pytest.warns(UserWarning, match="both drew their queries by the same seed"):
+                _ = first + other
+        with pytest.warns(UserWarning, match="both drew their queries by the same seed"):
+            _ = sum([one, watched(queries=8, seed=1, running=one[""].running is not None), other])
+    q, running = torch.randn(1, 2, 40, 8), hw.Running()
+    for seed in (0, 1, 2):
+        running.add(hw.observe(q, q, q, hw.Entropy(), queries=8, seed=seed))
+    with pytest.warns(UserWarning, match="drawn by the same seed"):
+        running.add(hw.observe(q, q, q, hw.Entropy(), queries=8, seed=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running.add(hw.observe(q, q, q, hw.Entropy(), queries=8, seed=3))
+        for one, other in (
+            (watched(), watched()),
+            (watched(queries=8), watched(queries=8, seed=1)),
+            (watched(queries=64), watched(queries=64)),  # all of them
+            (watched(queries=[3, 5]), watched(queries=[3, 5])),  # named, and no estimate of a mean
+        ):
+            _ = one + other
+        for _ in range(2):
+            running.add(hw.observe(q, q, q, hw.Entropy(), queries=64))
+            running.add(hw.observe(q, q, q, hw.Entropy(), queries=[3, 5]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

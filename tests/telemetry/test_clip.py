@@ -119,6 +119,10 @@ class Stored(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class StoredAsGPTBigCode(Stored):
+    """Its names are nanoGPT's, so that only its class tells."""
+
+
 def modules(biases: bool, kv_heads: int) -> list[Any]:
     """Every layout that holds such heads, with its sizes."""
     found = []
@@ -136,7 +140,13 @@ def modules(biases: bool, kv_heads: int) -> list[Any]:
     return found
 
 
+def stored_in(layout: str, sizes: Sizes, biases: bool) -> Stored:
+    kind = StoredAsGPTBigCode if layout == "gpt_bigcode" else Stored
+    return kind(layout, sizes, biases)
+
+
 CASES = [*modules(True, H), *modules(False, H), *modules(True, 2), *modules(False, 2)]
+CASES += modules(True, 1)
 
 
 def test_cases_are_all_layouts() -> None:
@@ -148,7 +158,7 @@ def test_cases_are_all_layouts() -> None:
 @pytest.mark.parametrize(("layout", "sizes", "biases"), CASES)
 def test_every_layout(layout: str, sizes: Sizes, biases: bool) -> None:
     torch.manual_seed(0)
-    model = Stored(layout, sizes, biases)
+    model = stored_in(layout, sizes, biases)
     x, before = torch.randn(B, T, sizes.embed_dim), model.parts()
     gamma = assert_clipped(model, "", x).float()
     after = model.parts()
@@ -163,7 +173,7 @@ def test_every_layout(layout: str, sizes: Sizes, biases: bool) -> None:
 @pytest.mark.parametrize(("layout", "sizes", "biases"), CASES)
 def test_every_layout_with_half_on_keys(layout: str, sizes: Sizes, biases: bool) -> None:
     torch.manual_seed(1)
-    model = Stored(layout, sizes, biases)
+    model = stored_in(layout, sizes, biases)
     x, before = torch.randn(B, T, sizes.embed_dim), model.parts()
     gamma = assert_clipped(model, "", x, rule="both").float()
     after, shared = model.parts(), sizes.num_heads // sizes.num_kv_heads
@@ -279,8 +289,11 @@ LATENT = {
     **{"first_k_dense_replace": 2, "moe_intermediate_size": 8},
 }
 EAGER = {"attn_implementation": "eager"}
+BIGCODE = {"n_embd": E, "n_head": H, "n_layer": 2}
 HUGGING: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2": ("GPT2Model", {"n_embd": E, "n_head": H, "n_layer": 2}, "h.1.attn"),
+    "GPTBigCode": ("GPTBigCodeModel", BIGCODE | {"multi_query": False}, "h.0.attn"),
+    "GPTBigCode, one key head": ("GPTBigCodeModel", BIGCODE | {"multi_query": True}, "h.0.attn"),
     "BERT": ("BertModel", {}, "encoder.layer.1.attention.self"),
     "Llama, grouped": ("LlamaModel", {"num_key_value_heads": 2}, "layers.1.self_attn"),
     "Qwen 2": ("Qwen2Model", {"num_key_value_heads": 2}, "layers.0.self_attn"),

@@ -278,22 +278,53 @@ def test_autocast() -> None:
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
 
 
+def test_calls_of_one_forward_have_draws_of_their_own() -> None:
+    class Often(nn.Module):
+        """A layer that is called many times, as those that models share are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = hw.MultiHeadAttention(E, H, backend="sdpa")
+            self.own.qkv.weight.data *= 8  # entropies that differ from position to position
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.own(x, mask=hw.Causal()) for _ in range(50)]).sum(0)
+
+    torch.manual_seed(0)
+    model, x = Often(), torch.randn(1, 200, E)
+    found = []
+    for queries in (None, 8):
+        with hw.Monitor(model, every=1, queries=queries) as monitor:
+            model(x)
+            monitor.step()
+        found.append(monitor.latest["entropy"])
+    whole, some = found
+    assert (abs(some.values - whole.values) < 3 * some.errors).all()
+    assert (some.errors < 0.2).all()
+
+
 # ── steps that a GradScaler skips ───────────────────────────────────────────────────────────────
 
 
 def scaled_step(
-    model: Any, optimizer: torch.optim.Optimizer, scaler: Any, number: int, bad: bool
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    number: int,
+    bad: bool,
+    between: Callable[[], object] = lambda: None,
 ) -> None:
     loss = model(batch(number)).square().mean()
     scaler.scale(loss * torch.inf if bad else loss).backward()
     scaler.step(optimizer)
+    between()
     scaler.update()
     optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("told", [False, True])
-def test_a_skipped_step_is_forgotten(fused: bool, told: bool) -> None:
+@pytest.mark.parametrize("told", ["", "after update", "before update"])
+def test_a_skipped_step_is_forgotten(fused: bool, told: str) -> None:
     def run(skip: bool) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
         model, _ = made()
         model.blocks.eval()
@@ -304,8 +335,11 @@ def test_a_skipped_step_is_forgotten(fused: bool, told: bool) -> None:
             for number, bad in enumerate((False, False, True, False)):
                 if bad and not skip:
                     continue
-                scaled_step(model, optimizer, scaler, number, bad)
-                if told:
+                if told == "before update":
+                    scaled_step(model, optimizer, scaler, number, bad, monitor.step)
+                else:
+                    scaled_step(model, optimizer, scaler, number, bad)
+                if told == "after update":
                     monitor.step()
             return dict(monitor.latest), monitor.steps, monitor.maxima
 
@@ -314,6 +348,23 @@ def test_a_skipped_step_is_forgotten(fused: bool, told: bool) -> None:
     for name in plain:
         np.testing.assert_allclose(skipped[name].data, plain[name].data, rtol=1e-4, err_msg=name)
     assert all(torch.allclose(maxima[name], others[name]) for name in LAYERS)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_told_before_the_update_each_step_counts_as_what_it_was(every: int) -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    counted: list[int] = []
+    with hw.Monitor(model, every=every, scaler=scaler) as monitor:
+
+        def told() -> None:
+            monitor.step()
+            counted.append(monitor.steps)
+
+        bad = (False, True, False, True, True, False, False)
+        for number, skipped in enumerate(bad):
+            scaled_step(model, optimizer, scaler, number, skipped, told)
+    assert counted == [1, 1, 2, 2, 2, 3, 4]
 
 
 def test_maxima_of_a_skipped_step_are_gone() -> None:

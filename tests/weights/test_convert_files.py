@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +184,86 @@ def test_a_failure_while_writing_leaves_the_old_file(
     assert "No space left" in refused(capsys, *arguments)
     assert two.read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+# ── what the config beside the weights tells ────────────────────────────────────────────────────
+
+
+def saved(kind: str, folder: Path, **more: Any) -> dict[str, Tensor]:
+    """The state of a small model of transformers, and the model in a folder."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes | more)
+    model = getattr(transformers, f"{kind}Model")(config)
+    model.save_pretrained(folder)
+    return model.state_dict()
+
+
+def test_the_config_tells_gpt_bigcode_from_nanogpt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out.safetensors"
+    state = saved("GPTBigCode", folder, multi_query=False, n_positions=16)
+    capsys.readouterr()
+    done = convert_file(folder, out, target="torch")
+    assert done.source == "gpt_bigcode"
+    wanted = hw.convert(state, source="gpt_bigcode", target="torch", num_heads=3)
+    made = load_file(out)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+    err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "torch", "--from", "nanogpt")
+    assert "config.json says that the model is of layout 'gpt_bigcode'" in err
+    (folder / "config.json").unlink()
+    err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "torch", "--heads", "3")
+    assert "source='nanogpt' or source='gpt_bigcode' (--from)" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "rotary_dim"),
+    [
+        ("Llama", {}, 8),
+        ("StableLm", {}, 2),
+        ("StableLm", {"partial_rotary_factor": 0.5}, 4),
+        ("GPTNeoX", {"rotary_pct": 0.5, "attention_bias": False}, 4),
+        ("Nemotron", {}, 4),
+        ("Glm", {"head_dim": 8}, 0),  # turns neighbours already
+        ("Cohere", {}, 0),
+        ("Helium", {"head_dim": 8}, 0),
+        ("Ernie4_5", {}, 0),
+    ],
+)
+def test_the_config_tells_what_is_rotated(
+    tmp_path: Path, kind: str, more: dict[str, Any], rotary_dim: int
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out.safetensors"
+    state = saved(kind, folder, **more)
+    done = convert_file(folder, out, target="llama_meta")
+    wanted = hw.convert(
+        state, source=done.source, target="llama_meta", num_heads=3, rotary_dim=rotary_dim
+    )
+    made = load_file(out)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+
+
+def test_layers_that_rotate_different_shares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(a_model(), tmp_path / "model.safetensors")
+    each = {"full": {"partial_rotary_factor": 0.5}, "sliding": {"rope_theta": 10000.0}}
+    said = {"num_attention_heads": 6, "rope_parameters": each}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    err = refused(capsys, tmp_path, tmp_path / "b.safetensors", "--to", "llama_meta")
+    assert "layers rotate different shares of a head (0.5, 1)" in err
+    assert main(["convert", str(tmp_path), str(tmp_path / "c.safetensors"), "--to", "qwen"]) == 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
+from ..core.numbers import whole
 from ..core.shapes import extent_of
 from ..stats.base import Statistic, all_needs
 from ..stats.needs import HEAD_OUTPUT
@@ -21,11 +22,20 @@ from ..stats.observe import observe
 from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
+from .ranks import rank_of_all
 
 
 def seed_of_call(seed: int, number: int) -> int:
     """The seed of a module's call of this number, from 0; seeds near each other share none."""
     return seed + 1_000_003 * number
+
+
+def seed_of_rank(seed: int) -> int:
+    """The seed of this rank, of ranks that were given the same one; that of rank 0 is as given.
+
+    PyTorch's generator of the CPU looks at the last 32 bits.
+    """
+    return seed + 0x9E3779B9 * rank_of_all()
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,15 @@ class Looking:
         return {"queries": self.queries, "seed": self.seed, "gradients": self.gradients}
 
     def of_call(self, number: int) -> Looking:
-        """The same at a module's call of this number, from 0, with a draw of its own.
+        """The same at a module's call of this number, from 0, with a draw of its own on each rank.
 
         Draws of the same queries at every call would be wrong in the same way at every call.
         """
-        return replace(self, seed=seed_of_call(self.seed, number))
+        return replace(self, seed=seed_of_call(seed_of_rank(self.seed), number))
+
+    def draws(self, queries: int) -> bool:
+        """Whether it draws some of a call's queries."""
+        return whole(self.queries) is not None and self.looked_at(queries) < queries
 
     def looked_at(self, queries: int) -> int:
         """At how many of a call's queries."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,7 @@ class Watched(HeadTable):
         self.left_out: dict[str, str] = {}
         self._modules: dict[str, WatchedModule] = {}
         self._running, self._why = running, why or _not_called
+        self.drawn: frozenset[int] = frozenset()  # the seeds that queries were drawn with
 
     def add(
         self,
@@ -151,6 +153,7 @@ class Watched(HeadTable):
         """
         modules = [module.state() for module in self._modules.values()]
         content = {"running": self._running, "modules": modules, "left_out": self.left_out}
+        content["drawn"] = sorted(self.drawn)
         write_tree(Path(path), content)
 
     def __add__(self, other: Watched) -> Watched:
@@ -168,7 +171,15 @@ class Watched(HeadTable):
                 "seen + other: one was watched with running=True and the other keeps every call; "
                 "watch both alike."
             )
+        if self.drawn & other.drawn:
+            warnings.warn(
+                "seen + other: both drew their queries by the same seed, and so the same ones of "
+                "calls of one length: standard errors of the sum are too small; watch each with a "
+                "seed=… of its own.",
+                stacklevel=2,
+            )
         total = Watched(kinds.pop(), self._why)
+        total.drawn = self.drawn | other.drawn
         total.left_out = other.left_out | self.left_out
         for seen in (self, other):
             for name, module in seen._modules.items():
@@ -420,6 +431,7 @@ def load_seen(path: str | Path) -> Watched:
     try:
         seen = Watched(bool(content["running"]))
         seen.left_out = {str(name): str(why) for name, why in content.get("left_out", {}).items()}
+        seen.drawn = frozenset(map(int, content.get("drawn", ())))
         for state in content["modules"]:
             seen._modules[state["name"]] = WatchedModule.of_state(state)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:

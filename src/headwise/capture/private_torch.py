@@ -119,6 +119,21 @@ def outside_graphs(function: _F) -> _F:
     return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
+# ── scaled gradients ────────────────────────────────────────────────────────────────────────────
+
+
+def skipped_since_update(scaler: Any) -> bool | None:
+    """Return whether a GradScaler has skipped a step of an optimizer since its last `update()`.
+
+    `None` where no optimizer has stepped since then, or where the scaler does not tell.
+    """
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    stepped = [state for state in states if state["stage"].name == "STEPPED"]
+    if not stepped:
+        return None
+    return any(bool(x) for state in stepped for x in state["found_inf_per_device"].values())
+
+
 # ── collectives ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,4 +1,4 @@
-"""Which of a layer's heads a call has, where its projections lie over ranks (`DTensor`)."""
+"""Which rank this process is, and which of a layer's heads lie on it (`DTensor`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 from torch import nn
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+
+
+def rank_of_all() -> int:
+    """This process's number in the default process group; 0 without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return distributed.get_rank()
 
 
 def number_of_heads(module: nn.Module) -> int | None:

@@ -14,7 +14,7 @@ from ..stats.base import Statistic, check_statistics
 from ..stats.patterns import First, Previous, Self
 from ..stats.per_query import Entropy, Mass
 from ..stats.sampling import check_queries
-from .call import AttentionCall, Looking
+from .call import AttentionCall, Looking, seed_of_rank
 from .captured import Watched
 from .modules import Modules, check_model, chosen, why_left_out
 from .session import catch
@@ -52,8 +52,9 @@ def watch(
             any, those of `DEFAULT`: entropy, and the weight on the first token, on the one before
             and on the query's own.
         queries: look at so many queries of every call only, or at these, as in `observe()`.
-        seed: of the draws; every call of a module has one of its own (with `gradients`, all have
-            the same), so that errors of many calls even out.
+        seed: of the draws; every call of a module has one of its own, and so has every rank (with
+            `gradients`, all have the same), so that errors of many calls even out. What is added up
+            later is to be watched with seeds of its own.
         running: add calls up as they come (`Running`) in place of keeping each one's statistics:
             memory stays constant over a generation or a data set.
         gradients: keep the graph of LSE, entropy, distance and masses, so that they can stand in a
@@ -129,6 +130,8 @@ def watch(
             ) from error
         if call.again:
             return
+        if looking.draws(call.queries):
+            watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         kept = (call.name, readings, call.heads, call.first_key)
         first = call.first_head
         looked_at = call.batch * looking.looked_at(call.queries)

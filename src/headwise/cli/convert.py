@@ -38,6 +38,10 @@ def convert(
             help="Write biases of zeros, or leave them out, where OUT can be either way.",
         ),
     ] = None,
+    rotary_dim: Annotated[
+        int | None,
+        typer.Option(help="Rotated features of a head; none: all, or what config.json says."),
+    ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=1e-6, help="Most gigabytes a file, where OUT is a folder.")
     ] = 5.0,
@@ -67,6 +71,7 @@ def convert(
             num_heads=heads,
             num_kv_heads=kv_heads,
             bias=bias,
+            rotary_dim=rotary_dim,
             shard_bytes=round(shard_gb * 1e9),
             overwrite=overwrite,
             report=lambda share: report("converting", share),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -46,6 +47,7 @@ class Running:
         self.calls = 0
         self.heads = 0
         self._parts: dict[str, Part] = {}
+        self._drawn: Tensor | None = None
 
     def add(self, seen: Seen, *, first: int = 0) -> None:
         """Take in a call's statistics.
@@ -60,6 +62,20 @@ class Running:
                 batch, than before.
         """
         self.take(seen.readings, seen.found.extent.heads, first)
+        view = seen.found.view
+        if view.drawn is not None and view.rows is not None:
+            self._told_of_draw(view.rows)
+
+    def _told_of_draw(self, rows: Tensor) -> None:
+        """Warn where a call's drawn queries are those of the call before, which had its seed."""
+        before, self._drawn = self._drawn, rows
+        if before is not None and before.shape == rows.shape and torch.equal(before, rows):
+            warnings.warn(
+                "Running.add(seen): its queries are those of the call before, drawn by the same "
+                "seed: standard errors over calls are too small; observe(…, queries=…, seed=…) "
+                "each call with a seed of its own.",
+                stacklevel=3,
+            )
 
     def take(self, readings: Mapping[str, Reading], heads: int, first: int = 0) -> None:
         """`add()`, of readings by name."""

@@ -59,7 +59,8 @@ def observe(
             (`seen.queries`); default: at all. A number is drawn: up to four first and two last
             ones, and one from each of as many equal stretches of the rest. The output is whole all
             the same.
-        seed: of the draw.
+        seed: of the draw; calls whose figures are added up (`Running`) need one each, as the same
+            seed draws the same queries of calls of one length.
         output: False leaves the attention output out, for calls of which only the statistics are
             wanted; of sampled queries that costs a fraction of a call. A tensor is the output
             itself, where somebody has computed it already.

@@ -256,7 +256,7 @@ class _Finder:
             named = owner.named_parameters(remove_duplicate=False)
             parameters = {bare_name(n): parameter for n, parameter in named}
             try:
-                found = projections_of(parameters, heads)
+                found = projections_of(parameters, heads, type(module))
             except ValueError as error:
                 faults.append(str(error))
                 continue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._text import and_more
 from ..capture.modules import Modules, check_model, chosen
-from ..capture.private_torch import outside_graphs
+from ..capture.private_torch import outside_graphs, skipped_since_update
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics
 from ..stats.per_head import MaxLogit
@@ -168,7 +168,7 @@ class Monitor:
     def step(self) -> list[Alarm]:
         """End a step of the training: call it after `optimizer.step()`; gives new alarms.
 
-        With a scaler, after `scaler.update()`: only then does its scale tell of a skipped step.
+        With a scaler, after `scaler.step(optimizer)`, before `scaler.update()` or after it.
 
         Raises:
             ValueError: a monitor that was given the optimizer, which tells by itself.
@@ -179,9 +179,9 @@ class Monitor:
                 "monitor.step(): the optimizer that Monitor(model, optimizer) was given tells of "
                 "its steps itself; leave this call out, or give no optimizer."
             )
-        if self._scale_fell():
-            return self.skip()
-        return self._end()
+        skipped = skipped_since_update(self._scaler)
+        fell = self._scale_fell()  # before `update()`, for a step that is told of already
+        return self.skip() if (fell if skipped is None else skipped) else self._end()
 
     def skip(self) -> list[Alarm]:
         """Forget the forwards since the last step: the optimizer did not take theirs."""

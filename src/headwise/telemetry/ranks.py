@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..capture.private_torch import store_of_group
+from ..capture.ranks import rank_of_all
 from .figures import merged
 from .step_sums import Span, StepSums, nothing
 
@@ -20,11 +21,6 @@ from .step_sums import Span, StepSums, nothing
 def several() -> bool:
     """Whether this process is one of several that train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def rank_of_all() -> int:
-    """This process's number among those that train together."""
-    return dist.get_rank() if several() else 0
 
 
 def is_first() -> bool:

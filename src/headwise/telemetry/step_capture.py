@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..capture.call import AttentionCall, Looking
+from ..capture.call import AttentionCall, Looking, seed_of_call
 from ..capture.net import Net
+from ..capture.ranks import rank_of_all
 from ..capture.session import catch
 from ..stats.base import Statistic
 from ..stats.per_head import MaxLogit, Norms
 from ..stats.results import Reading
 from .figures import kept_of
-from .ranks import rank_of_all
 from .step_sums import Span, StepSums
 from .wrappers import innermost
 
@@ -73,7 +74,7 @@ class StepCapture:
     Args:
         model: any module.
         warn: told of what cannot be seen.
-        seed: of the drawn queries, with the step and the number of the forward.
+        seed: of the drawn queries, with the step and the numbers of the forward and of the call.
         meant: whether a module is looked at, by its name.
         begun: called when a forward that counts begins.
     """
@@ -92,6 +93,7 @@ class StepCapture:
         self._net: Net | None = None
         self._forward: Any = None
         self._every = self._graded = False
+        self._calls: Counter[str] = Counter()  # of each module in the forward that is running
         self.clear()
 
     def clear(self) -> None:
@@ -147,6 +149,7 @@ class StepCapture:
             self._forward = running[0]
             self._begun()
             self.forwards += 1
+            self._calls.clear()
         return counts
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
@@ -160,6 +163,7 @@ class StepCapture:
         except Exception as error:
             self._tell(call.name, error)
             return
+        self._calls[call.name] += 1
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
 
         def keep(queries: int) -> None:
@@ -176,18 +180,18 @@ class StepCapture:
         for statistics, queries in ((wanted.of_all, None), (wanted.of_some, wanted.queries)):
             if not statistics:
                 continue
-            looking = Looking(queries, seed=self._draw())
+            looking = Looking(queries, seed=self._draw(call.name))
             some, every = looking.looked_at(call.queries), call.queries
             for name, reading in call.observe(statistics, looking).items():
                 sampled = reading.sampled and reading.whole is None
                 found[name] = reading, call.batch * (some if sampled else every)
         return found
 
-    def _draw(self) -> int:
-        """A seed of its own for each forward of each step, on each rank."""
+    def _draw(self, name: str) -> int:
+        """A seed of its own for each call of a module in each forward of a step, on each rank."""
         mixed = (self._seed + rank_of_all()) * 1_000_003 + self._step
         mixed = mixed * 1_000_003 + self.forwards
-        return mixed % 2**62
+        return seed_of_call(mixed, self._calls[name]) % 2**62
 
     def _keep(
         self, name: str, span: Span, readings: Mapping[str, tuple[Reading, int]], queries: int

@@ -40,6 +40,7 @@ def convert(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     bias: bool | None = None,
+    rotary_dim: int | None = None,
 ) -> dict[str, Any]:
     """The same attention under another implementation's names, shapes and orders.
 
@@ -56,11 +57,15 @@ def convert(
         num_kv_heads: key/value heads; the shapes nearly always say.
         bias: for targets that can do with and without: True writes zeros where the source has
             no biases, False leaves out those that are all zeros; default: as the source has them.
+        rotary_dim: how many leading features of each head the model rotates, for layouts that
+            differ in which of them turn as a pair: so many are moved, the others stay. Default:
+            all of a head's; needed where models of these names are known that rotate a part
+            (Pythia, StableLM, Nemotron). Of what turns neighbours already, 0: nothing is moved.
 
-    Where layouts differ in which features rotate as a pair, features are moved; all of a head's, as
-    if all rotated. Names do not tell of models that rotate others: those of Cohere, GLM, Ernie 4.5
-    and Helium have Llama's names and turn neighbours. Under headwise's names they take
-    `RoPE(…, interleaved=True)`; `llama_meta` is no target for them.
+    Names do not always tell which features a model rotates: those of Cohere, Ernie 4.5 and Helium
+    have Llama's names and turn neighbours. Under headwise's names they take
+    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. `convert_file` and
+    `headwise convert` read it from the `config.json` beside the weights.
 
     Returns:
         Names to new tensors of the same dtype, for `load_state_dict`; nested lists of numbers
@@ -68,8 +73,9 @@ def convert(
 
     Raises:
         ValueError: an unknown layout (the known ones are listed); missing or extra names; shapes
-            that do not fit the head count; or something the target cannot hold, such as a bias it
-            has no place for, grouped heads, or another output width.
+            that do not fit the head count; something the target cannot hold, such as a bias it
+            has no place for, grouped heads, or another output width; or names that do not say what
+            has to be known (nanoGPT's or GPTBigCode's, a rotation of a part).
 
     >>> import torch, headwise as hw
     >>> theirs = torch.nn.MultiheadAttention(12, num_heads=3, batch_first=True)
@@ -84,7 +90,7 @@ def convert(
     check_state(state, "convert")
     if source is None:
         source = detect_layout(state)
-    wanted = Wanted(source, target, num_heads, num_kv_heads, bias)
+    wanted = Wanted(source, target, num_heads, num_kv_heads, bias, rotary_dim)
     asked = str(wanted)
     tensors = {name: tensor_of(name, value, asked) for name, value in state.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -126,7 +132,7 @@ class Wanted:
     """What a caller asked for; it quotes the call in errors.
 
     Raises:
-        ValueError: an unknown layout, or a head count below 1.
+        ValueError: an unknown layout, a head count below 1, or an odd number of rotated features.
     """
 
     source: str
@@ -134,6 +140,9 @@ class Wanted:
     num_heads: int | None = None
     num_kv_heads: int | None = None
     bias: bool | None = None
+    rotary_dim: int | None = None
+    rotary_share: float | None = None
+    """The share of a head's features that is rotated, where that is known instead."""
 
     def __post_init__(self) -> None:
         for name in (self.source, self.target):
@@ -143,6 +152,9 @@ class Wanted:
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"{self}: {name} must be a whole number of at least 1")
+        turned = self.rotary_dim
+        if turned is not None and (type(turned) is not int or turned < 0 or turned % 2):
+            raise ValueError(f"{self}: rotary_dim must be an even number of features, or 0")
 
     @property
     def old(self) -> Layout:
@@ -154,9 +166,20 @@ class Wanted:
         """The target's layout."""
         return LAYOUTS[self.target]
 
+    @property
+    def moves(self) -> bool:
+        """Whether source and target rotate other features as a pair."""
+        return (self.old.rope or "half") != (self.new.rope or "half")
+
+    def rotated(self, head_dim: int) -> int | None:
+        """How many features of a head are rotated; `None` where nobody has said."""
+        if self.rotary_dim is None and self.rotary_share is not None:
+            return int(head_dim * self.rotary_share)
+        return self.rotary_dim
+
     def __str__(self) -> str:
         shown = f"source={self.source!r}, target={self.target!r}"
-        for name in ("num_heads", "num_kv_heads"):
+        for name in ("num_heads", "num_kv_heads", "rotary_dim"):
             if getattr(self, name) is not None:
                 shown += f", {name}={getattr(self, name)}"
         return f"convert({shown})"
@@ -166,11 +189,19 @@ def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -
     """One layer in the target's layout; `load` gives the tensor of a state's name.
 
     Raises:
-        ValueError: shapes that do not fit the head count, or something the target cannot hold.
+        ValueError: shapes that do not fit the head count; something the target cannot hold; or
+            features to be moved, of which it is not known whether all are rotated.
     """
     said = f"{wanted} at {layer.prefix!r}" if layer.prefix else str(wanted)
     parts, sizes = _read(layer, load, wanted, said)
-    reorder(parts, wanted.old.rope, wanted.new.rope, said)
+    rotated = wanted.rotated(sizes.head_dim)
+    if wanted.moves and rotated is None and layer.partial is not None:
+        raise ValueError(
+            f"{said}: the rotated features of a head go to other places, and models of these names "
+            f"may rotate a part of a head alone ({layer.partial}); say how many features with "
+            f"rotary_dim=… (--rotary-dim): {sizes.head_dim} for all of them, 0 to move none"
+        )
+    reorder(parts, wanted.old.rope, wanted.new.rope, rotated, said)
     regroup(parts, sizes, wanted.old.turns, wanted.new.turns)
     if wanted.bias is not None:
         parts = with_bias(parts, sizes, wanted.bias)

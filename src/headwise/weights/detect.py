@@ -30,7 +30,8 @@ def detect_layout(state: Mapping[str, Any]) -> str:
         state: names to tensors, arrays or nested lists.
 
     Raises:
-        ValueError: no known layout has these names and shapes; the known ones are listed.
+        ValueError: no known layout has these names and shapes; the known ones are listed. Or two
+            have them and mean different things by them, as nanoGPT and GPTBigCode may.
 
     >>> import torch, headwise as hw
     >>> hw.detect_layout(torch.nn.MultiheadAttention(12, 3).state_dict())
@@ -41,8 +42,11 @@ def detect_layout(state: Mapping[str, Any]) -> str:
     return detect_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-def detect_shapes(shapes: Mapping[str, Shape]) -> str:
-    """As `detect_layout`, from names and shapes alone."""
+def detect_shapes(shapes: Mapping[str, Shape], meant: str | None = None) -> str:
+    """As `detect_layout`, from names and shapes alone.
+
+    Of two layouts that have the same, it is the one that is `meant`, if somebody else can tell.
+    """
     best: tuple[int, str] | None = None
     nearly: list[str] = []
     for layout in LAYOUTS.values():
@@ -58,6 +62,8 @@ def detect_shapes(shapes: Mapping[str, Shape]) -> str:
         score = 2 * sum(len(layer.names) for layer in layers) + at_home
         if best is None or score > best[0]:
             best = score, layout.name
+        elif layout.twin is not None and best == (score, layout.twin[0]):
+            best = score, _told_apart(layout, layers, shapes, meant)
     # A layout that only has no place for something is nearer than one that misses something.
     for sign in (
         "norms of q and k",
@@ -77,6 +83,34 @@ def detect_shapes(shapes: Mapping[str, Shape]) -> str:
     return best[1]
 
 
+def _told_apart(
+    layout: Layout, layers: Iterable[Layer], shapes: Mapping[str, Shape], meant: str | None
+) -> str:
+    """Which of two layouts of the same names it is: this one, or its twin.
+
+    Raises:
+        ValueError: it may be either, and they mean different things.
+    """
+    assert layout.twin is not None
+    other, why = layout.twin
+    if meant in (layout.name, other):
+        return meant
+    for layer in layers:
+        held = {
+            parts: group[0]
+            for n, group in layer.where.items()
+            for parts, _ in [layer.form.tensors[n]]
+        }
+        packed, out = held["qkv.weight"], held["out.weight"]
+        if shapes[packed][0] == 3 * shapes[out][1]:
+            raise ValueError(
+                f"detect_layout(…): {packed} {list(shapes[packed])} may be of layout {other!r} or "
+                f"of {layout.name!r}: names and shapes are the same, and the rows of {why}; say "
+                f"source={other!r} or source={layout.name!r} (--from)"
+            )
+    return layout.name
+
+
 @dataclass(frozen=True)
 class Layer:
     """Where one attention layer's tensors are in a state.
@@ -88,6 +122,7 @@ class Layer:
             tensors of their own.
         names: all names that belong to it, masks too.
         first: the first of them in the state.
+        near: those of the names in the layout's `partial` that stand beside it.
     """
 
     layout: Layout
@@ -96,6 +131,14 @@ class Layer:
     where: Mapping[str, tuple[str, ...]]
     names: frozenset[str]
     first: str
+    near: frozenset[str] = frozenset()
+
+    @property
+    def partial(self) -> str | None:
+        """Which models have its names, and those beside it, and may rotate a part of each head."""
+        return next(
+            (whose for name, whose in self.layout.partial.items() if name in self.near), None
+        )
 
 
 def find_layers(layout: Layout, shapes: Mapping[str, Shape], asked: str) -> list[Layer]:
@@ -174,9 +217,9 @@ def _layer(layout: Layout, prefix: str, shapes: Mapping[str, Shape], asked: str)
             raise ValueError(
                 f"{asked}: the norms of q and k{at} are not those of layout {layout.name!r}: {why}"
             )
-    layer = Layer(
-        layout, prefix, form, where, frozenset(names), next(n for n in shapes if n in names)
-    )
+    near = {name for name in layout.partial if not name or beside + name in shapes}
+    first = next(name for name in shapes if name in names)
+    layer = Layer(layout, prefix, form, where, frozenset(names), first, frozenset(near))
     _agree(layer, shapes, asked)
     return layer
 

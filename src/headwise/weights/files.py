@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,8 @@ from .._io import holds_files, only_writer, place_for, write_whole
 from .convert import Wanted, converted
 from .detect import detect_shapes, find_layers
 from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from .layout_table import LAYOUTS
+from .model_config import ModelConfig
 from .safetensors_file import checked
 
 # What safetensors calls PyTorch's dtypes.
@@ -40,8 +42,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 
 _OTHER_FORMATS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".msgpack"}
 
@@ -91,6 +91,7 @@ def convert_file(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     bias: bool | None = None,
+    rotary_dim: int | None = None,
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     report: Report = lambda share: None,
@@ -101,8 +102,9 @@ def convert_file(
         source_path: a `.safetensors` file, or a folder with `model.safetensors` or with shards
             and their `model.safetensors.index.json`.
         target_path: a `.safetensors` file to write, or a folder to be made.
-        source, target, num_heads, num_kv_heads, bias: as `headwise.convert` takes them. Head counts
-            are also read from a `config.json` beside the weights.
+        source, target, num_heads, num_kv_heads, bias, rotary_dim: as `headwise.convert` takes them.
+            Head counts, the rotated features and a layout that names do not tell are also read
+            from a `config.json` beside the weights.
         shard_bytes: a folder's weights are cut into files of at most so many bytes (a larger
             tensor has a file of its own).
         overwrite: replace a file that is there, or write into a folder that holds something.
@@ -110,7 +112,7 @@ def convert_file(
 
     Raises:
         ValueError: what `headwise.convert` refuses; files that are no safetensors; a target that
-            is there already.
+            is there already; a source that is not what the config says.
         OSError: what the file system refuses. Whatever goes wrong, nothing half-written is left.
     """
     source_path, target_path = Path(source_path), Path(target_path)
@@ -123,10 +125,12 @@ def convert_file(
                     f"{target_path}: is not empty; name a new folder, or say --overwrite"
                 )
         tensors = _Stored(source_path, stack)
+        config = ModelConfig.beside(source_path)
         if source is None:
-            source = detect_shapes(tensors.shapes)
-        heads, kv_heads = _head_counts(source_path)
-        wanted = Wanted(source, target, num_heads or heads, num_kv_heads or kv_heads, bias)
+            source = detect_shapes(tensors.shapes, config.layout)
+        heads, kv_heads = num_heads or config.num_heads, num_kv_heads or config.num_kv_heads
+        wanted = Wanted(source, target, heads, kv_heads, bias, rotary_dim)
+        wanted = _as_configured(wanted, config)
         layers = find_layers(wanted.old, tensors.shapes, str(wanted))
         tensors.weights = {name for layer in layers for name in layer.names}
         stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
@@ -210,22 +214,28 @@ def _files_of(path: Path) -> list[Path]:
     return weight_files(path)
 
 
-def _head_counts(path: Path) -> tuple[int | None, int | None]:
-    """What a config beside the weights says, where there is one."""
-    config = (path if path.is_dir() else path.parent) / CONFIG
-    if not config.is_file():
-        return None, None
-    try:
-        said = json.loads(config.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None, None
-    if not isinstance(said, dict):
-        return None, None
-    counts = []
-    for names in (_HEADS, _KV_HEADS):
-        found = (said[name] for name in names if type(said.get(name)) is int)
-        counts.append(next(found, None))
-    return counts[0], counts[1]
+def _as_configured(wanted: Wanted, config: ModelConfig) -> Wanted:
+    """What is wanted, with the rotation that the config beside the weights tells.
+
+    Raises:
+        ValueError: it tells another source, or a rotation that differs from layer to layer.
+    """
+    twin = None if config.layout is None else LAYOUTS[config.layout].twin
+    if twin is not None and wanted.source == twin[0]:
+        raise ValueError(
+            f"{wanted}: {CONFIG} says that the model is of layout {config.layout!r}, whose names "
+            f"and shapes are those of {wanted.source!r}; leave the source (--from) out"
+        )
+    if wanted.rotary_dim is not None:
+        return wanted
+    if wanted.moves and len(config.rotary_shares) > 1:
+        shares = ", ".join(f"{share:g}" for share in sorted(config.rotary_shares))
+        raise ValueError(
+            f"{wanted}: the rotated features of a head go to other places, and by {CONFIG} layers "
+            f"rotate different shares of a head ({shares}), which are not told apart here"
+        )
+    share = next(iter(config.rotary_shares), None)
+    return replace(wanted, rotary_dim=config.rotary_dim, rotary_share=share)
 
 
 def _check_plan(plan: list[_Made], asked: str) -> None:

@@ -25,6 +25,7 @@ from .layout_types import (
     Layout,
     Tensors,
     equal_heads,
+    equal_heads_or_one,
     heads_as_wide_as_input,
     heads_fill_width,
     keeps_width,
@@ -100,6 +101,11 @@ _META_MODEL = {
     "feed-forward norm": ("layers.{layer}.ffn_norm.weight", ""),
     "norm": ("norm.weight", ""),
     "head": ("output.weight", ""),
+}
+
+_IN_PART = {
+    "input_layernorm.bias": "StableLM, Nemotron",
+    "mlp.gate_up_proj.weight": "GLM, which also turns neighbours already",
 }
 
 _ROWS = (
@@ -254,6 +260,25 @@ _ROWS = (
         model=_NANOGPT_MODEL,
     ),
     Layout(
+        "gpt_bigcode",
+        "Hugging Face's GPTBigCode: nanoGPT's names, one key/value head or q, k, v head by head",
+        (
+            Form(
+                _packed("c_attn", "c_proj", "n p d"),
+                rules=(
+                    equal_heads_or_one,
+                    values_as_wide,
+                    one_input,
+                    heads_fill_width,
+                    keeps_width,
+                ),
+            ),
+        ),
+        home="attn",
+        model=_NANOGPT_MODEL,
+        twin=("nanogpt", "GPTBigCode's with multi_query=False are q, k and v head by head"),
+    ),
+    Layout(
         "bert",
         "Hugging Face's BERT and its kin: query, key, value and output.dense",
         (Form(_linears("self.query", "self.key", "self.value", "output.dense")),),
@@ -274,6 +299,7 @@ _ROWS = (
         masks=("rotary_emb.inv_freq",),
         home="self_attn",
         model=_LLAMA_MODEL,
+        partial=_IN_PART,
     ),
     Layout(
         "llama_meta",
@@ -306,6 +332,7 @@ _ROWS = (
         masks=("rotary_emb.inv_freq",),
         home="self_attn",
         model=_LLAMA_MODEL,
+        partial=_IN_PART,
         other_norms={
             "pre_feedforward_layernorm.weight": "Gemma 3's multiply by 1 + weight; add 1 to these "
             "weights, and give the layer without what is beside it"
@@ -350,6 +377,7 @@ _ROWS = (
         rope="half",
         masks=("bias", "masked_bias", "rotary_emb.inv_freq"),
         home="attention",
+        partial={"": "Pythia, Persimmon; and Bloom rotates nothing"},
     ),
     Layout(
         "internlm2",

@@ -43,6 +43,11 @@ def equal_heads(s: Sizes) -> str | None:
     return f"grouped heads (num_kv_heads={s.num_kv_heads} for num_heads={s.num_heads})"
 
 
+def equal_heads_or_one(s: Sizes) -> str | None:
+    """One key/value head, or as many as query heads."""
+    return None if s.num_kv_heads == 1 else equal_heads(s)
+
+
 def heads_fill_width(s: Sizes) -> str | None:
     """The heads together are as wide as the input."""
     if s.num_heads * s.head_dim == s.embed_dim:
@@ -137,6 +142,10 @@ class Layout:
             and target both have them.
         other_norms: of models that have these names, and norms of q and k that are no RMS norms
             times the weight: what stands beside the layer there, and what the norms do.
+        partial: of models that have these names and may rotate a part of each head alone: what
+            stands beside the layer there, empty for any model, and which models those are.
+        twin: another layout of the same names and shapes, in which they mean something else where
+            there are as many key/value heads as query heads; and what tells the two apart.
     """
 
     name: str
@@ -150,3 +159,5 @@ class Layout:
     lists: bool = False
     model: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     other_norms: Mapping[str, str] = field(default_factory=dict)
+    partial: Mapping[str, str] = field(default_factory=dict)
+    twin: tuple[str, str] | None = None

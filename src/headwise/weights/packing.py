@@ -273,11 +273,15 @@ def with_bias(parts: Parts, sizes: Sizes, bias: bool) -> Parts:
     return parts | {name: _neutral(name, parts, sizes) for name in names if name not in parts}
 
 
-def reorder(parts: Parts, old: str | None, new: str | None, asked: str) -> None:
+def reorder(
+    parts: Parts, old: str | None, new: str | None, rotated: int | None, asked: str
+) -> None:
     """Puts the features of q and k into the order that the target rotates; None is `half`.
 
+    Of each head the first `rotated` features are rotated, by default all; others stay.
+
     Raises:
-        ValueError: heads of an odd width have no pairs.
+        ValueError: heads of an odd width have no pairs, or not as many features as are rotated.
     """
     before, after = (order or "half" for order in (old, new))
     if before == after:
@@ -287,12 +291,18 @@ def reorder(parts: Parts, old: str | None, new: str | None, asked: str) -> None:
     for name in ROTATED:
         if name in parts:
             lead, rest = ("", "") if "norm" in name else ("n ", " i" if "weight" in name else "")
-            dim = parts[name].shape[len(lead.split())]
-            if dim % 2:
-                raise ValueError(f"{asked}: heads of width {dim} cannot be rotated in pairs")
-            parts[name] = rearrange(
-                parts[name], f"{lead}{pattern}{rest} -> {lead}{wanted}{rest}", two=2
-            )
+            axis = len(lead.split())
+            dim = parts[name].shape[axis]
+            turned = dim if rotated is None else rotated
+            if turned % 2:
+                raise ValueError(f"{asked}: heads of width {turned} cannot be rotated in pairs")
+            if turned > dim:
+                raise ValueError(
+                    f"{asked}: {turned} features cannot rotate in heads of width {dim}"
+                )
+            moved, kept = parts[name].split([turned, dim - turned], axis)
+            moved = rearrange(moved, f"{lead}{pattern}{rest} -> {lead}{wanted}{rest}", two=2)
+            parts[name] = torch.cat([moved, kept], axis)
 
 
 def regroup(parts: Parts, sizes: Sizes, old: bool, new: bool) -> None:

@@ -109,18 +109,22 @@ class _Latent(Projections):
         yield self.keys[0], of_keys[:, None]
 
 
-def projections_of(tensors: Mapping[str, Tensor], num_heads: int) -> Projections:
+def projections_of(
+    tensors: Mapping[str, Tensor], num_heads: int, kind: type | None = None
+) -> Projections:
     """Find the projections of an attention module by the names and shapes of its tensors.
 
     Args:
         num_heads: query heads; of layouts whose heads have tensors of their own, any number.
+        kind: of the module; it tells two layouts with the same names and shapes apart.
 
     Raises:
         ValueError: no known layout has them, or they do not fit so many heads.
     """
     if {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight"} <= tensors.keys():
         return _Latent(tensors, num_heads)
-    layer = _layer_of(tuple((name, tuple(x.shape)) for name, x in tensors.items()))
+    shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
+    layer = _layer_of(shapes, _meant(kind))
     if isinstance(layer, str):
         raise ValueError(layer)
     held, patterns = stored(layer, tensors.__getitem__)
@@ -131,17 +135,24 @@ def projections_of(tensors: Mapping[str, Tensor], num_heads: int) -> Projections
 
 
 @lru_cache(4096)
-def _layer_of(shapes: tuple[tuple[str, Shape], ...]) -> Layer | str:
+def _layer_of(shapes: tuple[tuple[str, Shape], ...], meant: str | None) -> Layer | str:
     """The layer that these tensors are, or why they are none that is known."""
     own = {name: shape for name, shape in shapes if not _beside(name)}
     if not own:
         return "it has no weights of its own"
     try:
-        layers = find_layers(LAYOUTS[detect_shapes(own)], own, "")
+        layers = find_layers(LAYOUTS[detect_shapes(own, meant)], own, "")
     except ValueError as error:
         return str(error).removeprefix("detect_layout(…): ")
     whole = [layer for layer in layers if not layer.prefix]
     return whole[0] if whole else "its weights belong to parts of it"
+
+
+def _meant(kind: type | None) -> str | None:
+    """Which layout a kind of module has, where the names of its tensors may be another's too."""
+    if kind is None:
+        return None
+    return "gpt_bigcode" if any("GPTBigCode" in one.__name__ for one in kind.__mro__) else "nanogpt"
 
 
 @lru_cache(4096)

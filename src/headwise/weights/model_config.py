@@ -1,0 +1,96 @@
+"""What the `config.json` beside a model's weights tells of its attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .hf_folder import CONFIG
+
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+_SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+
+_SHARE_OF = {
+    "bamba": 0.5,
+    "glm": 0.5,
+    "gpt_neox": 0.25,
+    "gpt_neox_japanese": 1.0,
+    "nemotron": 0.5,
+    "persimmon": 0.5,
+    "stablelm": 0.25,
+}
+"""The share of a head that a kind of model rotates where its config leaves it out."""
+
+_NEIGHBOURS = (
+    "blt cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4v glm_ocr "
+    "helium moonshine moonshine_streaming"
+).split()
+"""Kinds of models of transformers that have Llama's names and turn neighbouring features."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a config says, as far as it does.
+
+    Attributes:
+        num_heads, num_kv_heads: head counts.
+        layout: the layout of the weights, where another has the same names and shapes.
+        rotary_dim: how many features of each head are to be moved between orders of rotation.
+        rotary_shares: or which share of them; several where layers differ.
+    """
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    layout: str | None = None
+    rotary_dim: int | None = None
+    rotary_shares: frozenset[float] = frozenset()
+
+    @classmethod
+    def beside(cls, weights: Path) -> ModelConfig:
+        """Read the config beside a file of weights or in a folder; nothing where there is none."""
+        path = (weights if weights.is_dir() else weights.parent) / CONFIG
+        try:
+            said = json.loads(path.read_text()) if path.is_file() else None
+        except (OSError, ValueError, RecursionError):
+            return cls()
+        return cls.of(said) if isinstance(said, dict) else cls()
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> ModelConfig:
+        """Read a config.
+
+        >>> ModelConfig.of({"model_type": "gpt_neox", "rotary_pct": 0.25}).rotary_shares
+        frozenset({0.25})
+        """
+        kind = said.get("model_type")
+        turned = 0 if kind in _NEIGHBOURS else _first(said, ("rotary_dim",), int)
+        return cls(
+            _first(said, _HEADS, int),
+            _first(said, _KV_HEADS, int),
+            "gpt_bigcode" if kind == "gpt_bigcode" else None,
+            turned,
+            frozenset() if turned is not None else _shares(said, kind),
+        )
+
+
+def _shares(said: Mapping[str, Any], kind: object) -> frozenset[float]:
+    """The shares of a head that layers rotate, where a config or its kind tells."""
+    scaling = said.get("rope_parameters") or said.get("rope_scaling")
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    each = [one for one in scaling.values() if isinstance(one, Mapping)] or [scaling]
+    whole = _first(said, _SHARES, float)
+    found = {_first(one, _SHARES, float) or whole for one in each}
+    if found == {None}:
+        usual = _SHARE_OF.get(kind) if isinstance(kind, str) else None
+        return frozenset() if usual is None else frozenset({usual})
+    return frozenset(1.0 if share is None else share for share in found)
+
+
+def _first(said: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
+    """The first of these names that holds a number of that kind."""
+    kinds = (int, float) if kind is float else (int,)
+    return next((said[name] for name in names if type(said.get(name)) in kinds), None)
