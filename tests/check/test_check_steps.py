@@ -224,6 +224,15 @@ def test_headwises_code_stands_in_the_blanks_while_the_rest_is_tried(follow: Fol
     assert "is right, as far as it goes" in verdict["step-whole"].message
 
 
+@pytest.mark.parametrize("name", ["per_head", "split", "gpt2"])
+def test_right_lines_are_never_blamed_for_blanks_below_them(name: str, follow: Follow) -> None:
+    text = template(name)
+    blanks = sorted((blank.strip() for blank in FILLED[name]), key=text.index)
+    for left in (1, 2):
+        verdict = follow(name, filled(name, only=tuple(blanks[:-left])))
+        assert {one.rule for one in verdict.errors} == {"step-blanks"}, str(verdict)
+
+
 def test_what_uses_a_wrong_part_waits_for_it(follow: Follow) -> None:
     verdict = follow("gpt2", filled("gpt2", ("triu(num_tokens + 1)", "triu(num_tokens)")))
     assert [one.rule for one in verdict.errors] == ["step-mask"]

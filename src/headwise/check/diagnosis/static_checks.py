@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..files.syntax import Source, names
+from ..files.syntax import Source, names, nodes
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
@@ -141,7 +141,14 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
                 if name in source.definitions and name not in own:
                     own[name] = source.definitions[name]
                     waiting |= names(own[name])
-            yield source, [own[name] for name in sorted(own)], known
+            yield source, [own[n] for n in sorted(own) if not _is_begun(source, own[n])], known
+
+
+def _is_begun(source: Source, part: ast.stmt) -> bool:
+    """Whether something in it is still None that is to be filled in, and may read the rest."""
+    methods = (f"{getattr(part, 'name', '')}.{one.name}" for one in nodes(ast.FunctionDef, part))
+    owners = [getattr(part, "name", "")] if isinstance(part, ast.FunctionDef) else methods
+    return any(blank.key for name in owners for blank in source.blanks(name))
 
 
 @lru_cache(maxsize=4)
