@@ -114,6 +114,29 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
     assert alone.maximum("entropy").tolist() == [-math.inf] * H
 
 
+def test_a_batch_without_rows_has_a_table() -> None:
+    q, k, v = (x.double() for x in qkv(S, T))
+    running = hw.Running()
+    for rows in (0, B, 0):
+        seen = hw.observe(q[:rows], k[:rows], v[:rows], hw.MaxLogit(), hw.Norms(), hw.Entropy())
+        running.add(seen)
+        table = seen.table()
+        assert len(table) == H
+        for name in ("max_logit", "query_norm", "key_norm"):
+            assert all((row[name] == -math.inf) is (not rows) for row in table)
+            assert running.table()[1][name] == (table[1][name] if rows else running[name][1])
+        if rows:
+            whole = table
+    for row, want in zip(running.table(), whole, strict=True):
+        assert row == pytest.approx(want)
+    layer = hw.MultiHeadAttention(24, 3)
+    with hw.watch(layer, hw.MaxLogit()) as watched:
+        for x in (torch.randn(0, 7, 24), torch.randn(2, 7, 24)):
+            layer(x)
+    largest = watched[""].calls[1]["max_logit"].values.amax(0)
+    assert [row["max_logit"] for row in watched.table()] == pytest.approx(largest.tolist())
+
+
 def test_maps_and_similarities_are_weighted_by_their_rows() -> None:
     running, readings = hw.Running(), []
     for batch in (1, 3):

@@ -125,7 +125,8 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     """
     first = readings[0]
     if first.largest:
-        largest = torch.stack([r.values.amax(0) for r in readings]).amax(0)
+        of_no_row = first.values.new_full((1, first.values.shape[1]), -torch.inf)
+        largest = torch.cat([r.values.to(of_no_row) for r in readings] + [of_no_row]).amax(0)
         return Figure(largest, sampled=any(r.sampled for r in readings))
     if first.values.dim() != (2 if first.rows is None else 3):
         return None
