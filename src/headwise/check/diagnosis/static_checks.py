@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..files.syntax import Source, names
 from ..findings.rules import found
 from ..findings.verdict import Finding
+from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target, is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
@@ -53,17 +54,24 @@ def dropout_lost(subject: Target) -> list[Finding]:
     x = trial.input(tokens=min(7, trial.context_length or 7))
     try:
         with torch.no_grad():
-            usual = trial(x).nan_to_num()
+            usual = _every(trial, x)
             drops = [call for call in recorded(trial, x, dropless=False) if _is_dropout(call.name)]
             for number, call in enumerate(drops):
                 with _Drawn(number):
-                    out = trial(x).nan_to_num()
-                if call.place is not None and torch.equal(out, usual):
+                    same = map(torch.equal, _every(trial, x), usual)
+                if call.place is not None and all(same):
                     words = {"name": "dropout", "line": quoted(call.place)}
                     return [found("unused-result", "dropped", **words)]
     except Exception:  # what is checked may raise anything; the probes say what and where
         return []
     return []
+
+
+def _every(subject: Target, x: torch.Tensor) -> list[torch.Tensor]:
+    """All tensors that a call gives, but the weights, which tell nothing of what follows."""
+    result = subject.result(x)
+    given = (one for one in tensors_in(result.raw) if one is not result.weights)
+    return [one.nan_to_num() for one in (result.out, *given)]
 
 
 class _Drawn(TorchFunctionMode):

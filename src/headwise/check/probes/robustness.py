@@ -112,9 +112,9 @@ def _constants(ctx: ProbeContext) -> list[str]:
     module = own.module
     assert module is not None
 
-    def plain() -> dict[str, int]:
+    def plain() -> dict[str, tuple[int, int]]:  # which it is, and how often it was written to
         return {
-            f"{path}.{name}" if path else name: id(value)
+            f"{path}.{name}" if path else name: (id(value), value._version)
             for path, child in module.named_modules()
             for name, value in vars(child).items()
             if isinstance(value, Tensor) and not name.startswith("_")
