@@ -19,7 +19,6 @@ from torch.nn import init
 from ..target.checked_target import is_users
 from .syntax import Source, names
 
-
 INIT = "__init__.py"
 QUIET = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 QUIET += (ast.Try,)

@@ -86,13 +86,21 @@ def _at(node: ast.AST, words: set[str], home: Mapping[str, Any], deep: int) -> I
         for callee, taken, given in _handed(node, home):
             if spoken(given):
                 yield from _taken(callee, taken, deep)
-    elif isinstance(node, ast.If | ast.IfExp | ast.BoolOp | ast.UnaryOp):
-        tests = [node.test] if isinstance(node, ast.If | ast.IfExp) else []
-        tests += node.values if isinstance(node, ast.BoolOp) else []
-        tests += [node.operand] if getattr(node, "op", None).__class__ is ast.Not else []
-        asked = (one.left for one in tests if isinstance(one, ast.Compare) and _of_truth(one))
-        if any(map(spoken, [*tests, *asked])):
-            yield Use("flag", sure=False)
+    elif any(map(spoken, _tested(node))):
+        yield Use("flag", sure=False)
+
+
+def _tested(node: ast.AST) -> Iterator[ast.expr]:
+    """What a place of the code takes for yes or no."""
+    tests: list[ast.expr] = []
+    if isinstance(node, ast.If | ast.IfExp):
+        tests = [node.test]
+    elif isinstance(node, ast.BoolOp):
+        tests = node.values
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        tests = [node.operand]
+    yield from tests
+    yield from (one.left for one in tests if isinstance(one, ast.Compare) and _of_truth(one))
 
 
 def _of_truth(test: ast.Compare) -> bool:
