@@ -109,6 +109,32 @@ def test_what_speaks_of_the_absent_is_not_judged_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["from .parts import cut", "from pack.parts import cut", "from .deep import parts, cut"],
+)
+def test_what_another_file_of_its_own_defines_is_taken_from_it(tmp_path: Path, line: str) -> None:
+    text = f"{line}\n" + RIGHT.replace("self.qkv(x).chunk(3, -1)", "cut(self.qkv(x))")
+    other = (
+        "import lost_package\nfrom .more import AXIS\n\ndef cut(x):\n    return x.chunk(3, AXIS)\n"
+    )
+    more = "from lost_package import more\nAXIS = -1\nprint(1 / 0)\n"
+    path = write(tmp_path, __init__="import lost_package\n", parts=other, more=more, layer=text)
+    (path.parent / "deep").mkdir()
+    deep = "import lost_package\nfrom ..parts import cut\nparts = None\n"
+    (path.parent / "deep" / "__init__.py").write_text(deep)
+    verdict = check(load(path).Attention)
+    assert verdict["definition"].severity == "passed"
+    assert not verdict.unchecked
+
+
+def test_a_way_to_set_first_weights_is_taken_from_pytorch(tmp_path: Path) -> None:
+    text = "from lost_package.init import trunc_normal_\n" + RIGHT.replace(
+        "    def forward", "        trunc_normal_(self.proj.weight, std=0.02)\n\n    def forward"
+    )
+    assert check(load(write(tmp_path, layer=text)).Attention).passed
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "import lost_package\n",

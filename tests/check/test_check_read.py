@@ -138,6 +138,12 @@ class Misspelt(Projected):
         return self.joined(q, k, v).view(*x.shape[:2], self.head * self.wide)
 
 
+class NoSuchMethod(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.joined(q, k, v.flatten(2).reshapes(v.shape))
+
+
 class RootLost(Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
@@ -222,6 +228,7 @@ class DropoutForBias(Attending):
         (AskedTooLate, "runs", "mask is None by default"),
         (AskedForHalf, "runs", "mask is None by default"),
         (PowerFirst, "scale", "self.wide ** -1 / 2 takes the power first"),
+        (NoSuchMethod, "runs", "has a method reshapes"),
         (NeverDefined, "runs", "defines self.merged_again"),
         (Misspelt, "runs", "defines self.head"),
     ],

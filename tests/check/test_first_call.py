@@ -405,3 +405,19 @@ def test_a_configuration_may_hold_another_one() -> None:
     subject = resolve(Configured, layer_idx=5)
     assert subject.module is not None
     assert subject.module.layer == 5
+
+
+class MaskOfEachHead(Base):
+    """Each head takes its own rows of the mask, those of the whole batch."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
+        scores = self.scores(x).unbind(1)
+        heads = [rows + attn_mask[i * len(x) :][: len(x)] for i, rows in enumerate(scores)]
+        return self.gathered(torch.stack(heads, 1), x)
+
+
+def test_a_mask_that_goes_in_by_chance_gives_way_to_one_that_goes_in_with_any_sizes() -> None:
+    subject = resolve(MaskOfEachHead)
+    assert subject.open_form is not None
+    assert subject.open_form.shape == "[B·H, T, S]"
+    assert not check(MaskOfEachHead).errors

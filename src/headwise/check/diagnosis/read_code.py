@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
 from ..target.names import building_role, calling_role, parts_of
@@ -244,13 +244,27 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 yield "missing", node.lineno, {"name": name}
 
 
+def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Methods that no tensor has, spelled nearly as one that it has, of what a method of tensors
+    gives: `q.permute(0, 2, 1, 3).views(…)`."""
+    own = {one.name for one in nodes(ast.FunctionDef, source.tree)}
+    own |= {one.attr for one in nodes(ast.Attribute, source.tree) if isinstance(one.ctx, ast.Store)}
+    for call in nodes(ast.Call, part):
+        name, made = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
+        given = getattr(made.func, "attr", "") if isinstance(made, ast.Call) else ""
+        if given not in NO_EFFECT or name in own or hasattr(Tensor, name):
+            continue
+        for meant in get_close_matches(name, dir(Tensor), 1, 0.85):
+            yield "method", call.lineno, {"name": name, "meant": meant}
+
+
 Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask": (multiplied_masks, small_fills),
     "scale": (powers,),
     "unused-result": (thrown_away, never_read),
-    "runs": (late_tests, missing, undefined_names, swapped),
+    "runs": (late_tests, missing, undefined_names, no_methods, swapped),
 }
 """By rule, who reads mistakes of it."""
 

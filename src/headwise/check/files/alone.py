@@ -9,12 +9,20 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from torch.nn import init
+
+from ..target.checked_target import is_users
 from .syntax import Source, names
+
+INIT = "__init__.py"
+QUIET = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+QUIET += (ast.Try,)
+"""What is run of a file that another one imports, where not all of it can be."""
 
 
 class Absent:
@@ -52,29 +60,72 @@ def alone(path: Path, name: str, source: Source, why: str) -> ModuleType | None:
         name: the module's, in its packages.
         why: what was raised when it was imported as usual.
     """
+    done = _run(path, name, source.tree)
+    if done is None:
+        return None
+    module, lost = done
+    known = vars(module)
+    every = source.definitions
+    known["__alone__"] = why, {one: sorted(_spoken(one, every) & lost) for one in every}
+    return module
+
+
+def _run(path: Path, name: str, tree: ast.Module) -> tuple[ModuleType, set[str]] | None:
+    """The module of a file, run one statement after the other, and the names that stand for errors;
+    None where a mistake of its own stands in the way."""
     _empty_packages(name, path)
     spec = spec_from_file_location(name, path)
     assert spec is not None
     module = sys.modules[name] = module_from_spec(spec)
     known, lost = vars(module), set[str]()
-    first = [one for one in source.tree.body if getattr(one, "module", "") == "__future__"]
-    for statement in _single(source.tree.body):
+    first = [one for one in tree.body if getattr(one, "module", "") == "__future__"]
+    for statement in _single(tree.body):
         code = compile(ast.Module([*first, statement], []), str(path), "exec", dont_inherit=True)
+        imports = isinstance(statement, ast.Import | ast.ImportFrom)
+        given = set(_bound(statement))
         try:
-            exec(code, known)
+            try:
+                exec(code, known)
+            except Exception:
+                if not imports or not _load_imported(statement, known["__package__"]):
+                    raise
+                exec(code, known)
         except Exception as error:
-            imports = isinstance(statement, ast.Import | ast.ImportFrom)
-            given = set(_bound(statement))
             if "*" in given or not (
                 imports or isinstance(error, ImportError) or names(statement) & lost
             ):
                 del sys.modules[name]
                 return None
-            known |= {one: Absent(one, error) for one in given}
-            lost |= given
-    every = source.definitions
-    known["__alone__"] = why, {one: sorted(_spoken(one, every) & lost) for one in every}
-    return module
+            known |= {one: _stand_in(one, error) for one in given}
+        lost |= {one for one in given if isinstance(known.get(one), Absent)}
+    return module, lost
+
+
+def _stand_in(name: str, error: BaseException) -> Any:
+    """What a name gets whose import failed: PyTorch's own where one that sets initial weights is
+    called so, as `trunc_normal_`."""
+    own = getattr(init, name, None) if name.endswith("_") else None
+    return own or Absent(name, error)
+
+
+def _load_imported(statement: ast.stmt, package: str) -> bool:
+    """Load the file that a statement imports in the same way; whether that could be done.
+
+    Args:
+        package: that of the module that imports it.
+    """
+    imported = statement.names[0].name if isinstance(statement, ast.Import) else ""
+    if isinstance(statement, ast.ImportFrom):
+        said = "." * statement.level + (statement.module or "")
+        imported = resolve_name(said, package)
+    if imported in sys.modules:
+        return False
+    bare = Path(*imported.split("."))
+    for path in (Path(folder, one) for folder in sys.path for one in (f"{bare}.py", bare / INIT)):
+        if path.is_file() and is_users(str(path)):
+            body = [one for one in ast.parse(path.read_bytes()).body if isinstance(one, QUIET)]
+            return _run(path.resolve(), imported, ast.Module(body, [])) is not None
+    return False
 
 
 def _spoken(name: str, definitions: Mapping[str, ast.AST]) -> set[str]:
@@ -89,7 +140,7 @@ def _spoken(name: str, definitions: Mapping[str, ast.AST]) -> set[str]:
 
 def _empty_packages(name: str, path: Path) -> None:
     """Let packages that are not imported be there, with nothing in them."""
-    parents = name.split(".")[:-1]
+    parents, path = name.split(".")[:-1], path.parent if path.name == INIT else path
     for depth in range(1, len(parents) + 1):
         package = ".".join(parents[:depth])
         if package not in sys.modules:

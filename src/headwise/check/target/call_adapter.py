@@ -29,18 +29,18 @@ _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[B, T, S]": lambda allowed, heads: allowed,
     "[1, T, S]": lambda allowed, heads: allowed[:1],
     "[B, H, T, S]": lambda allowed, heads: allowed[:, None].expand(-1, heads, -1, -1),
+    "[B·H, T, S]": lambda allowed, heads: allowed.repeat_interleave(heads, 0),
     "[B, S]": lambda allowed, heads: allowed[:, 0],
     "[B, 1, 1, S]": lambda allowed, heads: allowed[:, None, :1],
     "[B, 1, S]": lambda allowed, heads: allowed[:, :1],
-    "[B·H, T, S]": lambda allowed, heads: allowed.repeat_interleave(heads, 0),
     "[H·B, T, S]": lambda allowed, heads: allowed.repeat(heads, 1, 1),
     "[T, S, B]": lambda allowed, heads: allowed.permute(1, 2, 0),
     "[T, S, 1]": lambda allowed, heads: allowed[0, ..., None],
     "[B, S - 1]": lambda allowed, heads: allowed[:, 0, 1:],
 }
-SHAPES = tuple(_SHAPED)[:6]
+SHAPES = tuple(_SHAPED)[:7]
 """Shapes of masks of queries and keys; the others are for padding, or odd."""
-ALL_SHAPES = ("[B, S]", *tuple(_SHAPED)[7:9], *SHAPES, *tuple(_SHAPED)[9:])
+ALL_SHAPES = ("[B, S]", *tuple(_SHAPED)[8:10], *SHAPES, *tuple(_SHAPED)[10:])
 
 KINDS = {
     "may": "True where a query may attend",

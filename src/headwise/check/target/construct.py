@@ -35,6 +35,7 @@ from .sizes import (
     invented,
     shown,
 )
+from .uses import Use, use_of
 
 
 def build(
@@ -72,10 +73,9 @@ def build(
             errors.append(error)
             made.place += 1
             if made.place >= made.choices:
-                other = (e for e in errors if not isinstance(e, AttributeError))
-                raise next(other, errors[0]) from None
+                raise min(errors, key=_how_vague) from None
     named = made.placed | kwargs
-    roles = _by_role(flat(named), made.names)
+    roles = _by_role(made.under_roles(flat(named)), made.names)
     for name, value in asked(named):
         roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
@@ -88,6 +88,12 @@ def _built(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return factory(*args, **kwargs)
     except SystemExit as leaves:  # some do so where others raise
         raise RuntimeError(f"it leaves Python: {leaves}") from leaves
+
+
+def _how_vague(error: Exception) -> int:
+    """How little an error says of what is wrong: a package that is not there says most, and a field
+    that another configuration may have least."""
+    return 0 if isinstance(error, ImportError) else 2 if isinstance(error, AttributeError) else 1
 
 
 class Unsaid(ValueError):
@@ -177,6 +183,8 @@ SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 
+GUESSED = ("once", "temperature", "head_dim")
+"""Roles whose values are guesses where a name is only like a usual one."""
 ROWS = 512
 """Of an embedding that is handed in: more positions than any probe speaks of."""
 
@@ -197,11 +205,27 @@ class _Constructor:
         self.needed: set[str] = set()  # fields that one must have
         self.nested: set[str] = set()  # fields that are configurations themselves
         self.invented: dict[str, Any] = {}
+        self.used: dict[str, str] = {}  # roles that the code tells, where names tell none
+
+    def under_roles(self, pairs: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        """Arguments by name, and by the role's name where the code tells it."""
+        return [(self.used.get(name, name), value) for name, value in pairs]
+
+    def _use(self, name: str, role: str | None) -> Use | None:
+        """What the code takes an argument for, where its name tells nothing or may mislead."""
+        if role not in (None, "head_dim") or (use := use_of(self.factory, name)) is None:
+            return None
+        if role == "head_dim" and not use.divided:
+            return None
+        self.used[name] = use.role
+        return use
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
-        given = flat({**self.placed, **self.given})
-        numbers = _by_role((pair for pair in given if _is_number(pair[1])), self.names)
+        given = [pair for pair in flat({**self.placed, **self.given}) if _is_number(pair[1])]
+        for name in {name for name, _ in given} & {*self.names}:
+            self._use(name, building_role(name, True, self.names))
+        numbers = _by_role(self.under_roles(given), self.names)
         pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
         pairs |= {"head_dim": "head_dim", "context_length": "context"}
         unknown = [name for name in pairs if getattr(sizes, name) is None]
@@ -221,11 +245,15 @@ class _Constructor:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             required = parameter.default is parameter.empty
+            use = self._use(name, building_role(name, True, self.names)) if required else None
             worded = sizes.tried is not None and isinstance(parameter.default, str)
             untold = worded or (required and role is None)
             choice = self._choice(parameter, sizes) if untold else None
-            role = building_role(name, required, self.names)
+            role = use.role if use else building_role(name, required, self.names)
+            if use and not use.sure and sizes.tried is not None:
+                role = None  # other values are tried
             likely = role is not None and building_role(name, beside=self.names) is None
+            likely = not use.sure if use else likely and role in GUESSED
             if name in rest:
                 kwargs[name] = rest.pop(name)
             elif role == "config" and (required or self._config_class(name)):
@@ -238,6 +266,8 @@ class _Constructor:
                 kwargs[name] = choice
                 if isinstance(choice, str | enum.Enum | nn.Embedding):
                     self.invented[name] = choice
+            elif use and use.value is not Unknown:
+                kwargs[name] = use.value
             elif role is not None and (required or _gives_way(role, parameter, sizes)):
                 value = sizes.value(role)
                 if role == "window":
@@ -245,7 +275,7 @@ class _Constructor:
                     value = WINDOWS[self.place % len(WINDOWS)]
                 if value is not Unknown:
                     kwargs[name] = value
-                    if likely and role in ("once", "temperature", "head_dim"):
+                    if likely:
                         self.invented[name] = value
             elif (value := self._invented(parameter, sizes)) is not Unknown:
                 kwargs[name] = self.invented[name] = value

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..findings.rules import found
 from .call_adapter import (
+    ALL_SHAPES,
     LAYOUTS,
     MAPS,
     SINGLE,
@@ -39,6 +40,8 @@ from .learnt import learn
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
+SIZES = ((TOKENS, BATCH), (3, 4), (1, BATCH))
+"""Tokens and sequences that a form of a mask is tried with."""
 WAYS, SECONDS = 150, 3.0
 """How many tables are tried on a call, and for how long calls are tried."""
 LONGEST = 256
@@ -96,6 +99,7 @@ def first_call(subject: Target) -> None:
             if goes_in and not _axis_too_many(error):
                 break
             continue
+        _steady_form(subject)
         subject.out_dim = result.out.shape[-1]
         caller.settled = caller.settled or way.learnt
         if not caller.settled:
@@ -238,6 +242,22 @@ def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
         MaskForm(*form)
         for form in product(names, ("may", "added", "ones", "hidden", "later"), shapes)
     ]
+
+
+def _steady_form(subject: Target) -> None:
+    """Of the forms of a mask that hides nothing, the first that goes in with other sizes, too: axes
+    of one size may be taken for each other."""
+    form = subject.open_form
+    if form is None or subject.room is not None:
+        return
+    others = (MaskForm(form.argument, form.kind, shape) for shape in ALL_SHAPES)
+    for one in (form, *others):
+        subject.open_form = one
+        with contextlib.suppress(Exception):
+            for tokens, batch in SIZES:
+                subject.result(subject.input(tokens, batch))
+            return
+    subject.open_form = form
 
 
 def _choose_table(subject: Target) -> None:

@@ -242,6 +242,7 @@ def _of_factory(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 target, named, roles, made_up = build(factory, args, own, sizes)
+                hash(target)  # as PyTorch does to go through the modules of a layer
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
@@ -253,6 +254,10 @@ def _of_factory(
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
+            if isinstance(target, Tensor):  # a mask or a table: no mistake
+                raise ValueError(
+                    f"check({label}): it gives a {kind} for sizes; name what computes attention"
+                )
             raise Broken(found("builds", "result", label=label, kind=kind))
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)

@@ -1,0 +1,172 @@
+"""Read off the code of a constructor what an argument is for whose name tells nothing.
+
+`nn.Linear(units, …)` takes the width of the input, `units // num_heads` divides a width, and
+`rate` is a dropout where `nn.Dropout(rate)` takes it. What is handed on is what the next one takes
+it for.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .names import building_role
+from .sizes import Unknown
+
+WIDTHS = {"width", "head_dim", "kv_width", "out_width"}
+"""Roles of what is divided among heads."""
+DEEP = 3
+"""How many constructors an argument is followed through."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What an argument is used as: a role, or a value that would be taken without it.
+
+    `sure` is whether nothing else can be meant; `divided` whether heads share it.
+    """
+
+    role: str = ""
+    value: Any = Unknown
+    sure: bool = True
+    divided: bool = False
+
+
+def use_of(factory: Callable[..., Any], name: str, deep: int = DEEP) -> Use | None:
+    """What a class or function takes an argument for, the surest first; None where it does not
+    tell.
+
+    >>> class Layer:
+    ...     def __init__(self, units, rate): ...
+    >>> use_of(Layer, "units")
+    """
+    found = [*_uses(factory, name, deep)]
+    return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
+
+
+def _uses(factory: Callable[..., Any], name: str, deep: int) -> Iterator[Use]:
+    kind = _written(factory)
+    tree = None if kind is None else _tree(kind)
+    if kind is None or tree is None or deep == 0:
+        return
+    home, every = vars(sys.modules.get(kind.__module__, ast)), [*ast.walk(tree)]
+    functions = [one for one in every if isinstance(one, ast.FunctionDef)]
+    start = next((one for one in functions if one.name == "__init__"), functions[0])
+    words = _aliases(start, name)
+    inner, fields = {*ast.walk(start)}, {word for word in words if "." in word}
+    for node in every:
+        yield from _at(node, words if node in inner else fields, home, deep)
+
+
+def _at(node: ast.AST, words: set[str], home: Mapping[str, Any], deep: int) -> Iterator[Use]:
+    """What one place of the code says of something that goes under some words."""
+
+    def spoken(one: ast.AST | None) -> bool:
+        return one is not None and ast.unparse(one) in words
+
+    if isinstance(node, ast.BinOp):
+        left, right = _role(node.left), _role(node.right)
+        if isinstance(node.op, ast.FloorDiv | ast.Mod):
+            if spoken(node.left) and right == "heads":
+                yield Use("width", divided=True)
+            elif spoken(node.right) and left in WIDTHS:
+                yield Use("heads")
+        elif isinstance(node.op, ast.Mult) and (
+            (spoken(node.left) and right == "heads") or (spoken(node.right) and left == "heads")
+        ):
+            yield Use("head_dim")
+    elif isinstance(node, ast.Call):
+        for callee, taken, given in _handed(node, home):
+            if spoken(given):
+                yield from _taken(callee, taken, deep)
+    elif any(map(spoken, _tested(node))):
+        yield Use("flag", sure=False)
+
+
+def _tested(node: ast.AST) -> Iterator[ast.expr]:
+    """What a place of the code takes for yes or no."""
+    tests: list[ast.expr] = []
+    if isinstance(node, ast.If | ast.IfExp):
+        tests = [node.test]
+    elif isinstance(node, ast.BoolOp):
+        tests = node.values
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        tests = [node.operand]
+    yield from tests
+    yield from (one.left for one in tests if isinstance(one, ast.Compare) and _of_truth(one))
+
+
+def _of_truth(test: ast.Compare) -> bool:
+    """Whether something is compared with True or False."""
+    others = (getattr(one, "value", None) for one in test.comparators)
+    return any(isinstance(other, bool) for other in others)
+
+
+def _handed(call: ast.Call, home: Mapping[str, Any]) -> Iterator[tuple[Any, Any, ast.expr]]:
+    """What is called, the parameter that takes each argument, and the argument."""
+    first, *rest = ast.unparse(call.func).split(".")
+    callee = home.get(first)
+    for part in rest:
+        callee = getattr(callee, part, None)
+    known = dict[str, inspect.Parameter]()
+    if callable(callee):
+        with contextlib.suppress(TypeError, ValueError):  # builtins do not tell
+            known = dict(inspect.signature(callee).parameters)
+    if not any(isinstance(one, ast.Starred) for one in call.args):
+        for parameter, given in zip(known.values(), call.args, strict=False):
+            yield callee, parameter, given
+    for one in call.keywords:
+        if one.arg is not None:
+            named = inspect.Parameter(one.arg, inspect.Parameter.KEYWORD_ONLY)
+            yield callee, known.get(one.arg, named), one.value
+
+
+def _taken(callee: Any, parameter: inspect.Parameter, deep: int) -> Iterator[Use]:
+    """What a class or function that is called takes an argument for."""
+    role = building_role(parameter.name)
+    if role is not None and role != "config":
+        yield Use(role, sure=role != "out_width")
+    elif parameter.default is not parameter.empty and parameter.default is not None:
+        yield Use(value=parameter.default)
+    else:
+        yield from _uses(callee, parameter.name, deep - 1)
+
+
+def _role(node: ast.AST) -> str | None:
+    """The role of a name or an attribute."""
+    word = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return building_role(word) if word else None
+
+
+def _aliases(function: ast.FunctionDef, name: str) -> set[str]:
+    """A parameter's name, and what a function keeps it as: `self.units`."""
+    words = {name}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in words:
+            words |= {ast.unparse(target) for target in node.targets}
+    return words
+
+
+def _written(factory: Any) -> Any:
+    """The class whose constructor it has, or the function; None where it is PyTorch's."""
+    family = inspect.getmro(factory) if inspect.isclass(factory) else [factory]
+    builds = (one for one in family if "__init__" in vars(one))
+    kind = next(builds, None) if inspect.isclass(factory) else factory
+    home = getattr(kind, "__module__", None) or "builtins"
+    return None if home.split(".")[0] in ("torch", "builtins") else kind
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(kind: Any) -> ast.AST | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # nothing that can be read
+        return None
+    return tree if any(isinstance(one, ast.FunctionDef) for one in ast.walk(tree)) else None

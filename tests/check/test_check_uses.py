@@ -1,0 +1,165 @@
+"""Arguments of constructors whose names tell nothing: what the code takes them for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.target.uses import use_of
+
+
+class Base(nn.Module):
+    """Right attention; each subclass builds it from arguments under names of its own."""
+
+    def build(self, wide: int, heads: int, size: int, bias: bool = True) -> None:
+        self.many, self.last = heads, nn.Linear(heads * size, wide, bias=bias)
+        self.q, self.k, self.v = (nn.Linear(wide, heads * size, bias=bias) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (f(x).unflatten(-1, (self.many, -1)) for f in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in rows)
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.last(heads.transpose(1, 2).flatten(2))
+
+
+class Taken(Base):
+    """Its width goes into a Linear, and is shared by heads under a name as odd."""
+
+    def __init__(self, nodes: int, crew: int, forget: float, plain: bool) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.mixed, self.lose = nn.Linear(nodes, nodes), nn.Dropout(forget)
+        self.build(nodes, crew, nodes // crew)
+
+
+class Counted(Base):
+    def __init__(self, dim: int, crew: int) -> None:
+        super().__init__()
+        assert dim % crew == 0
+        self.build(dim, crew, dim // crew)
+
+
+class PerHead(Base):
+    def __init__(self, dim: int, n_heads: int, p_query: int, lean: Any) -> None:
+        super().__init__()
+        self._heads = n_heads
+        self.build(dim, n_heads, p_query * self._heads // n_heads, bias=not lean)
+
+
+class Whole(Base):
+    """What is usually one head's width is that of all heads here."""
+
+    def __init__(self, dim: int, n_heads: int, key_dim: int) -> None:
+        super().__init__()
+        self.size = key_dim
+        self.build(dim, n_heads, self.size // n_heads)
+
+
+class Kept(nn.Module):
+    def __init__(self, size: int, slow: float | None = 0.1, *, quick: bool = False) -> None:
+        super().__init__()
+        self.size, self.slow, self.quick = size, slow, quick
+
+
+class HandsOn(Base):
+    def __init__(self, dim: int, n_heads: int, pace: Any, place: Any) -> None:
+        super().__init__()
+        self.kept = Kept(dim, slow=pace)
+        self.table = torch.zeros(3, device=place)
+        self.build(dim, n_heads, dim // n_heads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (Taken, "nodes", "width"),
+        (Taken, "crew", ""),
+        (Taken, "forget", "dropout"),
+        (Counted, "crew", "heads"),
+        (PerHead, "p_query", "head_dim"),
+        (PerHead, "lean", "flag"),
+        (Whole, "key_dim", "width"),
+        (HandsOn, "place", "device"),
+        (nn.Linear, "in_features", ""),
+    ],
+)
+def test_the_code_tells_what_an_argument_is_for(kind: type, name: str, said: str) -> None:
+    use = use_of(kind, name)
+    assert ("" if use is None else use.role) == said
+
+
+def test_what_is_handed_on_gets_what_the_next_one_would_take() -> None:
+    use = use_of(HandsOn, "pace")
+    assert use is not None
+    assert (use.role, use.value) == ("", 0.1)
+
+
+@pytest.mark.parametrize("kind", [Counted, PerHead, Whole, HandsOn])
+def test_such_layers_are_built_and_judged_without_a_word(kind: type[nn.Module]) -> None:
+    verdict = check(kind)
+    assert verdict["definition"].severity == "passed"
+    assert not verdict.errors
+
+
+def test_sizes_that_are_given_under_such_names_are_understood() -> None:
+    assert "dim=25, crew=5" in check(Counted, crew=5, dim=25).subject
+    assert check(Counted, crew=5).subject == "Counted(dim=40, crew=5)"
+
+
+def test_what_no_code_tells_is_still_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"I made up|do not know|cannot be worked out"):
+        check(Taken, nodes=24, forget=0.0, plain=False)
+
+
+def test_a_function_that_gives_a_mask_is_no_broken_layer() -> None:
+    def later(size: int, device: Any = None) -> Tensor:
+        return torch.ones(size, size, device=device).triu(1)
+
+    with pytest.raises(ValueError, match="it gives a Tensor for sizes"):
+        check(later)
+
+
+class TwoStreams(nn.Module):
+    """Two outputs, each with a dropout of its own."""
+
+    def __init__(self, dim: int = 24, heads: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.one, self.drop = Counted(dim, heads), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.drop(self.one(x)), self.drop(self.one(x.flip(1)))
+
+
+def test_dropout_on_a_second_output_is_not_lost() -> None:
+    assert check(TwoStreams).passed
+
+
+class Remembers(Base):
+    """Keys of earlier calls are kept in a plain tensor, which is written to in place."""
+
+    def __init__(self, dim: int = 24, heads: int = 3) -> None:
+        super().__init__()
+        self.build(dim, heads, dim // heads)
+        self.before = torch.zeros(8, 64, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before[: len(x), : x.shape[1]] = x.detach()
+        return super().forward(x)
+
+
+def test_a_cache_that_is_written_to_is_no_weight() -> None:
+    assert check(Remembers)["registered"].severity == "passed"
+
+
+class Equal(Counted):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+def test_a_layer_without_a_hash_is_told_in_words() -> None:
+    with pytest.raises(ValueError, match="unhashable type: 'Equal'"):
+        check(Equal)
