@@ -29,10 +29,11 @@ BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
     "[B, T, S]": lambda mask: mask[:, None],
     "[1, T, S]": lambda mask: mask[:, None],
     "[B, H, T, S]": lambda mask: mask,
+    "[B·H, T, S]": lambda mask: mask.unflatten(0, (-1, 3)),
     "[B, S]": lambda mask: mask[:, None, None],
     "[B, 1, 1, S]": lambda mask: mask,
 }
-AXES = {"[T, S]": 2, "[B, T, S]": 3, "[1, T, S]": 3, "[B, S]": 2}
+AXES = {"[T, S]": 2, "[B, T, S]": 3, "[1, T, S]": 3, "[B·H, T, S]": 3, "[B, S]": 2}
 
 
 class Layer(nn.Module):

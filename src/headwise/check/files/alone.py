@@ -123,8 +123,9 @@ def _load_imported(statement: ast.stmt, package: str) -> bool:
     bare = Path(*imported.split("."))
     for path in (Path(folder, one) for folder in sys.path for one in (f"{bare}.py", bare / INIT)):
         if path.is_file() and is_users(str(path)):
-            body = [one for one in ast.parse(path.read_bytes()).body if isinstance(one, QUIET)]
-            return _run(path.resolve(), imported, ast.Module(body, [])) is not None
+            tree = ast.parse(path.read_bytes())
+            tree.body = [one for one in tree.body if isinstance(one, QUIET)]
+            return _run(path.resolve(), imported, tree) is not None
     return False
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ...core.masks import Causal, Dense
-from .construct import signature, source_of
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .names import calling_role
+from .signatures import signature, source_of
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],

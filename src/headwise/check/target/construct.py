@@ -5,10 +5,8 @@ What cannot be worked out is asked for by name, once, with an example (ValueErro
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
-import functools
 import inspect
 import re
 import sys
@@ -23,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .names import building_role, calling_role, parts_of
+from .signatures import signature, source_of
 from .sizes import (
     WINDOWS,
     BuildSizes,
@@ -112,57 +111,6 @@ class _OnCPU(TorchFunctionMode):
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
-
-
-def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a class or function; none where Python does not tell. What a class hands
-    on with `**kwargs` is what its base class takes, or what another one wants that it builds."""
-    try:
-        own = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return []
-    open_ = any(p.kind is p.VAR_KEYWORD for p in own.values())
-    base = (
-        next((kind for kind in inspect.getmro(factory)[1:] if "__init__" in vars(kind)), object)
-        if open_ and inspect.isclass(factory)
-        else object
-    )
-    if base in (nn.Module, object):
-        within = _wanted_within(factory) if open_ and inspect.isclass(factory) else ()
-        return [*own.values(), *(p for p in within if p.name not in own)]
-    more = [
-        p.replace(kind=p.KEYWORD_ONLY)
-        for p in signature(base)
-        if p.name not in own and p.kind in (1, 3)
-    ]
-    rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
-    return [*(p for p in own.values() if p not in rest), *more, *rest]
-
-
-@functools.lru_cache(maxsize=64)
-def _wanted_within(kind: type) -> list[inspect.Parameter]:
-    """What a class of the same file must be given that a constructor builds with its own
-    `**kwargs`, beside what it is given there."""
-    home = vars(sys.modules.get(kind.__module__, typing))
-    wanted = list[inspect.Parameter]()
-    try:
-        tree = ast.parse("if True:\n" + source_of(vars(kind).get("__init__")))
-    except SyntaxError:  # nothing that can be read
-        return wanted
-    every = [*ast.walk(tree)]
-    rest = next((n.kwarg.arg for n in every if isinstance(n, ast.arguments) and n.kwarg), "")
-    for call in every if rest else ():
-        if not isinstance(call, ast.Call):
-            continue
-        given = {one.arg or ast.unparse(one.value) for one in call.keywords}
-        inner = home.get(call.func.id) if isinstance(call.func, ast.Name) else None
-        if rest in given and inspect.isclass(inner) and inner is not kind:
-            wanted += [
-                p.replace(kind=p.KEYWORD_ONLY)
-                for p in signature(inner)[len(call.args) :]
-                if p.default is p.empty and p.kind in (1, 3) and p.name not in given
-            ]
-    return wanted
 
 
 def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
@@ -428,19 +376,6 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
             words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
         options = list(dict.fromkeys(words))
     return options[tried % len(options)] if options else None
-
-
-def source_of(factory: Any) -> str:
-    """The code of a class, function or module; nothing where there is none."""
-    try:
-        return _read(factory)
-    except (OSError, TypeError):  # which an object without a hash raises as well
-        return ""
-
-
-@functools.lru_cache(maxsize=64)
-def _read(factory: Any) -> str:
-    return inspect.getsource(factory)
 
 
 def _of_qkv(kind: type[nn.Module]) -> bool:

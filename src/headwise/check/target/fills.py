@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .construct import signature
+from .signatures import signature
 
 LENGTH = 61
 """Rows of a table that a function of somebody's file makes: a prime that no other axis has."""

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target
-from .construct import name_of, signature, source_of
+from .construct import name_of
 from .fills import left_out
 from .first_call import how_to_call, mixes, not_run
 from .learnt import learn
 from .masking import learn_causality
 from .names import building_role, calling_role, parts_of
+from .signatures import signature, source_of
 from .sizes import BuildSizes, Unknown, shown
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}

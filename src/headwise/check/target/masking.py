@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .call_adapter import SHAPES, Caller, MaskForm
 from .checked_target import Target
-from .construct import name_of, signature
+from .construct import name_of
+from .signatures import signature
 
 ZERO = 1e-12
 """An influence below this share of the largest is none."""

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
-from .construct import Unsaid, build, facts, input_width, matrix_width, name_of, signature
+from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
 from .first_call import first_call, install
 from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
 from .names import building_role, calling_role
+from .signatures import signature
 from .sizes import BuildSizes, shown
 
 TRIES, SECONDS = 4, 8.0

@@ -1,0 +1,77 @@
+"""What a class or function takes, as its signature and its code tell."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a class or function; none where Python does not tell. What a class hands
+    on with `**kwargs` is what its base class takes, or what another one wants that it builds."""
+    try:
+        own = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return []
+    open_ = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    base = (
+        next((kind for kind in inspect.getmro(factory)[1:] if "__init__" in vars(kind)), object)
+        if open_ and inspect.isclass(factory)
+        else object
+    )
+    if base in (nn.Module, object):
+        within = _wanted_within(factory) if open_ and inspect.isclass(factory) else ()
+        return [*own.values(), *(p for p in within if p.name not in own)]
+    more = [
+        p.replace(kind=p.KEYWORD_ONLY)
+        for p in signature(base)
+        if p.name not in own and p.kind in (1, 3)
+    ]
+    rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
+    return [*(p for p in own.values() if p not in rest), *more, *rest]
+
+
+@functools.lru_cache(maxsize=64)
+def _wanted_within(kind: type) -> list[inspect.Parameter]:
+    """What a class of the same file must be given that a constructor builds with its own
+    `**kwargs`, beside what it is given there."""
+    home = vars(sys.modules.get(kind.__module__, typing))
+    wanted = list[inspect.Parameter]()
+    try:
+        tree = ast.parse("if True:\n" + source_of(vars(kind).get("__init__")))
+    except SyntaxError:  # nothing that can be read
+        return wanted
+    every = [*ast.walk(tree)]
+    rest = next((n.kwarg.arg for n in every if isinstance(n, ast.arguments) and n.kwarg), "")
+    for call in every if rest else ():
+        if not isinstance(call, ast.Call):
+            continue
+        given = {one.arg or ast.unparse(one.value) for one in call.keywords}
+        inner = home.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if rest in given and inspect.isclass(inner) and inner is not kind:
+            wanted += [
+                p.replace(kind=p.KEYWORD_ONLY)
+                for p in signature(inner)[len(call.args) :]
+                if p.default is p.empty and p.kind in (1, 3) and p.name not in given
+            ]
+    return wanted
+
+
+def source_of(factory: Any) -> str:
+    """The code of a class, function or module; nothing where there is none."""
+    try:
+        return _read(factory)
+    except (OSError, TypeError):  # which an object without a hash raises as well
+        return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _read(factory: Any) -> str:
+    return inspect.getsource(factory)
