@@ -34,6 +34,7 @@ from headwise.core.reference import Definition, rows
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops as cpu_ops
+from headwise.kernels.interface import FAR
 from headwise.stats.base import Statistic
 from support import EPS, assert_as_good
 
@@ -424,7 +425,7 @@ def test_a_fused_projection_is_read_where_it_lies() -> None:
 
 @needs_library
 def test_long_rows_of_a_fused_projection_are_gathered() -> None:
-    rows, others = cpu.FAR
+    rows, others = FAR
     x = torch.randn(1, rows, 3, 2, 8, requires_grad=True)
     q, k, v = x.permute(2, 0, 3, 1, 4)
     few, many = (Call.of(q[:, :, -n:], k, v, mask=hw.Causal()) for n in (others - 1, others))

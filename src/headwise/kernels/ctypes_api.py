@@ -418,10 +418,10 @@ def _start(problem: Problem) -> CCall:
     call = CCall(b, h, g, t, s, d, 0, DTYPES[dtype], threads(), _HOST_AT, scale, softcap)
     call.kept = []
     call.point("q", q, dtype, (b, h, t, d))
-    call.point("k", _gathered(k, t), dtype, (b, g, s, d))
+    call.point("k", k, dtype, (b, g, s, d), readers=t)
     if v is not None:
         call.value_dim = wide = v.shape[3]
-        call.point("v", _gathered(v, t), dtype, (b, g, s, wide))
+        call.point("v", v, dtype, (b, g, s, wide), readers=t)
         call.out_stride = _output_strides(h, t, wide)[:3]
     if sinks is not None:
         call.point("sinks", sinks, torch.float32, (h,))
@@ -440,20 +440,6 @@ def _start(problem: Problem) -> CCall:
         call.point("slopes", slopes, torch.float32, (h,))
     _set_dropout(call, problem)
     return call
-
-
-FAR = 2048, 256
-"""From how many rows on, and for how many others that go over them, rows are gathered."""
-
-
-def _gathered(x: Tensor, others: int) -> Tensor:
-    """Keys or values `[B, G, S, D]` with the rows of a head side by side, where they are many and
-    read by many. Rows that lie far apart, as those of a fused projection do, are a page each, and
-    then more pages than the processor holds at hand.
-    """
-    rows, least = FAR
-    far = x.dim() == 4 and x.shape[2] >= rows and x.stride(2) > x.shape[3] and x.stride(1)
-    return x.contiguous() if far and others >= least else x
 
 
 def _set_dropout(call: CCall, problem: Problem) -> None:

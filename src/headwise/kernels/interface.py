@@ -84,11 +84,15 @@ class CCall(ctypes.Structure):
     kept: list[Tensor]
     """The tensors that the fields point into."""
 
-    def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def point(
+        self, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], readers: int = 0
+    ) -> None:
         """Point a field at a tensor, or at a copy where it lies otherwise than C reads it.
 
-        That is where its last axis has gaps, or where only a flag says that its numbers are
-        negated, or all 0 and nowhere.
+        That is where its last axis has gaps, where only a flag says that its numbers are negated,
+        or all 0 and nowhere, and where many rows that lie far apart are gone over by many `readers`
+        (FAR): as those of a fused projection do, each is a page then, and they are more pages than
+        the processor holds at hand.
 
         Raises:
             ValueError: a tensor of another dtype, shape or device, or without memory of its own.
@@ -109,8 +113,9 @@ class CCall(ctypes.Structure):
                 strides = (0 if n == 1 else by for n, by in zip(x.shape, strides, strict=True))
             setattr(self, f"{name}_stride", tuple(strides))
         elif name in _STRIDED:
-            strides = x.stride()
-            if strides[3] != 1 and shape[3] != 1:
+            strides, (rows, least) = x.stride(), FAR
+            far = readers >= least and shape[2] >= rows and strides[2] > shape[3] and strides[1]
+            if far or (strides[3] != 1 and shape[3] != 1):
                 x = x.contiguous()
                 pointer, strides = x.data_ptr(), x.stride()
             setattr(self, f"{name}_stride", strides[:3])
@@ -123,6 +128,9 @@ class CCall(ctypes.Structure):
 
 _STRIDED = frozenset({"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"})
 """Tensors whose last axis is dense, with a stride for each other; those in no set are dense."""
+
+FAR = 2048, 256
+"""From how many rows on, and for how many others that go over them, rows are put side by side."""
 
 _SHARED = frozenset({"low", "high", "allowed", "bias"})
 """Tensors with a stride for each axis, of size 1 where all share it."""

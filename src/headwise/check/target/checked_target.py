@@ -315,8 +315,7 @@ class Target:
         return own
 
     def rebuilt(self, **changes: Any) -> Target | None:
-        """From its constructor again, with roles or arguments changed (`dropout=0.5`); None for
-        instances.
+        """From its constructor again, with roles or arguments changed; None for instances.
 
         Raises:
             Broken: the constructor or the first call fails.
