@@ -257,6 +257,20 @@ def test_the_config_tells_what_is_rotated(
     assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
 
 
+def test_the_config_tells_of_norms_that_add_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out.safetensors"
+    saved("Qwen3", folder, head_dim=8)
+    capsys.readouterr()
+    convert_file(folder, out, target="headwise")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "minimax_m3_vl_text"  # which has the same names
+    (folder / "config.json").write_text(json.dumps(config))
+    err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "headwise")
+    assert "by config.json the norms of q and k multiply by 1 + weight" in err
+
+
 def test_layers_that_rotate_different_shares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

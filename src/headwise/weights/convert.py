@@ -64,8 +64,9 @@ def convert(
 
     Names do not always tell which features a model rotates: those of Cohere, Ernie 4.5 and Helium
     have Llama's names and turn neighbours. Under headwise's names they take
-    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. `convert_file` and
-    `headwise convert` read it from the `config.json` beside the weights.
+    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. Nor do they always
+    tell of norms that multiply by 1 + weight (Step 3.5 has Qwen 3's names): add 1 to those first.
+    `convert_file` and `headwise convert` read both from the `config.json` beside the weights.
 
     Returns:
         Names to new tensors of the same dtype, for `load_state_dict`; nested lists of numbers

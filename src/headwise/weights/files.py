@@ -132,6 +132,11 @@ def convert_file(
         wanted = Wanted(source, target, heads, kv_heads, bias, rotary_dim)
         wanted = _as_configured(wanted, config)
         layers = find_layers(wanted.old, tensors.shapes, str(wanted))
+        if config.adds_one and any("q_norm.weight" in layer.where for layer in layers):
+            raise ValueError(
+                f"{wanted}: by {CONFIG} the norms of q and k multiply by 1 + weight, and in layout "
+                f"{source!r} by the weight; add 1 to them, and give the weights without {CONFIG}"
+            )
         tensors.weights = {name for layer in layers for name in layer.names}
         stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
         done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}

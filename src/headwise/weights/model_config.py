@@ -27,9 +27,16 @@ _SHARE_OF = {
 
 _NEIGHBOURS = (
     "blt cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4v glm_ocr "
-    "helium moonshine moonshine_streaming"
+    "helium llama4 llama4_text moonshine moonshine_streaming"
 ).split()
 """Kinds of models of transformers that have Llama's names and turn neighbouring features."""
+
+
+_ADDING_ONE = (
+    "gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+    "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text step3p5 step3p7"
+).split()
+"""Kinds of models of transformers that have Qwen 3's names, and norms that add 1 to the weight."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class ModelConfig:
         layout: the layout of the weights, where another has the same names and shapes.
         rotary_dim: how many features of each head are to be moved between orders of rotation.
         rotary_shares: or which share of them; several where layers differ.
+        adds_one: whether norms of queries and keys multiply by 1 + weight.
     """
 
     num_heads: int | None = None
@@ -48,6 +56,7 @@ class ModelConfig:
     layout: str | None = None
     rotary_dim: int | None = None
     rotary_shares: frozenset[float] = frozenset()
+    adds_one: bool = False
 
     @classmethod
     def beside(cls, weights: Path) -> ModelConfig:
@@ -74,6 +83,7 @@ class ModelConfig:
             "gpt_bigcode" if kind == "gpt_bigcode" else None,
             turned,
             frozenset() if turned is not None else _shares(said, kind),
+            kind in _ADDING_ONE,
         )
 
 
