@@ -243,7 +243,6 @@ def _of_factory(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 target, named, roles, made_up = build(factory, args, own, sizes)
-                hash(target)  # as PyTorch does to go through the modules of a layer
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
