@@ -1,6 +1,6 @@
 """`headwise check` on attention that others wrote: what it says of each entry of a list.
 
-    python benchmarks/others_code.py LIST.tsv … --trees FOLDER [--only G H] [--told FILE.jsonl]
+    python benchmarks/others_code.py benchmarks/lists/*.tsv --trees FOLDER [--only G H]
 
 A list names code and holds none: kind (right or real), list, repository, commit, path, name, rules,
 source, separated by tabs. `FOLDER/owner+name@<12 digits of the commit>/` holds each repository as

@@ -140,6 +140,18 @@ def test_a_module_of_qkv_without_weights_is_a_function() -> None:
     assert check(Scaled(8**0.5, over=-2)).errors[0].rule == "softmax"
 
 
+def test_a_function_may_merge_the_heads() -> None:
+    def merging(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def mixing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return heads.reshape(len(q), q.shape[2], -1)
+
+    assert check(merging, num_heads=3)["definition"].severity == "passed"
+    assert check(mixing, num_heads=3).errors[0].rule == "head-merge"
+
+
 def test_names_that_tell_nothing_are_tried_and_what_follows_is_not_judged() -> None:
     class Named(Pages):
         def __init__(self, dim: int, heads: int, zork: int, flurb: bool) -> None:

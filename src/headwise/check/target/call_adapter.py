@@ -359,7 +359,7 @@ class Caller:
             none = "None (is a `return` missing?)"
             said = none if raw is None else f"a {type(raw).__name__} without a tensor"
             raise UnusableResult(f"returns {said}")
-        tensors = [(t, self.layout.back(t) if t.ndim == turned else t) for t in found]
+        tensors = [(t, self.layout.back(t) if t.ndim == turned else _apart(t, x)) for t in found]
         fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
         if not fits:
             raise UnusableResult(f"returns a tensor of shape {list(found[0].shape)}")
@@ -367,6 +367,15 @@ class Caller:
         own, out = (others or fits)[0]
         weights = (t for t in found if t is not own and tuple(t.shape[-2:]) == square)
         return Result(out, next(weights, None), raw)
+
+
+def _apart(out: Tensor, q: Tensor) -> Tensor:
+    """`[B, H, T, D]` of what a function of such a q gives where it merges the heads, `[B, T, H·D]`;
+    anything else as it is."""
+    merged = out.ndim == 3 and q.ndim == 4 and out.shape[:2] == (q.shape[0], q.shape[2])
+    if not merged or out.shape[2] % q.shape[1]:
+        return out
+    return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:
