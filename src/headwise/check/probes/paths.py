@@ -37,9 +37,8 @@ def paths(ctx: ProbeContext) -> Finding | None:
             if other is None:
                 continue
             tried = True
-            for causal in (False, True)[: 1 + ctx.exact.causal]:
-                if not ctx.near(_out(ctx, other, causal), _out(ctx, ctx.exact, causal)):
-                    return found("paths", "differs", call=call)
+            if not ctx.near(_out(ctx, other, False), _out(ctx, ctx.exact, False)):
+                return found("paths", "differs", call=call)
         except (Broken, Failed) as failure:
             error = failure.__cause__
             if isinstance(error, RuntimeError) and _is_own(error):
