@@ -37,7 +37,7 @@ def paths(ctx: ProbeContext) -> Finding | None:
             if other is None:
                 continue
             tried = True
-            if not ctx.near(_out(ctx, other, False), _out(ctx, ctx.exact, False)):
+            if not ctx.near(_out(ctx, other), _out(ctx, ctx.exact)):
                 return found("paths", "differs", call=call)
         except (Broken, Failed) as failure:
             error = failure.__cause__
@@ -51,11 +51,10 @@ def paths(ctx: ProbeContext) -> Finding | None:
     return passed("paths") if tried else None
 
 
-def _out(ctx: ProbeContext, subject: Target, causal: bool) -> Tensor:
-    """The output with the mask that `exact` understands, or without one: what the mistakes of
-    another path look like says nothing of masks."""
-    form = ctx.exact.mask_form if causal else None
-    own = replace(subject, causal=causal, mask_form=form, open_form=ctx.exact.open_form)
+def _out(ctx: ProbeContext, subject: Target) -> Tensor:
+    """The output without a mask that was guessed: what the mistakes of another path look like says
+    nothing of masks."""
+    own = replace(subject, causal=False, mask_form=None, open_form=ctx.exact.open_form)
     return ctx.call(ctx.x, own)
 
 
