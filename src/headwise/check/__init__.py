@@ -65,8 +65,9 @@ def check(
     (True, ())
     """
     from .diagnosis.static_checks import read_off
-    from .findings.triage import joined
+    from .findings.triage import joined, with_other
     from .probes import run as probe
+    from .probes.options import options
     from .target.checked_target import Broken
     from .target.construct import name_of
     from .target.resolve import resolve
@@ -84,7 +85,12 @@ def check(
             if read := tuple(read_off(thing)):  # which needs no call
                 return Verdict(name_of(thing), read)
             raise
-        results = joined(_diagnosed(subject), probe(subject), subject.guesses, subject.made_up)
+        built = [*subject.made_up, *subject.absent]
+        results = joined(_diagnosed(subject), probe(subject), subject.guesses, built)
+        wrong = any(one.severity == "error" for one in results)
+        kept = {"runs", *(one.rule for one in results if one.severity == "passed")}
+        if not wrong and (other := options(subject, kept)) is not None:
+            results = with_other(results, other)
         return Verdict(subject.name, results, tuple(subject.notes))
 
 

@@ -145,7 +145,7 @@ def parsed(
             files.append(word)
             continue
         name, equals, value = word[2:].partition("=")
-        if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.85):
+        if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75):
             raise ValueError(
                 f"{word}: no such option; did you mean --{near[0]}? "
                 f"An argument of that name goes by --arg {name}=VALUE"

@@ -102,7 +102,16 @@ def named(case: Case, bases: Sequence[Variant], sure: bool) -> Explained | None:
     """
     bases = bases[:BASES]
     known = {base: list(faults(case.reading, base, sure)) for base in bases}
+    if not _fills(case):
+        known = {b: [one for one in rows if "fill" not in one.change] for b, rows in known.items()}
     return single(known, case.fits) or _solved(case, bases) or double(known, case.fits)
+
+
+def _fills(case: Case) -> bool:
+    """Whether it hides scores itself, by a number of its own: not where it adds a mask of −inf that
+    it is handed."""
+    form = case.subject.mask_form
+    return form is None or form.kind != "added"
 
 
 def single(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
@@ -134,7 +143,7 @@ def _solved(case: Case, bases: Sequence[Variant]) -> Explained | None:
         scale = _nearest(lambda one, b=base: case.gap(replace(b, scale=one), 1), SCALES)
         if case.fits(replace(base, scale=scale)):
             return base, [_other_scale(case, scale)]
-        if base.mask == "none":
+        if base.mask == "none" or not _fills(case):
             continue
         fill = _nearest(lambda one, b=base: case.gap(replace(b, fill=repr(-one)), 1), NUMBERS)
         if case.fits(replace(base, fill=repr(-fill))):
@@ -187,7 +196,7 @@ def leaking(case: Case, base: Variant) -> Fault | None:
 
     The first scores to show it are about as large as the number, and tell it from others.
     """
-    if base.mask == "none":
+    if base.mask == "none" or not _fills(case):
         return None
     x = case.inputs[1]
     q, k, _ = heads_of(case.reading, x, base)

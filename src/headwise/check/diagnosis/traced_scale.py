@@ -191,12 +191,13 @@ def traced_scale(subject: Target) -> list[Finding]:
         spare = any(math.isclose(number, wide**-0.5, rel_tol=1e-4) for number in kept)
         rows = (one for one in _ROWS if not one.startswith("after"))
         fits = (n for n in rows if math.isclose(scores.by, scale_of(n, sizes), rel_tol=1e-4))
-        # no scale at all may have its reasons
-        name = next((one for one in fits if one != "nothing" or spare), "")
+        name = next(fits, "")
+        if name == "nothing" and not spare:  # which may have its reasons
+            return []
     if name not in _ROWS:
         return []
     message, hint = (text.format(**words) for text in _ROWS[name])
-    ground: Ground = "weights" if subject.made_up else "any"
+    ground: Ground = "weights" if subject.made_up or subject.absent else "any"
     return [Finding("scale", "error", message, hint + quoted(place), ground=ground)]
 
 

@@ -194,7 +194,9 @@ def telling(send: Send, path: Path) -> Iterator[None]:
     except MemoryError:
         raise
     except BaseException as error:
-        send(alone(ended_by(error, path)))
+        finding = ended_by(error, path)
+        refused = {"refused": f"{path.name}: {finding.message} {finding.hint}"}
+        send(refused if finding.severity == "skipped" else alone(finding))
 
 
 def alone(*findings: Finding) -> dict[str, Any]:

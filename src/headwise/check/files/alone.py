@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 from torch.nn import init
 
 from ..target.checked_target import is_users
-from .syntax import Source, names
+from .syntax import Source, names, nodes
 
 INIT = "__init__.py"
-QUIET = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-QUIET += (ast.Try,)
-"""What is run of a file that another one imports, where not all of it can be."""
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+QUIET = (*DEFINITIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Try)
+"""What is run of a file where not all of it can be: what gives names a meaning."""
 
 
 class Absent:
@@ -48,10 +48,12 @@ class Absent:
     def __or__(self, other: Any) -> Absent:
         return self
 
-    __ror__, __bool__, __mro_entries__ = __or__, __call__, __call__
+    __ror__, __bool__, __mro_entries__, __iter__ = __or__, __call__, __call__, __call__
 
 
-def alone(path: Path, name: str, source: Source, why: str) -> ModuleType | None:
+def alone(
+    path: Path, name: str, source: Source, why: str, of_another: bool
+) -> ModuleType | None:
     """The module, with what could be imported; None where a mistake of its own stands in the way.
 
     Its `__alone__` holds `why`, and the absent names that each of its definitions speaks of.
@@ -59,8 +61,12 @@ def alone(path: Path, name: str, source: Source, why: str) -> ModuleType | None:
     Args:
         name: the module's, in its packages.
         why: what was raised when it was imported as usual.
+        of_another: whether it was raised for something that the file imports. Else the file reads
+            data or trains while it is imported: then only what gives names a meaning is run, and of
+            that all but the definitions may fail.
     """
-    done = _run(path, name, source.tree)
+    done = _run(path, name, source.tree) if of_another else None
+    done = done or _run(path, name, _quiet(source.tree), spare=True)
     if done is None:
         return None
     module, lost = done
@@ -70,7 +76,14 @@ def alone(path: Path, name: str, source: Source, why: str) -> ModuleType | None:
     return module
 
 
-def _run(path: Path, name: str, tree: ast.Module) -> tuple[ModuleType, set[str]] | None:
+def _quiet(tree: ast.Module) -> ast.Module:
+    """The statements that give names a meaning."""
+    return ast.Module([one for one in tree.body if isinstance(one, QUIET)], [])
+
+
+def _run(
+    path: Path, name: str, tree: ast.Module, spare: bool = False
+) -> tuple[ModuleType, set[str]] | None:
     """The module of a file, run one statement after the other, and the names that stand for errors;
     None where a mistake of its own stands in the way."""
     _empty_packages(name, path)
@@ -91,9 +104,9 @@ def _run(path: Path, name: str, tree: ast.Module) -> tuple[ModuleType, set[str]]
                     raise
                 exec(code, known)
         except Exception as error:
-            if "*" in given or not (
-                imports or isinstance(error, ImportError) or names(statement) & lost
-            ):
+            spared = spare and not isinstance(statement, DEFINITIONS)
+            excused = spared or isinstance(error, ImportError) or names(statement) & lost
+            if "*" in given or not (imports or excused):
                 del sys.modules[name]
                 return None
             known |= {one: _stand_in(one, error) for one in given}
@@ -123,8 +136,7 @@ def _load_imported(statement: ast.stmt, package: str) -> bool:
     bare = Path(*imported.split("."))
     for path in (Path(folder, one) for folder in sys.path for one in (f"{bare}.py", bare / INIT)):
         if path.is_file() and is_users(str(path)):
-            tree = ast.parse(path.read_bytes())
-            tree.body = [one for one in tree.body if isinstance(one, QUIET)]
+            tree = _quiet(ast.parse(path.read_bytes()))
             return _run(path.resolve(), imported, tree) is not None
     return False
 
@@ -133,10 +145,16 @@ def _spoken(name: str, definitions: Mapping[str, ast.AST]) -> set[str]:
     """The names that a definition speaks of, and those that it uses."""
     queue, found = [name], set[str]()
     for one in queue:
-        new = names(definitions[one]) - found
+        new = _read(definitions[one]) - found
         found |= new
         queue += new & set(definitions)
     return found
+
+
+def _read(definition: ast.AST) -> set[str]:
+    """The names that a definition reads and does not give a meaning itself."""
+    own = names(definition, context=ast.Store) | {one.arg for one in nodes(ast.arg, definition)}
+    return names(definition, context=ast.Load) - own
 
 
 def _empty_packages(name: str, path: Path) -> None:

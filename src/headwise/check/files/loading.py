@@ -70,7 +70,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     root = next(
         (one for one in path.parents if any((one / mark).exists() for mark in MARKS)), folder
     )
-    places = dict.fromkeys(map(str, (folder, root, root / "src")))
+    places = dict.fromkeys(map(str, (*_around(path, source), folder, root, root / "src")))
     sys.path[:0] = [one for one in places if Path(one).is_dir()]
     sys.path += [str(path.parent), *_above(path, source.libraries)]
     try:
@@ -96,12 +96,23 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     except BaseException as error:
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
-        another = code is None and _of_another(error, path)
-        module = alone(path, name, source, told(error)) if another else None
+        module = None
+        if code is None and not isinstance(error, KeyboardInterrupt):
+            module = alone(path, name, source, told(error), _of_another(error, path))
         if module is None or not candidates(module):
             raise Broken(_failed_import(error, path)) from None
     _usual_settings()
     return module
+
+
+def _around(path: Path, source: Source) -> Iterator[Path]:
+    """Folders that hold the package which a file lies in, by its own words."""
+    for name in source.imported:
+        top, _, rest = name.partition(".")
+        for folder in path.parents[:ABOVE] if rest and top not in sys.modules else ():
+            within = folder.joinpath(*rest.split("."))
+            if folder.name == top and (within.is_dir() or within.with_suffix(".py").exists()):
+                yield folder.parent
 
 
 def _above(path: Path, libraries: set[str]) -> Iterator[str]:

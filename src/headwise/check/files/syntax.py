@@ -81,11 +81,16 @@ class Source:
         return max((node.level for node in nodes(ast.ImportFrom, self.tree)), default=0)
 
     @cached_property
-    def libraries(self) -> set[str]:
-        """The packages that are imported, by their first name: `{"torch", "math"}`."""
+    def imported(self) -> set[str]:
+        """What is imported, by its whole name: `{"torch.nn", "math"}`."""
         names = [one.name for node in nodes(ast.Import, self.tree) for one in node.names]
         names += [one.module or "" for one in nodes(ast.ImportFrom, self.tree) if not one.level]
-        return {name.partition(".")[0] for name in names}
+        return {*names}
+
+    @cached_property
+    def libraries(self) -> set[str]:
+        """The packages that are imported, by their first name: `{"torch", "math"}`."""
+        return {name.partition(".")[0] for name in self.imported}
 
     @cached_property
     def bound(self) -> set[str]:

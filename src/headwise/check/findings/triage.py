@@ -62,6 +62,11 @@ def joined(
     return tuple(_waiting(one) if wrong else one for one in results)
 
 
+def with_other(results: Sequence[Finding], other: Finding) -> tuple[Finding, ...]:
+    """All results where another option of the layer breaks a rule that this one keeps."""
+    return (other, *(_waiting(one) for one in results if one.rule != other.rule))
+
+
 def _bad(one: Finding) -> bool:
     return one.severity in ("error", "warning")
 

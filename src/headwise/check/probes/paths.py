@@ -41,7 +41,7 @@ def paths(ctx: ProbeContext) -> Finding | None:
                 return found("paths", "differs", call=call)
         except (Broken, Failed) as failure:
             error = failure.__cause__
-            if isinstance(error, RuntimeError) and _is_own(error):
+            if isinstance(error, RuntimeError) and is_own(error):
                 return found("paths", "fails", call=call, error=told(error))
     for name in _attributes(ctx):
         with contextlib.suppress(Failed):  # the constructor may have made nothing for that path
@@ -74,8 +74,8 @@ def _other(ctx: ProbeContext, name: str, value: bool) -> Target | None:
     another call."""
     try:
         other = ctx.subject.rebuilt(**{name: value})
-    except ValueError as error:  # a call that cannot be guessed is no mistake
-        raise Failed(name, error) from None
+    except ValueError as error:  # a call that was guessed, and fails, is no mistake
+        raise Failed(name, error) from (None if ctx.exact.guesses else error.__cause__)
     if other is None or other.module is None or ctx.exact.module is None:
         return None
     if name != LAYOUT and other.guesses != ctx.exact.guesses:
@@ -90,7 +90,7 @@ def _other(ctx: ProbeContext, name: str, value: bool) -> Target | None:
     return other
 
 
-def _is_own(error: BaseException) -> bool:
+def is_own(error: BaseException) -> bool:
     """Whether a line of somebody's file made it, and it speaks of shapes, not of a machine."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(is_users(one.filename) for one in frames) and not FOREIGN.search(str(error))

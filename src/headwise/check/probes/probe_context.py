@@ -21,6 +21,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Share of the largest output by which two equal ones may differ; 0.1 in half precision."""
 
 REFUSED = {
+    "INTERNAL ASSERT FAILED": "PyTorch fails there by a mistake of its own.",
     "more than 1 value per channel": "Its norm wants more than one number.",
     "No available kernel": "PyTorch has none of the kernels that it allows, on this machine.",
 }

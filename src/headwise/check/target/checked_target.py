@@ -57,10 +57,12 @@ class Target:
         projections: only for functions: the weights `q`, `k`, `v` `[heads · D, E]` that the
             subject itself applies before it.
         roles: the constructor's arguments, as given or worked out, by role.
+        arguments: what its constructor was given, by name.
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
         uncalled: the module as it was before its first call, which may leave something behind.
         made_up: what was guessed to build it, for people.
+        absent: what its code speaks of and could not be imported, for people.
         notes: what was worked out, for people.
     """
 
@@ -82,10 +84,12 @@ class Target:
     open_form: MaskForm | None = None
     axes: str = "heads"  # of a function's tensors, a name of `functions.AXES`
     factory: Callable[..., Target] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
     uncalled: nn.Module | None = None
     made_up: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     # --- calling ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from .sizes import (
     invented,
     shown,
 )
-from .uses import Use, use_of
+from .uses import Use, is_unread, use_of
 
 
 def build(
@@ -197,7 +197,8 @@ class _Constructor:
             worded = sizes.tried is not None and isinstance(parameter.default, str)
             untold = worded or (required and role is None)
             choice = self._choice(parameter, sizes) if untold else None
-            role = use.role if use else building_role(name, required, self.names)
+            wanted = required or (sizes.every and parameter.default is None)
+            role = use.role if use else building_role(name, wanted, self.names)
             if use and not use.sure and sizes.tried is not None:
                 role = None  # other values are tried
             likely = role is not None and building_role(name, beside=self.names) is None
@@ -225,6 +226,8 @@ class _Constructor:
                     kwargs[name] = value
                     if likely:
                         self.invented[name] = value
+            elif required and is_unread(self.factory, name):
+                kwargs[name] = None
             elif (value := self._invented(parameter, sizes)) is not Unknown:
                 kwargs[name] = self.invented[name] = value
             elif required:
@@ -278,8 +281,7 @@ class _Constructor:
             for kind in list(home.values())
             if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind is not self.factory
         ]
-        folded = name.replace("_", "").lower()
-        for kind in (kind for kind in kinds if kind.__name__.lower() == folded):
+        for kind in (kind for kind in kinds if kind.__name__.lower() == _folded(name)):
             return kind(**_Constructor(kind, (), {}).work_out(sizes))
         if parts_of(name):
             return nn.Linear(*sizes.widths(parts_of(name)))
@@ -309,7 +311,7 @@ class _Constructor:
         kinds = [
             one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")
         ]
-        own = [one for one in said if _can_be_built(one)]
+        own = [_of_text(one) for one in said if _can_be_built(one)]
         if not own or getattr(own[0], "model_type", None):  # which may hold the one that is meant
             own += [one for one in kinds if getattr(one, "model_type", None) and one not in own]
         count = len(own) + (not said)  # the last is one that answers to all
@@ -323,9 +325,11 @@ class _Constructor:
             nested = {one: Config(sizes, {}, self.needed) for one in self.nested}
             return Config(sizes, {**nested, **given}, self.needed)
         made = _Constructor(kind, (), given)
+        given = {**given, **{n: v for n, v in sizes.changes.items() if n in made.names}}
         kwargs = given if sizes.plain else made.work_out(sizes)
         self.invented |= made.invented
-        config = kind(**{name: value for name, value in kwargs.items() if name in made.names})
+        fields = {name: value for name, value in kwargs.items() if name in made.names}
+        config = _configured(kind, fields, source_of(self.factory))
         if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
             config._attn_implementation = "eager"
         return config
@@ -340,6 +344,33 @@ class _Constructor:
             f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
             f"the command line {flags}"
         )
+
+
+def _configured(kind: type, fields: Mapping[str, Any], code: str) -> Any:
+    """A configuration with such fields; one that refuses them is made by itself, and gets those
+    that some code reads."""
+    try:
+        return kind(**fields)
+    except Exception as refused:
+        try:
+            config = kind()
+        except Exception:  # it wants fields that nobody knows
+            raise refused from None
+    for name in (name for name in fields if re.search(rf"\b{name}\b", code)):
+        setattr(config, name, fields[name])
+    return config
+
+
+def _of_text(kind: type) -> type:
+    """The class of the configuration within that speaks of heads, where this one does not."""
+    if not getattr(kind, "sub_configs", None):
+        return kind
+    try:
+        whole = kind()
+        heads = any(building_role(name) == "heads" for name in fields_of(whole))
+        return kind if heads else type(whole.get_text_config())
+    except Exception:  # it cannot be made without a word
+        return kind
 
 
 def _gives_way(role: str, parameter: inspect.Parameter, sizes: BuildSizes) -> bool:
@@ -367,20 +398,38 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
     """
     if parameter.annotation in (bool, "bool"):
         return False
-    if isinstance(parameter.annotation, enum.EnumMeta):
-        options = list(parameter.annotation)
+    home = vars(sys.modules.get(factory.__module__, typing))
+    named = [one for name, one in home.items() if name.lower() == _folded(parameter.name)]
+    members = [one for one in (parameter.annotation, *named) if isinstance(one, enum.EnumMeta)]
+    if members:
+        options = list(members[0])
     else:
-        pattern = rf"\b{parameter.name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
-        words = re.findall(pattern, source_of(factory))
-        if not words and dataclasses.is_dataclass(factory):  # whose words others compare
-            words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
-        options = list(dict.fromkeys(words))
+        options = words_of(factory, parameter.name)
     return options[tried % len(options)] if options else None
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def words_of(factory: Callable[..., Any], name: str) -> list[str]:
+    """The words that the code compares an argument with.
+
+    >>> class Layer:
+    ...     def __init__(self, kind="plain"): ...
+    >>> words_of(Layer, "kind")
+    []
+    """
+    pattern = rf"\b{name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
+    words = re.findall(pattern, source_of(factory))
+    if not words and dataclasses.is_dataclass(factory):  # whose words others compare
+        words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
+    return [*dict.fromkeys(words)]
 
 
 def _of_qkv(kind: type[nn.Module]) -> bool:
     """Whether a module is called with queries, keys and values."""
-    first = [calling_role(parameter.name) for parameter in signature(kind.forward)[1:4]]
+    first = [calling_role(parameter.name) for parameter in signature(kind.forward)[:3]]
     return first == ["query", "key", "value"]
 
 

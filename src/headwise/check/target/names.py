@@ -41,7 +41,7 @@ _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_wid
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
     "flag": r"^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
-    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups)$",
+    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|group_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
     "heads": r"heads?$",

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
-from .first_call import first_call, install
+from .first_call import first_call, install, refuses
 from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
 from .names import building_role, calling_role
@@ -29,6 +29,8 @@ from .sizes import BuildSizes, shown
 TRIES, SECONDS = 4, 8.0
 """How many values are tried for arguments whose names tell nothing; after how long no other sizes
 are."""
+BEFORE = "before Module.__init__() call"
+"""What PyTorch says where a constructor forgot that of its base class."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def resolve(
             f"check({name_of(thing)}): it speaks of {', '.join(lost)}, which could not be imported "
             f"here, and without that it cannot be judged. {broken.finding.message}"
         ) from broken
-    subject.made_up += [f"no {name}, which could not be imported" for name in lost]
+    subject.absent += [f"no {name}, which could not be imported" for name in lost]
     if why:
         subject.notes.append(f"it was loaded without what could not be imported here: {why}")
     return subject
@@ -231,7 +233,7 @@ def _of_factory(
     request: Request,
 ) -> Target:
     label, own = name_of(factory), request.sizes
-    names = [p.name for p in signature(factory)][len(args) :]
+    names, built = [p.name for p in signature(factory)][len(args) :], list[Any]()
     wanted = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
     said = arguments | {name: n for name, n in wanted.items() if n is not None and name in names}
 
@@ -246,11 +248,13 @@ def _of_factory(
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
-            raise Broken(found("builds", "fails", label=label, error=told(error))) from error
+            way = "super" if BEFORE in str(error) else "fails"
+            raise Broken(found("builds", way, label=label, error=told(error))) from error
         if isinstance(target, nn.Module):
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
             if odd:
                 raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
+        built.append(target)
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
@@ -261,7 +265,7 @@ def _of_factory(
             raise Broken(found("builds", "result", label=label, kind=kind))
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
-            return replace(subject, factory=make, roles=roles, made_up=guessed)
+            return replace(subject, factory=make, arguments=named, roles=roles, made_up=guessed)
         known = facts(target)
         if sizes.plain:  # a configuration may speak of several layers
             roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
@@ -280,14 +284,14 @@ def _of_factory(
                 f"check({name}): I made up {', '.join(guessed)}, and with it the call fails: give "
                 f"what is meant: hw.check({label}, {_asked(factory)}). {broken.finding.message}"
             ) from broken.__cause__
-        return replace(subject, factory=make, made_up=guessed)
+        return replace(subject, factory=make, arguments=named, made_up=guessed)
 
     until = time.process_time() + SECONDS
     try:
         return make()
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
-        for sizes in _other_sizes(own, first, given):
+        for sizes in (*_own_width(own, built, given), *_other_sizes(own, first, given)):
             if time.process_time() > until:
                 break
             request = replace(request, sizes=sizes)
@@ -317,21 +321,38 @@ def _builds(first: Exception) -> bool:
     return isinstance(first, Broken) and first.finding.rule == "builds"
 
 
+def _own_width(own: BuildSizes, built: Sequence[Any], given: bool) -> Iterator[BuildSizes]:
+    """The width of the input that was built, whatever was asked for: a number of its file, perhaps,
+    which the heads must share."""
+    width = input_width(built[0]) if built and isinstance(built[0], nn.Module) else None
+    if width is not None and not given and width != own.settle(False).embed_dim:
+        yield replace(own, embed_dim=width)
+
+
 def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[BuildSizes]:
     """Other sizes to build it with: some insist on such numbers, or on those of their own
     configuration; and what no name tells is tried, where nothing else is left."""
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
-    if _builds(first) and isinstance(first.__cause__, TypeError) and not given:
+    fault = first.__cause__
+    unset = isinstance(getattr(fault, "obj", None), nn.Module)
+    if not given and fault and (unset or (_builds(first) and _is_of_arguments(fault))):
         yield replace(own, every=True)
     if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
 
 
+def _is_of_arguments(fault: BaseException) -> bool:
+    """Whether a constructor may have failed because an argument was left out."""
+    return isinstance(fault, TypeError) or refuses(fault)
+
+
 def _is_misspelt(fault: BaseException) -> bool:
-    """Whether a name is not there, whatever a constructor is given."""
+    """Whether a name is not there, or taken, whatever a constructor is given."""
     owner = getattr(fault, "obj", None)
+    if BEFORE in str(fault) or (isinstance(fault, KeyError) and "already exists" in str(fault)):
+        return True
     return isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
 
 

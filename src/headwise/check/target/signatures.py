@@ -20,6 +20,7 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
         own = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return []
+    own = {name: one for name, one in own.items() if name != "self"}  # a script's method shows it
     open_ = any(p.kind is p.VAR_KEYWORD for p in own.values())
     base = (
         next((kind for kind in inspect.getmro(factory)[1:] if "__init__" in vars(kind)), object)

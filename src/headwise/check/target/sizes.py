@@ -130,7 +130,9 @@ class Config(dict[str, Any]):
         if dict.__contains__(self, name):
             return dict.__getitem__(self, name)
         role = building_role(name, name in self._needed)
-        value = Unknown if role is None else self._sizes.value(role)
+        value = self._sizes.changes.get(name, Unknown)
+        if value is Unknown and role is not None:
+            value = self._sizes.value(role)
         if value is Unknown and name in self._needed:
             value = self._invented[name] = invented(self._sizes)
         if value is Unknown:
@@ -174,7 +176,7 @@ def shown(arguments: Mapping[str, Any]) -> str:
 def flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Arguments, and the fields of those that are configurations."""
     for name, value in arguments.items():
-        if isinstance(value, Config) or building_role(name) == "config":
+        if isinstance(value, Config) or building_role(name, needed=True) == "config":
             yield from fields_of(value).items()
         else:
             yield name, value

@@ -51,14 +51,38 @@ def use_of(factory: Callable[..., Any], name: str, deep: int = DEEP) -> Use | No
     return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
 
 
+def is_unread(factory: Callable[..., Any], name: str) -> bool:
+    """Whether a constructor at most keeps an argument under a name that nothing reads.
+
+    >>> is_unread(int, "x")
+    False
+    """
+    kind = _written(factory)
+    tree = None if kind is None else _tree(kind)
+    start = None if tree is None else _constructor(tree)
+    if tree is None or start is None or name not in {one.arg for one in ast.walk(start.args) if isinstance(one, ast.arg)}:
+        return False
+    kept = {one for one in _aliases(start, name) if one != name}
+    stored = [one.value for one in ast.walk(start) if isinstance(one, ast.Assign)]
+    read = [one for one in ast.walk(tree) if isinstance(getattr(one, "ctx", None), ast.Load)]
+    return not any(ast.unparse(one) in kept for one in read) and not any(
+        isinstance(one, ast.Name) and one.id == name and one not in stored for one in read
+    )
+
+
+def _constructor(tree: ast.AST) -> ast.FunctionDef | None:
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    return next((one for one in functions if one.name == "__init__"), next(iter(functions), None))
+
+
 def _uses(factory: Callable[..., Any], name: str, deep: int) -> Iterator[Use]:
     kind = _written(factory)
     tree = None if kind is None else _tree(kind)
     if kind is None or tree is None or deep == 0:
         return
     home, every = vars(sys.modules.get(kind.__module__, ast)), [*ast.walk(tree)]
-    functions = [one for one in every if isinstance(one, ast.FunctionDef)]
-    start = next((one for one in functions if one.name == "__init__"), functions[0])
+    start = _constructor(tree)
+    assert start is not None
     words = _aliases(start, name)
     inner, fields = {*ast.walk(start)}, {word for word in words if "." in word}
     for node in every:

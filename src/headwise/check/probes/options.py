@@ -1,0 +1,130 @@
+"""Probe the options of a layer: built with another one, it must still run and keep its rules.
+
+A layer is checked as its constructor's defaults have it, where a mistake in what an option switches
+on does not show. Only what holds of every layer is asked of one with another option.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..findings.verdict import Finding
+from ..target.checked_target import Broken, Target
+from ..target.construct import words_of
+from ..target.first_call import refuses
+from ..target.names import building_role
+from ..target.signatures import signature, source_of
+from ..target.sizes import flat, shown
+from .behaviour import batch, causality, finite, gradients
+from .paths import FOREIGN, LAYOUT, is_own
+from .probe_context import Failed, ProbeContext
+from .robustness import deterministic, move, registered, reload, train_eval
+
+KEPT = (finite, deterministic, causality, batch, gradients, registered, reload, train_eval, move)
+"""What holds whichever option is taken; the first that does not is the finding."""
+SECONDS = 1.0
+"""How long options are tried."""
+OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
+OTHER_KIND = re.compile(r"causal|direction|mask|cross|encod|decod|future|stream|window|local|cache")
+"""Options that say who sees whom, or make it another layer."""
+
+
+def options(subject: Target, kept: Collection[str]) -> Finding | None:
+    """The first rule that the layer breaks with another option; None where it breaks none.
+
+    Args:
+        kept: the rules that it keeps as it is.
+    """
+    if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
+        return None
+    end = time.process_time() + SECONDS
+    tried = (*((one, True) for one in _options(subject)), *((one, False) for one in _sizes(subject)))
+    for changes, numbers in tried:
+        if time.process_time() > end:
+            return None
+        one = _broken(subject, changes, numbers)
+        if one is not None and one.rule in kept:
+            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
+    return None
+
+
+def _options(subject: Target) -> Iterator[dict[str, Any]]:
+    """Arguments of the constructor, and fields of its configuration, with values that were not
+    taken."""
+    assert subject.module is not None
+    kind = type(subject.module)
+    for parameter in signature(kind):
+        name, usual = parameter.name, parameter.default
+        if OTHER_KIND.search(name.lower()) or name == LAYOUT:
+            continue
+        if isinstance(usual, bool):
+            yield {name: not usual}
+        elif usual is None and subject.arguments.get(name) is not None:
+            yield {name: None}
+        elif isinstance(usual, str):
+            yield from ({name: word} for word in words_of(kind, name) if word != usual)
+    code = source_of(kind)
+    for name, value in flat(subject.arguments):
+        read = name not in subject.arguments and re.search(rf"\b{name}\b", code)
+        if isinstance(value, bool) and read and not OTHER_KIND.search(name.lower()):
+            yield {name: not value}
+
+
+def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
+    """Arguments of the constructor that may have another size, with such a size: where there are
+    names for them, all that must agree go together."""
+    names = [parameter.name for parameter in signature(type(subject.module))]
+    roles = {name: building_role(name, beside=names) for name in names}
+    dims = [name for name, role in roles.items() if role == "head_dim"]
+    values = [name for name in dims if OF_VALUES.search(name.lower())]
+    keys = [name for name in dims if name not in values]
+    for group in (keys, values) if subject.head_dim else ():
+        if group:
+            yield dict.fromkeys(group, subject.head_dim + 4)
+    if "width" in roles.values():
+        wider = [name for name, role in roles.items() if role == "out_width"]
+        yield from ({name: 2 * subject.embed_dim} for name in wider)
+
+
+def _broken(subject: Target, changes: dict[str, Any], numbers: bool) -> Finding | None:
+    """The first rule that it breaks with an option."""
+    try:
+        other = subject.rebuilt(**changes)
+    except ValueError:  # it wants another call
+        return None
+    except Broken as broken:
+        return broken.finding if _is_sure(broken.__cause__, numbers) else None
+    if other is None or other.guesses or not numbers:
+        return None
+    same = {"causal": subject.causal, "causal_from": "given", "mask_form": subject.mask_form}
+
+    def alike(**more: Any) -> Target:
+        assert subject.factory is not None
+        return replace(subject.factory(**changes, **more), **same)
+
+    ctx = ProbeContext(replace(other, **same, factory=alike))
+    for probe in KEPT:
+        try:
+            one = probe(ctx)
+        except Failed:  # whether the call or the option is at fault cannot be told
+            continue
+        if one is not None and one.severity == "error":
+            return one
+    return None
+
+
+def _is_sure(error: BaseException | None, option: bool) -> bool:
+    """Whether an error is one whatever the call: a name that nothing defines or the layer lacks;
+    and where only sizes are others, what does not fit."""
+    if error is None or refuses(error) or FOREIGN.search(str(error)):
+        return False
+    absent = isinstance(error, AttributeError) and isinstance(error.obj, nn.Module)
+    return isinstance(error, NameError) or absent or (
+        not option and isinstance(error, RuntimeError) and is_own(error)
+    )
