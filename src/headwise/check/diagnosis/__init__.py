@@ -128,6 +128,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)
         if odd and {one.rule for one in faults} == {"packing"}:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
+        if {"softmax", "mask-fill"} <= {one.rule for one in faults}:  # along another axis it hides
+            faults = [one for one in faults if one.rule != "mask-fill"]  # others, whatever it fills
         faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))  # spoils most
         return findings + [_finding(case, subject, base, one) for one in faults]
     if findings:

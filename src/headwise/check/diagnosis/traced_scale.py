@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..findings.rules import found
 from ..findings.verdict import Finding, Ground
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
@@ -57,6 +58,7 @@ class TracedScale(TorchFunctionMode):
     Attributes:
         scores: what that softmax is taken of, where it could be followed, with the line.
         after: what weights were multiplied by, with the line that did it last.
+        astray: the line of a product that sums weights over the queries.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -64,6 +66,7 @@ class TracedScale(TorchFunctionMode):
         self.tokens = tokens
         self.scores: tuple[Multiplied, tuple[str, int] | None] | None = None
         self.after: tuple[float, tuple[str, int] | None] | None = None
+        self.astray: tuple[str, int] | None = None
         self._weights: dict[int, tuple[float, tuple[str, int] | None]] = {}
         self._known: dict[int, Multiplied] = {}
         self._kept: list[Tensor] = []  # so that no other gets its identity
@@ -96,16 +99,18 @@ class TracedScale(TorchFunctionMode):
 
     def _weighed(self, name: str, args: Any) -> tuple[float, tuple[str, int] | None] | None:
         """What a call makes of weights, where it gives weights; their product is noted."""
-        found = [self._weights[id(one)] for one in args if id(one) in self._weights]
-        if len(found) != 1:
+        taken = [self._weights[id(one)] for one in args if id(one) in self._weights]
+        if len(taken) != 1:
             return None
-        by, _ = found[0]
+        by, _ = taken[0]
         if name in KEEPS:
-            return found[0]
+            return taken[0]
         if name in ("mul", "div") and len(args) > 1 and (number := _number(args[1])):
             return (by * number if name == "mul" else by / number), users_line(3)
         if name in ("matmul", "bmm", "einsum") and self.after is None:
-            self.after = found[0]
+            self.after = taken[0]
+            if name != "einsum" and _over_queries(args, [id(one) in self._weights for one in args]):
+                self.astray = users_line(3)
         return None
 
     def _of(self, one: Any) -> Multiplied | None:
@@ -159,6 +164,18 @@ def _summed(a: Tensor, equation: str) -> int:
     return math.prod(size for letter, size in sizes if letter not in out)
 
 
+def _over_queries(factors: Sequence[Any], known: Sequence[bool]) -> bool:
+    """Whether a product of matrices sums weights over another axis than the one along which they
+    add up to 1."""
+    place = known.index(True)
+    weights, summed = factors[place], -1 if place == 0 else -2
+    if weights.shape[-1] != weights.shape[-2] or weights.shape[-1] < 2:
+        return False
+    sums = {axis: weights.detach().double().sum(axis) for axis in (-1, -2)}
+    whole = {axis: bool(((one - 1).abs() < 1e-4).all()) for axis, one in sums.items()}
+    return whole[-3 - summed] and not whole[summed]
+
+
 def _number(value: Any) -> float:
     """A plain number, or a tensor that holds one and is not trained; 0 for all else."""
     if isinstance(value, Tensor):
@@ -173,6 +190,8 @@ def traced_scale(subject: Target) -> list[Finding]:
     trace = TracedScale(x.shape[1])
     with contextlib.suppress(Exception), torch.no_grad(), trace:
         subject(x)
+    if trace.astray is not None:
+        return [found("softmax", "queries", line=quoted(trace.astray))]
     if trace.scores is None:
         return []
     (scores, place), heads = trace.scores, subject.num_heads

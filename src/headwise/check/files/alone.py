@@ -51,9 +51,7 @@ class Absent:
     __ror__, __bool__, __mro_entries__, __iter__ = __or__, __call__, __call__, __call__
 
 
-def alone(
-    path: Path, name: str, source: Source, why: str, of_another: bool
-) -> ModuleType | None:
+def alone(path: Path, name: str, source: Source, why: str, of_another: bool) -> ModuleType | None:
     """The module, with what could be imported; None where a mistake of its own stands in the way.
 
     Its `__alone__` holds `why`, and the absent names that each of its definitions speaks of.

@@ -316,6 +316,11 @@ def large_inputs(ctx: ProbeContext) -> Finding | None:
     frozen = subject.module is not None and not any(
         p.requires_grad for p in subject.module.parameters()
     )
+    if half:
+        try:
+            subject(subject.input())
+        except Exception:  # it computes in its own dtype, whatever it is moved to
+            return None
     x = (subject.input() * 1000).requires_grad_(not frozen)
     with failing(f"x {list(x.shape)} * 1000"):
         out = subject(x)

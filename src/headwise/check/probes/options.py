@@ -21,12 +21,12 @@ from ..target.first_call import refuses
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
-from .behaviour import batch, causality, finite, gradients
+from .behaviour import finite, gradients
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext
 from .robustness import deterministic, move, registered, reload, train_eval
 
-KEPT = (finite, deterministic, causality, batch, gradients, registered, reload, train_eval, move)
+KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 """What holds whichever option is taken; the first that does not is the finding."""
 SECONDS = 1.0
 """How long options are tried."""
@@ -44,7 +44,10 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
     end = time.process_time() + SECONDS
-    tried = (*((one, True) for one in _options(subject)), *((one, False) for one in _sizes(subject)))
+    tried = (
+        *((one, True) for one in _options(subject)),
+        *((one, False) for one in _sizes(subject)),
+    )
     for changes, numbers in tried:
         if time.process_time() > end:
             return None
@@ -84,8 +87,8 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     dims = [name for name, role in roles.items() if role == "head_dim"]
     values = [name for name in dims if OF_VALUES.search(name.lower())]
     keys = [name for name in dims if name not in values]
-    for group in (keys, values) if subject.head_dim else ():
-        if group:
+    for group in (keys, values):
+        if group and subject.head_dim is not None:
             yield dict.fromkeys(group, subject.head_dim + 4)
     if "width" in roles.values():
         wider = [name for name, role in roles.items() if role == "out_width"]
@@ -125,6 +128,8 @@ def _is_sure(error: BaseException | None, option: bool) -> bool:
     if error is None or refuses(error) or FOREIGN.search(str(error)):
         return False
     absent = isinstance(error, AttributeError) and isinstance(error.obj, nn.Module)
-    return isinstance(error, NameError) or absent or (
-        not option and isinstance(error, RuntimeError) and is_own(error)
+    return (
+        isinstance(error, NameError)
+        or absent
+        or (not option and isinstance(error, RuntimeError) and is_own(error))
     )

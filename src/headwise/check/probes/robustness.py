@@ -14,7 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, Target, copied, randomise, told
+from ..target.checked_target import Broken, Target, told
+from ..target.copies import copied, randomise
 from ..target.introspect import unregistered
 from .behaviour import bent
 from .devices import Elsewhere, everything

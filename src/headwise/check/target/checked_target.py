@@ -7,7 +7,6 @@ one. What the user gave is never written to; everything runs on copies.
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import inspect
 import linecache
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..findings.verdict import Finding
 from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
+from .copies import copied, randomise
 from .introspect import names_called, set_dropout
 from .names import is_known
 
@@ -283,13 +283,14 @@ class Target:
         return own._with(target, dtype=dtype)
 
     def double(self) -> Target:
-        """A copy in float64; in the subject's own dtype where it cannot be called in float64."""
+        """A copy in float64; in the subject's own dtype where float64 gives an error or no numbers,
+        and that does."""
         wide = self.to(torch.float64)
-        try:
-            wide(wide.input())
-        except Exception:  # whatever it raises, another probe says so
-            return self.fresh()
-        return wide
+        with contextlib.suppress(Exception):  # whatever it raises, another probe says so
+            numbers = bool(wide(wide.input()).isfinite().all())
+            if numbers or not bool(self(self.input()).isfinite().all()):
+                return wide
+        return self.fresh()
 
     def randomised(self, seed: int = 1) -> Target:
         """A copy with fresh random parameters, so that no zeros hide anything."""
@@ -339,58 +340,6 @@ class _Touched(TorchFunctionMode):
     ) -> Any:
         self.seen |= {id(one) for one in tensors_in([*args, kwargs or {}])}
         return func(*args, **kwargs or {})
-
-
-def randomise(module: nn.Module, seed: int) -> None:
-    """Fresh values for every parameter: matrices keep the size of what goes through them, biases
-    are no longer zero, and gains stay near 1."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if not parameter.is_floating_point():
-                continue
-            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-            if parameter.ndim >= 2:
-                single = parameter.shape[-1] == 1  # a convolution of width 1
-                inputs = parameter[0].numel() if single else parameter.shape[-1]
-                noise = noise * (1.5 / max(1, inputs) ** 0.5)
-            elif bool((parameter == 1).all()):
-                noise = 1 + 0.2 * noise
-            else:
-                noise = 0.5 * noise
-            parameter.copy_(noise.to(parameter.dtype))
-
-
-def copied(target: Any) -> Any:
-    """An independent copy of a module; anything else as it is."""
-    if not isinstance(target, nn.Module):
-        return target
-    try:
-        return copy.deepcopy(target)
-    except Exception:  # locks, generators and tensors of a graph cannot be copied deeply
-        return _rebuilt(target, {})
-
-
-def _rebuilt(module: nn.Module, done: dict[int, Any]) -> nn.Module:
-    """A copy with weights and buffers of its own, whose other attributes are shared."""
-    if id(module) in done:
-        return done[id(module)]
-    new = done[id(module)] = copy.copy(module)
-    for table in ("_parameters", "_buffers"):
-        new.__dict__[table] = {
-            name: value if value is None else done.setdefault(id(value), _own(value))
-            for name, value in getattr(module, table).items()
-        }
-    children = module._modules.items()
-    new.__dict__["_modules"] = {
-        name: child if child is None else _rebuilt(child, done) for name, child in children
-    }
-    return new
-
-
-def _own(value: Tensor) -> Tensor:
-    own = value.detach().clone()
-    return nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
 
 
 # --- faults of what is checked --------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .configs import config_classes, configured
 from .names import building_role, calling_role, parts_of
 from .signatures import signature, source_of
 from .sizes import (
@@ -301,19 +302,7 @@ class _Constructor:
 
     def _config_class(self, name: str) -> type | None:
         """The class of a configuration: as annotated, else one that its file speaks of."""
-        try:
-            target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
-            kind = typing.get_type_hints(target).get(name)
-        except Exception:  # an annotation that cannot be read is no annotation
-            kind = None
-        said = [one for one in (kind, *typing.get_args(kind)) if inspect.isclass(one)]
-        home = vars(sys.modules.get(self.factory.__module__, typing))
-        kinds = [
-            one for key, one in home.items() if inspect.isclass(one) and key.endswith("Config")
-        ]
-        own = [_of_text(one) for one in said if _can_be_built(one)]
-        if not own or getattr(own[0], "model_type", None):  # which may hold the one that is meant
-            own += [one for one in kinds if getattr(one, "model_type", None) and one not in own]
+        said, own = config_classes(self.factory, name)
         count = len(own) + (not said)  # the last is one that answers to all
         self.choices, place = max(self.choices, count), self.place % max(1, count)
         return own[place] if place < len(own) else None
@@ -329,7 +318,7 @@ class _Constructor:
         kwargs = given if sizes.plain else made.work_out(sizes)
         self.invented |= made.invented
         fields = {name: value for name, value in kwargs.items() if name in made.names}
-        config = _configured(kind, fields, source_of(self.factory))
+        config = configured(kind, fields, source_of(self.factory))
         if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
             config._attn_implementation = "eager"
         return config
@@ -344,33 +333,6 @@ class _Constructor:
             f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
             f"the command line {flags}"
         )
-
-
-def _configured(kind: type, fields: Mapping[str, Any], code: str) -> Any:
-    """A configuration with such fields; one that refuses them is made by itself, and gets those
-    that some code reads."""
-    try:
-        return kind(**fields)
-    except Exception as refused:
-        try:
-            config = kind()
-        except Exception:  # it wants fields that nobody knows
-            raise refused from None
-    for name in (name for name in fields if re.search(rf"\b{name}\b", code)):
-        setattr(config, name, fields[name])
-    return config
-
-
-def _of_text(kind: type) -> type:
-    """The class of the configuration within that speaks of heads, where this one does not."""
-    if not getattr(kind, "sub_configs", None):
-        return kind
-    try:
-        whole = kind()
-        heads = any(building_role(name) == "heads" for name in fields_of(whole))
-        return kind if heads else type(whole.get_text_config())
-    except Exception:  # it cannot be made without a word
-        return kind
 
 
 def _gives_way(role: str, parameter: inspect.Parameter, sizes: BuildSizes) -> bool:
@@ -401,10 +363,7 @@ def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tri
     home = vars(sys.modules.get(factory.__module__, typing))
     named = [one for name, one in home.items() if name.lower() == _folded(parameter.name)]
     members = [one for one in (parameter.annotation, *named) if isinstance(one, enum.EnumMeta)]
-    if members:
-        options = list(members[0])
-    else:
-        options = words_of(factory, parameter.name)
+    options = list(members[0]) if members else words_of(factory, parameter.name)
     return options[tried % len(options)] if options else None
 
 
@@ -431,12 +390,6 @@ def _of_qkv(kind: type[nn.Module]) -> bool:
     """Whether a module is called with queries, keys and values."""
     first = [calling_role(parameter.name) for parameter in signature(kind.forward)[:3]]
     return first == ["query", "key", "value"]
-
-
-def _can_be_built(kind: type) -> bool:
-    """Whether an annotation names a class of its own, not a dictionary or a protocol."""
-    known = kind.__module__ in ("builtins", "typing") or issubclass(kind, Mapping)
-    return not known and not getattr(kind, "_is_protocol", False)
 
 
 def name_of(thing: Any) -> str:

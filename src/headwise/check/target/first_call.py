@@ -287,8 +287,8 @@ def _choose_table(subject: Target) -> None:
 
 
 def mixes(subject: Target) -> tuple[bool, bool]:
-    """Whether an output depends on other tokens of its sequence, and on other sequences, with random
-    weights: what starts at zero hides nothing."""
+    """Whether an output depends on other tokens of its sequence, and on other sequences; with
+    random weights, so that what starts at zero hides nothing."""
     subject = subject.randomised()
     x = subject.input()
     tokens, rows = x.clone(), x.clone()

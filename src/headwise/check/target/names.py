@@ -35,13 +35,13 @@ _OTHER_MASKS = re.compile(
 """Names of masks that do not say which keys of x a query sees."""
 
 
-_OF_KEYS = {"key_dim", "value_dim", "k_dim", "v_dim"}
+_OF_KEYS = {"key_dim", "value_dim", "val_dim", "k_dim", "v_dim"}
 _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_width".split())
 
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
     "flag": r"^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
-    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|group_size)$",
+    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
     "heads": r"heads?$",

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, copied, told
+from .checked_target import BATCH, TOKENS, Broken, Target, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
+from .copies import copied
 from .first_call import first_call, install, refuses
 from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
@@ -337,15 +338,16 @@ def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[Bui
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
     fault = first.__cause__
     unset = isinstance(getattr(fault, "obj", None), nn.Module)
-    if not given and fault and (unset or (_builds(first) and _is_of_arguments(fault))):
+    if not given and fault and (unset or _is_of_arguments(fault, _builds(first))):
         yield replace(own, every=True)
     if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
 
 
-def _is_of_arguments(fault: BaseException) -> bool:
-    """Whether a constructor may have failed because an argument was left out."""
-    return isinstance(fault, TypeError) or refuses(fault)
+def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
+    """Whether a constructor, or what it built, may have failed because an argument was left out."""
+    of_none = isinstance(fault, TypeError) and "NoneType" in str(fault)
+    return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
 
 
 def _is_misspelt(fault: BaseException) -> bool:

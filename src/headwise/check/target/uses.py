@@ -60,7 +60,11 @@ def is_unread(factory: Callable[..., Any], name: str) -> bool:
     kind = _written(factory)
     tree = None if kind is None else _tree(kind)
     start = None if tree is None else _constructor(tree)
-    if tree is None or start is None or name not in {one.arg for one in ast.walk(start.args) if isinstance(one, ast.arg)}:
+    if (
+        tree is None
+        or start is None
+        or name not in {one.arg for one in ast.walk(start.args) if isinstance(one, ast.arg)}
+    ):
         return False
     kept = {one for one in _aliases(start, name) if one != name}
     stored = [one.value for one in ast.walk(start) if isinstance(one, ast.Assign)]
