@@ -192,3 +192,9 @@ def test_a_file_imports_its_own_package_by_name(tmp_path: Path) -> None:
         assert load(path).HEADS == 3
     finally:
         sys.modules.update(known)
+
+
+def test_what_lightning_would_add_is_not_missed(tmp_path: Path) -> None:
+    text = "from __future__ import division\nfrom lost_lightning import LightningModule\n" + RIGHT
+    path = write(tmp_path, layer=text.replace("(nn.Module)", "(LightningModule)"))
+    assert check(load(path).Attention)["definition"].severity == "passed"

@@ -152,3 +152,54 @@ def test_an_argument_that_cannot_be_left_out_though_it_may() -> None:
     assert finding.rule == "runs"
     assert finding.message.startswith("With max_seq_len=None: ")
     assert "later" in finding.message
+
+
+class OneOfTwo(Options):
+    """Refuses to be built before one of its flags is set."""
+
+    def __init__(self, width: int, heads: int, own: bool = False, others: bool = False) -> None:
+        super().__init__(width, heads)
+        assert own ^ others
+
+
+def test_a_flag_that_a_constructor_insists_on_is_set() -> None:
+    verdict = check(OneOfTwo)
+    assert verdict.passed
+    assert "own=True" in verdict.subject
+
+
+class PlainMask(Options):
+    """Its mask is an attribute, and so stays where it was made."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.later = torch.ones(16, 16).triu(1).bool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = q @ k.mT / self.dim**0.5
+        scores = scores.masked_fill(self.later[: x.shape[1], : x.shape[1]], -torch.inf)
+        return self.out(self.merged(scores.softmax(-1) @ v))
+
+
+def test_a_plain_tensor_that_stops_a_call_on_another_device_is_a_mistake() -> None:
+    verdict = check(PlainMask)
+    assert [(one.rule, one.severity) for one in verdict.errors] == [("registered", "error")]
+
+
+class SumsOverQueries(Options):
+    """Values first, and the weights not transposed: each output sums the weights of all queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.relu()).chunk(3, -1)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((v.mT @ weights).mT).relu()
+
+
+def test_weights_that_are_summed_over_the_queries() -> None:
+    verdict = check(SumsOverQueries, width=24, heads=1)
+    assert verdict.errors[0].rule == "softmax"
+    assert "summed over the queries" in verdict.errors[0].message or verdict.errors[0].example

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from torch import nn
 from torch.nn import init
 
 from ..target.checked_target import is_users
@@ -48,7 +49,12 @@ class Absent:
     def __or__(self, other: Any) -> Absent:
         return self
 
-    __ror__, __bool__, __mro_entries__, __iter__ = __or__, __call__, __call__, __call__
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        if self._name.endswith("LightningModule"):  # which is one that can be trained
+            return (nn.Module,)
+        return self()
+
+    __ror__, __bool__, __iter__ = __or__, __call__, __call__
 
 
 def alone(path: Path, name: str, source: Source, why: str, of_another: bool) -> ModuleType | None:
@@ -90,7 +96,7 @@ def _run(
     module = sys.modules[name] = module_from_spec(spec)
     known, lost = vars(module), set[str]()
     first = [one for one in tree.body if getattr(one, "module", "") == "__future__"]
-    for statement in _single(tree.body):
+    for statement in _single([one for one in tree.body if one not in first]):
         code = compile(ast.Module([*first, statement], []), str(path), "exec", dont_inherit=True)
         imports = isinstance(statement, ast.Import | ast.ImportFrom)
         given = set(_bound(statement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Broken, Target, told
 from ..target.copies import copied, randomise
 from ..target.introspect import unregistered
+from ..target.signatures import source_of
 from .behaviour import bent
 from .devices import Elsewhere, everything
 from .probe_context import Failed, ProbeContext, failing
@@ -100,7 +102,7 @@ def registered(ctx: ProbeContext) -> Finding | None:
     if made := _made_in_call(ctx):
         return found("registered", "made", name=made, last=made.lower())
     for name in _constants(ctx):
-        way = "drawn" if _is_drawn(ctx, name) else "tensor"
+        way = "drawn" if _is_drawn(ctx, name) else "stays" if _stays(ctx) else "tensor"
         return found("registered", way, name=name, last=name.split(".")[-1])
     return passed("registered")
 
@@ -137,6 +139,12 @@ def _constants(ctx: ProbeContext) -> list[str]:
     before = plain()
     ctx.call(ctx.x + 1.0, own)
     return [name for name, kept in plain().items() if before.get(name) == kept]
+
+
+def _stays(ctx: ProbeContext) -> bool:
+    """Whether a call on another device fails, of a layer that does not say on which it is built."""
+    kind = type(ctx.exact.module)
+    return not re.search("device|cuda", source_of(kind)) and _elsewhere(ctx) is not None
 
 
 def _is_drawn(ctx: ProbeContext, name: str) -> bool:

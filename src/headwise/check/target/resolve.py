@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, told
+from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
 from .copies import copied
 from .first_call import first_call, install, refuses
@@ -30,6 +32,8 @@ from .sizes import BuildSizes, shown
 TRIES, SECONDS = 4, 8.0
 """How many values are tried for arguments whose names tell nothing; after how long no other sizes
 are."""
+TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
+"""What Python says where a class is built with too few arguments."""
 BEFORE = "before Module.__init__() call"
 """What PyTorch says where a constructor forgot that of its base class."""
 
@@ -239,6 +243,7 @@ def _of_factory(
     said = arguments | {name: n for name, n in wanted.items() if n is not None and name in names}
 
     def make(seed: int = request.seed, **changes: Any) -> Target:
+        changes = request.sizes.changes | changes
         sizes = replace(request.sizes, changes=changes)
         own = {name: v for name, v in said.items() if building_role(name) not in changes}
         own |= {name: changes[name] for name in changes if name in names}
@@ -292,7 +297,8 @@ def _of_factory(
         return make()
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
-        for sizes in (*_own_width(own, built, given), *_other_sizes(own, first, given)):
+        flags = () if given else _flags_spoken(factory, own, first)
+        for sizes in (*_own_width(own, built, given), *flags, *_other_sizes(own, first, given)):
             if time.process_time() > until:
                 break
             request = replace(request, sizes=sizes)
@@ -330,12 +336,26 @@ def _own_width(own: BuildSizes, built: Sequence[Any], given: bool) -> Iterator[B
         yield replace(own, embed_dim=width)
 
 
+def _flags_spoken(
+    factory: Callable[..., Any], own: BuildSizes, first: Exception
+) -> Iterator[BuildSizes]:
+    """Flags the other way of which a constructor speaks where it refuses what it was given."""
+    fault = first.__cause__
+    if fault is None or not _builds(first) or not refuses(fault):
+        return
+    line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
+    for parameter in signature(factory):
+        if isinstance(parameter.default, bool) and re.search(rf"\b{parameter.name}\b", line):
+            yield replace(own, changes={parameter.name: not parameter.default})
+
+
 def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[BuildSizes]:
     """Other sizes to build it with: some insist on such numbers, or on those of their own
     configuration; and what no name tells is tried, where nothing else is left."""
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+        yield replace(own, embed_dim=64)  # groups of 32 channels, perhaps
     fault = first.__cause__
     unset = isinstance(getattr(fault, "obj", None), nn.Module)
     if not given and fault and (unset or _is_of_arguments(fault, _builds(first))):
@@ -351,8 +371,12 @@ def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
 
 
 def _is_misspelt(fault: BaseException) -> bool:
-    """Whether a name is not there, or taken, whatever a constructor is given."""
+    """Whether a name is not there, or taken, or a line of somebody's file builds something of it
+    with too few arguments: whatever a constructor is given."""
     owner = getattr(fault, "obj", None)
+    line = traceback.extract_tb(fault.__traceback__)[-1]
+    if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
+        return True
     if BEFORE in str(fault) or (isinstance(fault, KeyError) and "already exists" in str(fault)):
         return True
     return isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
