@@ -63,7 +63,7 @@ def test_a_package_that_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
     assert module.HEADS == 3
     verdict = check(module.Attention)
     assert verdict["definition"].severity == "passed"
-    assert verdict.notes[-1].startswith("it was loaded without what could not be imported here")
+    assert verdict.notes[-1].startswith("it was loaded without what failed as it was imported")
     assert "version.txt" in verdict.notes[-1]
 
 

@@ -495,7 +495,7 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("contiguous", Strided, "error", "another memory order"),
     ("deterministic", DropoutAlways, "error", "two calls"),
     ("registered", HeadsInAList, "error", "extra is a Python list of modules"),
-    ("registered", PlainMask, "warning", "mask is a plain tensor"),
+    ("registered", PlainMask, "error", "mask is a plain tensor"),
     ("move", PlainMask, "warning", "On another device"),
     ("move", FixedDtype, "warning", "bfloat16"),
     ("half", HugeFill, "warning", "In float16 the call fails"),

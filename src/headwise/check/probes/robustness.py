@@ -102,7 +102,7 @@ def registered(ctx: ProbeContext) -> Finding | None:
     if made := _made_in_call(ctx):
         return found("registered", "made", name=made, last=made.lower())
     for name in _constants(ctx):
-        way = "drawn" if _is_drawn(ctx, name) else "stays" if _stays(ctx) else "tensor"
+        way = "drawn" if _is_drawn(ctx, name) else "stays" if _stays(ctx, name) else "tensor"
         return found("registered", way, name=name, last=name.split(".")[-1])
     return passed("registered")
 
@@ -141,10 +141,18 @@ def _constants(ctx: ProbeContext) -> list[str]:
     return [name for name, kept in plain().items() if before.get(name) == kept]
 
 
-def _stays(ctx: ProbeContext) -> bool:
-    """Whether a call on another device fails, of a layer that does not say on which it is built."""
-    kind = type(ctx.exact.module)
-    return not re.search("device|cuda", source_of(kind)) and _elsewhere(ctx) is not None
+def _stays(ctx: ProbeContext, name: str) -> bool:
+    """Whether a call on another device fails for a tensor that was there before the first call, in
+    a layer that does not say on which it is built."""
+    first, kinds = ctx.exact.uncalled, type(ctx.exact.module).mro()[:-2]  # below PyTorch's
+    code = "".join(source_of(vars(kind).get("__init__")) for kind in kinds)
+    if first is None or re.search("device|cuda", code):
+        return False
+    try:
+        kept = isinstance(attrgetter(name)(first), Tensor)
+    except AttributeError:  # the call made it
+        return False
+    return kept and _elsewhere(ctx) is not None
 
 
 def _is_drawn(ctx: ProbeContext, name: str) -> bool:

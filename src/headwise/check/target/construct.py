@@ -64,9 +64,9 @@ def build(
             if isinstance(error, Missing):
                 name = error.args[0]
                 known = sizes.tried is not None or building_role(name, needed=True) is not None
-                within = re.search(rf"\.{name}\.\w|\[.{name}.\]\[", source_of(factory)) is not None
-                if (known or within) and name not in {*made.needed, *made.nested}:
-                    (made.nested if within else made.needed).add(name)
+                within = re.search(rf"\.{name}(\.\w|\[)|\[.{name}.\]\[", source_of(factory))
+                if (known or within is not None) and name not in {*made.needed, *made.nested}:
+                    (made.needed if within is None else made.nested).add(name)
                     continue
                 if not errors:
                     raise made.question([name], "config field") from None

@@ -282,7 +282,11 @@ FILLS: Mapping[str, Options] = {
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),
     "cos": _any_of(_from_file(0), _COS),
     "sin": _any_of(_from_file(1), _SIN),
-    "positions": _made(lambda place: place.positions[None], lambda place: place.positions),
+    "positions": _made(
+        lambda place: place.positions[None],
+        lambda place: place.positions,
+        lambda place: place.positions.expand(len(place.x), -1),
+    ),
     "embedding": _made(
         lambda place: _sinusoids(place).expand_as(place.x),
         lambda place: _sinusoids(place)[None],

@@ -97,7 +97,7 @@ def resolve(
         ) from broken
     subject.absent += [f"no {name}, which could not be imported" for name in lost]
     if why:
-        subject.notes.append(f"it was loaded without what could not be imported here: {why}")
+        subject.notes.append(f"it was loaded without what failed as it was imported: {why}")
     return subject
 
 
@@ -307,7 +307,7 @@ def _of_factory(
         fault = first.__cause__
         missing = isinstance(fault, ImportError)  # a package that is not there
         unset = isinstance(getattr(fault, "obj", None), nn.Module)  # other arguments may set it
-        asked = not _is_misspelt(fault) if fault and _builds(first) else unset
+        asked = not _is_its_own(fault) if fault and _builds(first) else unset
         if fault is None or not asked or (given and not missing):
             raise
         raise ValueError(
@@ -370,7 +370,7 @@ def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
     return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
 
 
-def _is_misspelt(fault: BaseException) -> bool:
+def _is_its_own(fault: BaseException) -> bool:
     """Whether a name is not there, or taken, or a line of somebody's file builds something of it
     with too few arguments: whatever a constructor is given."""
     owner = getattr(fault, "obj", None)
