@@ -79,10 +79,8 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            read = [one for one in read_off(thing) if one.rule != broken.finding.rule]
-            idle = [one for one in read if one.rule == "unused-result"]  # it may wait
-            read = [one for one in read if one not in idle]
-            return Verdict(name_of(thing), (*read, broken.finding, *idle))
+            read = (one for one in read_off(thing) if one.rule != broken.finding.rule)
+            return Verdict(name_of(thing), (*read, broken.finding))
         except ValueError:
             if read := tuple(read_off(thing)):  # which needs no call
                 return Verdict(name_of(thing), read)
