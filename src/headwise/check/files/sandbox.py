@@ -160,8 +160,9 @@ def _started(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> S
 def _may_fork() -> bool:
     """Whether a copy of this process may run the keeper, which saves another import of torch: the
     command itself, on Linux, before it has a second thread."""
-    command = Path(sys.argv[0]).name == "headwise" and sys.platform == "linux"
-    return command and threading.active_count() == 1 and "torch" in sys.modules
+    called = Path(sys.argv[0])
+    command = called.name == "headwise" or called.parts[-2:] == ("headwise", "__main__.py")
+    return command and sys.platform == "linux" and threading.active_count() == 1 and "torch" in sys.modules
 
 
 def _forked(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Started:
