@@ -162,7 +162,8 @@ def _may_fork() -> bool:
     command itself, on Linux, before it has a second thread."""
     called = Path(sys.argv[0])
     command = called.name == "headwise" or called.parts[-2:] == ("headwise", "__main__.py")
-    return command and sys.platform == "linux" and threading.active_count() == 1 and "torch" in sys.modules
+    alone = sys.platform == "linux" and threading.active_count() == 1
+    return command and alone and "torch" in sys.modules
 
 
 def _forked(job: dict[str, Any], printed: IO[bytes], told: dict[str, str]) -> Started:
