@@ -198,3 +198,9 @@ def test_what_lightning_would_add_is_not_missed(tmp_path: Path) -> None:
     text = "from __future__ import division\nfrom lost_lightning import LightningModule\n" + RIGHT
     path = write(tmp_path, layer=text.replace("(nn.Module)", "(LightningModule)"))
     assert check(load(path).Attention)["definition"].severity == "passed"
+
+
+def test_a_line_that_fails_behind_a_lost_import_hides_no_definition(tmp_path: Path) -> None:
+    verdict = check(load(write(tmp_path, layer=LOST + "1 / 0\n" + RIGHT)).Attention)
+    assert verdict["definition"].severity == "passed"
+    assert "lost_thing" in verdict.notes[-1]

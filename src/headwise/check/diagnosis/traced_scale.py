@@ -1,11 +1,12 @@
 """The number that scores are multiplied by, followed from the projections to the softmax: where
-nothing else of the weights can be read, it still tells a wrong width from the right one."""
+nothing else of the weights can be read, it still tells a wrong width from the right one. Behind the
+softmax the weights are followed to their product with the values, and over which axis that sums."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +110,8 @@ class TracedScale(TorchFunctionMode):
             return (by * number if name == "mul" else by / number), users_line(3)
         if name in ("matmul", "bmm", "einsum") and self.after is None:
             self.after = taken[0]
-            if name != "einsum" and _over_queries(args, [id(one) in self._weights for one in args]):
+            place = next(n for n, one in enumerate(args) if id(one) in self._weights)
+            if name != "einsum" and _over_queries(args[place], first=place == 0):
                 self.astray = users_line(3)
         return None
 
@@ -164,16 +166,18 @@ def _summed(a: Tensor, equation: str) -> int:
     return math.prod(size for letter, size in sizes if letter not in out)
 
 
-def _over_queries(factors: Sequence[Any], known: Sequence[bool]) -> bool:
-    """Whether a product of matrices sums weights over another axis than the one along which they
-    add up to 1."""
-    place = known.index(True)
-    weights, summed = factors[place], -1 if place == 0 else -2
+def _over_queries(weights: Tensor, first: bool) -> bool:
+    """Whether a product of matrices, whose first or second factor they are, sums weights over
+    another axis than the one along which they add up to 1."""
     if weights.shape[-1] != weights.shape[-2] or weights.shape[-1] < 2:
         return False
-    sums = {axis: weights.detach().double().sum(axis) for axis in (-1, -2)}
-    whole = {axis: bool(((one - 1).abs() < 1e-4).all()) for axis, one in sums.items()}
-    return whole[-3 - summed] and not whole[summed]
+    summed, other = (-1, -2) if first else (-2, -1)
+    return _are_whole(weights, other) and not _are_whole(weights, summed)
+
+
+def _are_whole(weights: Tensor, axis: int) -> bool:
+    """Whether weights add up to 1 along an axis."""
+    return bool(((weights.detach().double().sum(axis) - 1).abs() < 1e-4).all())
 
 
 def _number(value: Any) -> float:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
@@ -44,14 +45,11 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
     end = time.process_time() + SECONDS
-    tried = (
-        *((one, True) for one in _options(subject)),
-        *((one, False) for one in _sizes(subject)),
-    )
-    for changes, numbers in tried:
+    tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
+    for changes, resized in tried:
         if time.process_time() > end:
             return None
-        one = _broken(subject, changes, numbers)
+        one = _broken(subject, changes, resized)
         if one is not None and one.rule in kept:
             return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
     return None
@@ -95,15 +93,15 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
         yield from ({name: 2 * subject.embed_dim} for name in wider)
 
 
-def _broken(subject: Target, changes: dict[str, Any], numbers: bool) -> Finding | None:
+def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding | None:
     """The first rule that it breaks with an option."""
     try:
         other = subject.rebuilt(**changes)
     except ValueError:  # it wants another call
         return None
     except Broken as broken:
-        return broken.finding if _is_sure(broken.__cause__, numbers) else None
-    if other is None or other.guesses or not numbers:
+        return broken.finding if _is_sure(broken.__cause__, resized) else None
+    if other is None or other.guesses or resized:
         return None
     same = {"causal": subject.causal, "causal_from": "given", "mask_form": subject.mask_form}
 
@@ -122,7 +120,7 @@ def _broken(subject: Target, changes: dict[str, Any], numbers: bool) -> Finding 
     return None
 
 
-def _is_sure(error: BaseException | None, option: bool) -> bool:
+def _is_sure(error: BaseException | None, resized: bool) -> bool:
     """Whether an error is one whatever the call: a name that nothing defines or the layer lacks;
     and where only sizes are others, what does not fit."""
     if error is None or refuses(error) or FOREIGN.search(str(error)):
@@ -131,5 +129,5 @@ def _is_sure(error: BaseException | None, option: bool) -> bool:
     return (
         isinstance(error, NameError)
         or absent
-        or (not option and isinstance(error, RuntimeError) and is_own(error))
+        or (resized and isinstance(error, RuntimeError) and is_own(error))
     )

@@ -144,7 +144,7 @@ def _constants(ctx: ProbeContext) -> list[str]:
 def _stays(ctx: ProbeContext, name: str) -> bool:
     """Whether a call on another device fails for a tensor that was there before the first call, in
     a layer that does not say on which it is built."""
-    first, kinds = ctx.exact.uncalled, type(ctx.exact.module).mro()[:-2]  # below PyTorch's
+    first, kinds = ctx.exact.uncalled, type(ctx.exact.module).mro()[:-2]  # below nn.Module
     code = "".join(source_of(vars(kind).get("__init__")) for kind in kinds)
     if first is None or re.search("device|cuda", code):
         return False

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -238,7 +239,7 @@ def _of_factory(
     request: Request,
 ) -> Target:
     label, own = name_of(factory), request.sizes
-    names, built = [p.name for p in signature(factory)][len(args) :], list[Any]()
+    names, widths = [p.name for p in signature(factory)][len(args) :], list[int | None]()
     wanted = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
     said = arguments | {name: n for name, n in wanted.items() if n is not None and name in names}
 
@@ -260,7 +261,8 @@ def _of_factory(
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
             if odd:
                 raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
-        built.append(target)
+        if not widths:
+            widths.append(input_width(target) if isinstance(target, nn.Module) else None)
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
@@ -297,8 +299,10 @@ def _of_factory(
         return make()
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
-        flags = () if given else _flags_spoken(factory, own, first)
-        for sizes in (*_own_width(own, built, given), *flags, *_other_sizes(own, first, given)):
+        others = _other_sizes(own, first, given)
+        if not given:
+            others = chain(_own_width(own, widths), _flags_spoken(factory, own, first), others)
+        for sizes in others:
             if time.process_time() > until:
                 break
             request = replace(request, sizes=sizes)
@@ -306,8 +310,7 @@ def _of_factory(
                 return make()
         fault = first.__cause__
         missing = isinstance(fault, ImportError)  # a package that is not there
-        unset = isinstance(getattr(fault, "obj", None), nn.Module)  # other arguments may set it
-        asked = not _is_its_own(fault) if fault and _builds(first) else unset
+        asked = not _is_its_own(fault) if fault and _builds(first) else _is_unset(fault)
         if fault is None or not asked or (given and not missing):
             raise
         raise ValueError(
@@ -328,12 +331,12 @@ def _builds(first: Exception) -> bool:
     return isinstance(first, Broken) and first.finding.rule == "builds"
 
 
-def _own_width(own: BuildSizes, built: Sequence[Any], given: bool) -> Iterator[BuildSizes]:
-    """The width of the input that was built, whatever was asked for: a number of its file, perhaps,
-    which the heads must share."""
-    width = input_width(built[0]) if built and isinstance(built[0], nn.Module) else None
-    if width is not None and not given and width != own.settle(False).embed_dim:
-        yield replace(own, embed_dim=width)
+def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildSizes]:
+    """The width of the input that was built first, whatever was asked for: a number of its file,
+    perhaps, which the heads must share."""
+    for width in widths:
+        if width is not None and width != own.settle(False).embed_dim:
+            yield replace(own, embed_dim=width)
 
 
 def _flags_spoken(
@@ -357,11 +360,15 @@ def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[Bui
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
         yield replace(own, embed_dim=64)  # groups of 32 channels, perhaps
     fault = first.__cause__
-    unset = isinstance(getattr(fault, "obj", None), nn.Module)
-    if not given and fault and (unset or _is_of_arguments(fault, _builds(first))):
+    if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
         yield replace(own, every=True)
     if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
+
+
+def _is_unset(fault: BaseException | None) -> bool:
+    """Whether a module lacks an attribute, which other arguments may set."""
+    return isinstance(getattr(fault, "obj", None), nn.Module)
 
 
 def _is_of_arguments(fault: BaseException, builds: bool) -> bool:

@@ -57,15 +57,11 @@ def is_unread(factory: Callable[..., Any], name: str) -> bool:
     >>> is_unread(int, "x")
     False
     """
-    kind = _written(factory)
-    tree = None if kind is None else _tree(kind)
-    start = None if tree is None else _constructor(tree)
-    if (
-        tree is None
-        or start is None
-        or name not in {one.arg for one in ast.walk(start.args) if isinstance(one, ast.arg)}
-    ):
+    if (code := _code(factory)) is None:
         return False
+    _, tree, start = code
+    if name not in {one.arg for one in ast.walk(start.args) if isinstance(one, ast.arg)}:
+        return False  # a decorator wrote the constructor
     kept = {one for one in _aliases(start, name) if one != name}
     stored = [one.value for one in ast.walk(start) if isinstance(one, ast.Assign)]
     read = [one for one in ast.walk(tree) if isinstance(getattr(one, "ctx", None), ast.Load)]
@@ -74,19 +70,23 @@ def is_unread(factory: Callable[..., Any], name: str) -> bool:
     )
 
 
-def _constructor(tree: ast.AST) -> ast.FunctionDef | None:
+def _code(factory: Callable[..., Any]) -> tuple[Any, ast.AST, ast.FunctionDef] | None:
+    """What is written of a class or function: itself, its code, and its constructor's."""
+    kind = _written(factory)
+    tree = None if kind is None else _tree(kind)
+    if tree is None:
+        return None
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
-    return next((one for one in functions if one.name == "__init__"), next(iter(functions), None))
+    start = next((one for one in functions if one.name == "__init__"), functions[0])
+    return kind, tree, start
 
 
 def _uses(factory: Callable[..., Any], name: str, deep: int) -> Iterator[Use]:
-    kind = _written(factory)
-    tree = None if kind is None else _tree(kind)
-    if kind is None or tree is None or deep == 0:
+    code = _code(factory) if deep else None
+    if code is None:
         return
+    kind, tree, start = code
     home, every = vars(sys.modules.get(kind.__module__, ast)), [*ast.walk(tree)]
-    start = _constructor(tree)
-    assert start is not None
     words = _aliases(start, name)
     inner, fields = {*ast.walk(start)}, {word for word in words if "." in word}
     for node in every:
