@@ -654,7 +654,7 @@ def test_the_sessions_of_the_page_are_real(
             assert re.fullmatch(pattern(text), out), f"{name}\n{out}"
             assert (words[0], code) == ("headwise", 1 if "❌" in text else 0), name
             ran.append(name)
-    assert len(ran) == 6
+    assert len(ran) == 7
 
 
 def test_a_session_that_is_not_real_is_noticed() -> None:

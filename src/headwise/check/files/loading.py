@@ -227,8 +227,10 @@ def _no_python(error: Exception) -> Finding:
         code = (error.text or "").strip()
         said = f"{error.msg}: `{code}`" if code else error.msg
         return found("file-syntax", "line", number=error.lineno, error=said)
-    what = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-    return found("file-syntax", "text", error=what)
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return found("file-syntax", "encoding", line=line, byte=error.object[error.start])
+    return found("file-syntax", "text", error=error)
 
 
 def _failed_import(error: BaseException, path: Path) -> Finding:

@@ -183,6 +183,12 @@ class Source:
         methods = (_functions(kind) for kind in self._family(owner))
         return {one.name for some in methods for one in some} | {n for n, *_ in self._set(owner)}
 
+    def local(self, owner: str, name: str) -> int | None:
+        """Where a class's methods give a variable a name, and not an attribute."""
+        stores = (node for kind in self._family(owner) for node in nodes(ast.Name, kind))
+        lines = (one.lineno for one in stores if (one.id, type(one.ctx)) == (name, ast.Store))
+        return min(lines, default=None)
+
     def calls(self, owner: str, name: str) -> bool:
         """Whether a class calls `self.<name>(…)`."""
         calls = nodes(ast.Call, *self._family(owner))

@@ -5,17 +5,19 @@ it is there and whether a placeholder is left in it; then it is run by itself, s
 be right while the next is still blank: headwise's own code stands in the blanks meanwhile. A part
 that uses a wrong one waits for it. Once all are right, the whole goes through all rules of `check`.
 
-What each part has to do stands in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and
-`scalar.py`; the files to start from are in `../templates/`.
+Where a part is wrong, `watching.py` follows it line by line, `blame.py` finds the first variable
+that does not hold what headwise's own code gives it, and `hints.py` says so. What each part has to
+do stands in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and `scalar.py`; the files
+to start from are in `../templates/`.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from itertools import chain, groupby
 from pathlib import Path
 from types import CodeType
@@ -23,17 +25,19 @@ from types import CodeType
 from ..files import Report, Send, alone, judged, split_target, telling
 from ..files.loading import IMPORTING, load, parsed
 from ..files.sandbox import Limits, run
-from ..files.syntax import NO_RETURN, Blank, Source, code_at, quoted, unused
+from ..files.syntax import NO_RETURN, Blank, Source, code_at, nodes, quoted, unused
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
+from . import base
 from .base import Step, StepPart, Trial
 from .filling import fill
 from .gpt2 import GPT2
 from .gpt2_max import GPT2_MAX
+from .hints import failed, has_self, looked, meant
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
-from .watching import failed, meant
 
+SIGNS = {ast.Div: "/", ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.MatMult: "@"}
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
 
 
@@ -43,8 +47,12 @@ def template(name: str) -> str:
     Raises:
         ValueError: there is no such step.
     """
-    _known(name)
-    return (files("headwise.check") / "templates" / f"{name}.py.txt").read_text("utf-8")
+    return base.template(_known(name).name)
+
+
+def summary(name: str) -> str:
+    """What a step is, in a line: the first of its template."""
+    return (ast.get_docstring(ast.parse(template(name))) or "").partition("\n")[0]
 
 
 def write_template(name: str, path: Path) -> None:
@@ -151,6 +159,8 @@ def _read(trial: Trial) -> Iterator[Finding]:
     missing = _missing(trial)
     for name, line in missing.items():
         hint = step.imports.get(name) or f"Import or define `{name}` further up."
+        if name == "self" and (function := source.owner_at(line)[1]):
+            hint = has_self(function)
         if name not in step.imports and (near := meant(trial, name, line)):
             hint = f"Did you mean `{near}`?"
         yield found("step-imports", "unbound", name=name, line=line, hint=hint)
@@ -162,6 +172,10 @@ def _read(trial: Trial) -> Iterator[Finding]:
             trial.waiting[part.name] = None
             if not owner or source.has(owner):  # else it is said already that its class is missing
                 where, more = (f" in `{owner}`", "") if owner else ("", _other_step(trial))
+                if line := source.local(owner, part.short):
+                    more = (
+                        f" Line {line} gives a variable that name: write `self.{part.short} = …`."
+                    )
                 hint = f"{part.hint}{more}"
                 yield found("step-parts", "missing", name=part.short, where=where, hint=hint)
         if left_over := source.blanks(name):
@@ -259,11 +273,23 @@ def _with_thrown(findings: Iterator[Finding], trial: Trial) -> Iterator[Finding]
     for finding in findings:
         if finding.severity == "error" and finding.rule != "step-blanks" and not told:
             told = True
-            functions = (trial.source.function(trial.names[part.name]) for part in trial.step.parts)
-            for line, name in unused(*filter(None, functions)):
+            for line, name in chain(*(_thrown(trial, part) for part in trial.step.parts)):
                 words = {"line": line, "name": name, "code": code_at(trial.path, line)}
                 yield found("step-parts", "thrown", **words)
         yield finding
+
+
+def _thrown(trial: Trial, part: StepPart) -> Iterator[tuple[int, str]]:
+    """Lines of a part whose result nothing takes, and what they do: call `view`, or divide."""
+    function = trial.source.function(trial.names[part.name])
+    yield from unused(*([function] if function else []))
+    owner = trial.names.get(part.owner, "")
+    own = {*trial.names.values(), *(f"self.{one}" for one in trial.source.attributes(owner))}
+    for node in nodes(ast.Expr, *([function] if function else [])):
+        if isinstance(node.value, ast.BinOp):
+            yield node.lineno, SIGNS.get(type(node.value.op), "it")
+        elif isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in own:
+            yield node.lineno, ast.unparse(node.value.func)
 
 
 def _unused(trial: Trial) -> Iterator[Finding]:
@@ -305,9 +331,10 @@ def _tried(trial: Trial, part: StepPart) -> Iterator[Finding]:
     trial.watch = None
     try:
         done = trial.step.tests[part.test](trial, part)
-        yield from [done] if isinstance(done, Finding) else done
+        for one in [done] if isinstance(done, Finding) else done:
+            yield looked(trial, part, one) if part.test != "whole" else one
     except MemoryError:
         raise
     except Exception as error:
         if (finding := failed(trial, part, error)) is not None:
-            yield finding
+            yield looked(trial, part, finding)

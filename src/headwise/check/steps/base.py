@@ -34,6 +34,9 @@ class StepPart:
     uses: Sequence[str] = ()
     fill: Mapping[str, str] = field(default_factory=dict[str, str])
     shapes: Mapping[str, str] = field(default_factory=dict[str, str])
+    same: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    ways: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    wrong: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     returns: str = ""
 
     @property
@@ -58,7 +61,7 @@ class Step:
     parts: Sequence[StepPart]
     blanks: Mapping[str, str]
     imports: Mapping[str, str]
-    mistakes: Mapping[str, Mapping[str, str]]
+    mistakes: Mapping[str, Mapping[str, Any]]
     refuses: Callable[[], str | None]
 
     def hint(self, part: StepPart, key: str) -> str:
@@ -89,8 +92,13 @@ def step(
         (StepPart(**part) for part in rows), key=lambda one: one.name != row.get("first")
     )
     blanks = {key: said(hint) for key, hint in like["blanks"].items()}
-    imports = _ROWS["imports"][row["library"]]
-    return Step(name, tests, parts, blanks, imports, row.get("mistakes", {}), refuses)
+    imports, mistakes = (_ROWS[kind].get(row["library"], {}) for kind in ("imports", "mistakes"))
+    return Step(name, tests, parts, blanks, imports, mistakes, refuses)
+
+
+def template(name: str) -> str:
+    """The file with blanks that a step starts from."""
+    return (files("headwise.check") / "templates" / f"{name}.py.txt").read_text("utf-8")
 
 
 @dataclass

@@ -20,7 +20,10 @@ from .. import check
 from ..findings.rules import ALL, found, passed
 from ..findings.verdict import Finding
 from .base import StepPart, Test, Trial, hidden_wrongly, judge_shape, shape_of, step
+from .blame import agrees
+from .hints import laid
 from .naming import from_heads, is_right
+from .watching import watched
 
 # The tutorial's sizes, in which no two axes are alike; and those of the whole.
 B, T, E, H, D = 2, 8, 768, 12, 64
@@ -79,13 +82,22 @@ def give(trial: Trial, name: str) -> Any:
         if isinstance(out, Exception):
             raise out
         return out
-    try:
-        return calls(trial, trial.made.get("layer"), *(x.clone() for x in inputs(trial)))[name]()
-    except TypeError:
-        if not name.startswith("causal_mask"):
-            raise
-        # without these keywords is as good
-        return trial.get("causal_mask")(*((3, 2) if name.endswith("cached") else (T, 0)))
+
+    def call(one: Trial) -> Any:
+        if one is not trial and "layer" not in one.made and "layer" in trial.made:
+            one.made["layer"] = one.get(OWNER)(config()).eval()
+            one.made["layer"].load_state_dict(trial.made["layer"].state_dict())
+        try:
+            return calls(one, one.made.get("layer"), *(x.clone() for x in inputs(trial)))[name]()
+        except TypeError:
+            if not name.startswith("causal_mask"):
+                raise
+            # without these keywords is as good
+            return one.get("causal_mask")(*((3, 2) if name.endswith("cached") else (T, 0)))
+
+    short = name.partition(" ")[0]
+    part = next(one for one in trial.step.parts if one.short == short)
+    return watched(trial, part, {"B": B, "T": T, "E": E, "H": H, "D": D}, call)
 
 
 def _built(trial: Trial, part: StepPart) -> list[Finding]:
@@ -106,8 +118,8 @@ def judge_sizes(layer: Any) -> list[Finding]:
     }
     wrong = []
     for name, (value, source) in right.items():
-        if (own := getattr(layer, name, None)) != value:
-            words = {"name": name, "value": value, "source": source}
+        if (own := getattr(layer, name, None)) != value or isinstance(own, float):
+            words = {"name": name, "value": value, "source": source, "sizes": "GPT-2's sizes"}
             said = "is missing" if own is None else f"is {own}"
             wrong.append(found("step-sizes", "number", said=said, **words))
     return wrong or [passed("step-sizes", f"{E} features are {H} heads of {D}.")]
@@ -169,9 +181,12 @@ def _mask(trial: Trial, part: StepPart) -> Finding:
 
 def _forward(trial: Trial, part: StepPart) -> Finding:
     out = give(trial, part.short)
-    if shape_of(out) == str((B, T, E)):
+    if shape_of(out) != str((B, T, E)):
+        return found(part.rule, "kept", got=shape_of(out), given=(B, T, E))
+    if agrees(trial, out):
         return passed(part.rule, f"`forward` keeps the shape: {(B, T, E)}.")
-    return found(part.rule, "kept", got=shape_of(out), given=(B, T, E))
+    errors = [one for one in _whole(trial, part) if one.severity == "error"]
+    return laid(trial, part, errors[0] if errors else None, found(part.rule, "other"))
 
 
 def attention_test(fault: Callable[[Trial, Tensor], Finding | None]) -> Test:
@@ -185,8 +200,8 @@ def attention_test(fault: Callable[[Trial, Tensor], Finding | None]) -> Test:
         if is_right(from_heads(*inputs(trial)[1:]), out):
             return passed(part.rule, f"`_attn` computes attention in every head: {want}.")
         if one := fault(trial, out):
-            return replace(one, message=f"`_attn` does not compute attention. {one.message}")
-        return found(part.rule, "numbers", hint=part.hint)
+            one = replace(one, message=f"`_attn` does not compute attention. {one.message}")
+        return laid(trial, part, one, found(part.rule, "numbers", hint=part.hint))
 
     return test
 

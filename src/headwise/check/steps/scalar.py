@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from ..files.syntax import quoted
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from .base import StepPart, Trial, step
+from .hints import laid
 from .naming import from_weights, is_right, named
-from .watching import lengths, line_of, watched
+from .watching import key_at, lengths, line_of, watched
 
 T, E, H, D = 5, 12, 3, 4
+MADE = ("query", "key", "value")
 NAMES = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
 
 
@@ -44,10 +47,12 @@ def _near(got: Sequence[float], want: Sequence[float]) -> bool:
 
 
 def _no_list(part: StepPart, got: Any, want: int) -> Finding | None:
-    """A finding on what gives no list."""
-    if isinstance(got, (list, tuple)):
+    """A finding on what gives no list of numbers."""
+    shape = lengths(got)
+    if isinstance(got, (list, tuple)) and len(shape or ()) == 1:
         return None
-    said = "None" if got is None else "one number" if lengths(got) == [] else type(got).__name__
+    said = "None" if got is None else "one number" if shape == [] else type(got).__name__
+    said = f"lists, {shape}" if shape else said
     return found(part.rule, "list", got=said, want=want)
 
 
@@ -66,34 +71,41 @@ def _flat(value: Any) -> list[Any]:
 
 def _linear(trial: Trial, part: StepPart) -> Finding:
     x, weight = torch.randn(3), torch.randn(2, 3)
-    out = trial.get("linear")(_numbers(trial, x), _numbers(trial, weight))
+
+    def call(one: Trial) -> Any:
+        return one.get("linear")(_numbers(one, x), _numbers(one, weight))
+
+    out = watched(trial, part, {}, call)
     if bad := _no_list(part, out, 2):
         return bad
     got, want = _floats(out), (weight.double() @ x.double()).tolist()
     if _near(got, want):
         return passed(part.rule, "`linear` gives a sum of products for each row of the weight.")
-    return found(part.rule, "numbers", got=_shown(got), want=_shown(want))
+    words = {"got": _shown(got), "want": _shown(want)}
+    return found(part.rule, "numbers" if len(got) == len(want) else "length", **words)
 
 
 def _softmax(trial: Trial, part: StepPart) -> Finding:
-    def of(scores: list[float]) -> tuple[list[float], list[float]]:
-        want = torch.tensor(scores).double().softmax(0).tolist()
-        return _floats(trial.get("softmax")(_numbers(trial, scores))), want
-
     scores = [0.5, -1.0, 2.0]
     given = _numbers(trial, scores)
-    out = watched(trial, part, {"t": len(scores)}, lambda: trial.get("softmax")(given))
+
+    def call(one: Trial) -> Any:
+        return one.get("softmax")(given if one is trial else _numbers(one, scores))
+
+    out = watched(trial, part, {"t": len(scores)}, call)
     if bad := _no_list(part, out, len(scores)):
         return bad
-    got, want = of(scores)
+    got, want = _floats(out), torch.tensor(scores).double().softmax(0).tolist()
     if not _near(got, want):
         total = f" (they add up to {sum(got):.4g})" if not math.isclose(sum(got), 1.0) else ""
         words = {"scores": scores, "got": _shown(got), "total": total, "want": _shown(want)}
         return found(part.rule, "numbers", **words)
     if _cut(trial, out[0], {"scores": given}):
         return found(part.rule, "cut")
+    large = [1000.0, 1001.0]
     try:
-        finite = _near(*of([1000.0, 1001.0]))
+        out = watched(trial, part, {}, lambda one: one.get("softmax")(_numbers(one, large)))
+        finite = _near(_floats(out), torch.tensor(large).double().softmax(0).tolist())
     except (OverflowError, ZeroDivisionError):
         finite = False
     said = "`softmax` gives shares that add up to 1, of large scores too."
@@ -108,22 +120,30 @@ def _attention(trial: Trial, part: StepPart) -> Finding:
     out = token = fault = None
     for met, row in enumerate(x, 1):
         token = _numbers(trial, row)
-        given = (token, *numbers.values(), keys, values, H)
+
+        def call(one: Trial, token: Any = token, met: int = met) -> Any:
+            if one is trial:
+                return one.get("attention")(token, *numbers.values(), keys, values, H)
+            given = [*(_numbers(one, weight) for weight in weights.values()), [], [], H]
+            return [one.get("attention")(_numbers(one, row), *given) for row in x[:met]]
+
         try:
-            sizes = {"E": E, "D": D, "t": met}
-            out = watched(trial, part, sizes, lambda: trial.get("attention")(*given))  # noqa: B023
+            out = watched(trial, part, {"E": E, "D": D, "t": met}, call)
             if bad := _no_list(part, out, E):
                 return bad
             rows.append(_floats(out))
         except Exception as error:
             fault = error
-        if (len(keys), len(values)) != (met, met):
-            return found(part.rule, "appended", met=met, keys=len(keys), values=len(values))
+        early = fault and key_at(trial.watch.function, part, trial.watch.line) in MADE
+        if (len(keys), len(values)) != (met, met) and not early:
+            line = line_of(trial, part, "keys" if len(keys) != met else "values", "value")
+            words = {"keys": len(keys), "values": len(values), "met": met}
+            return found(part.rule, "appended", at=quoted(trial.path, line or 0), **words)
         if fault is not None:
             raise fault
     widths = {len(row) for row in rows}
     if widths != {E}:
-        return trial.watch.misfit() or found(part.rule, "width", got=min(widths), want=E)
+        return laid(trial, part, None, found(part.rule, "width", got=min(widths), want=E))
     outs = torch.tensor(rows, dtype=torch.float64)[None]
     if (wrong := _judged(trial, part, outs, x[None], weights)) is not None:
         return wrong
@@ -143,14 +163,9 @@ def _judged(
     if is_right(give, out):
         return None
     one = named(give, out, reading, T)
-    if one is None:
-        return trial.watch.misfit() or found(part.rule, "scalar")
-    row = trial.step.mistakes.get(one.rule, {})
-    at = row.get("at-values" if "values" in one.message else "at", row.get("at", ""))
-    line = line_of(trial, part, at) if at else None
-    look = f" Look at {quoted(trial.path, line)}" if line else ""
-    said = f"`attention` gives other numbers. {one.message}"
-    return Finding(row.get("rule", one.rule), "error", said, row.get("hint", one.hint) + look)
+    if one is not None:
+        one = replace(one, message=f"`attention` gives other numbers. {one.message}")
+    return laid(trial, part, one, found(part.rule, "scalar"))
 
 
 def _shown(numbers: Sequence[float]) -> str:

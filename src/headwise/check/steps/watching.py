@@ -1,28 +1,30 @@
-"""Follow a function of somebody's file line by line: what its variables were given, and where.
-
-From that a fault is laid to the line that made it: the first variable whose shape is not the one
-that the step's template names, the first line that makes a NaN, or the line at which it failed; and
-the hint is that of the blank to which the line belongs.
-"""
+"""Follow a function of somebody's file line by line: what its variables were given, and where."""
 
 from __future__ import annotations
 
 import ast
-import difflib
-import re
+import contextlib
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..files.syntax import Function, names, nodes, quoted
-from ..findings.verdict import Finding
-from ..target.checked_target import told
+from ..files.syntax import Function, names, nodes
 from .base import StepPart, Trial
 from .filling import innermost
+
+GROWS = ("append", "extend", "insert")
+"""Methods that change a list."""
+
+
+class Plain(NamedTuple):
+    """Numbers, whatever held them: `int`, `float`, `tensor`, or a list of `floats` or `Values`."""
+
+    kind: str
+    numbers: Tensor
 
 
 class Given(NamedTuple):
@@ -31,25 +33,58 @@ class Given(NamedTuple):
     line: int
     name: str
     shape: list[int] | None
-    nan: bool
+    value: Plain | None
+
+    @classmethod
+    def of(cls, line: int, name: str, value: Any) -> Given:
+        return cls(line, name, lengths(value), plain(value))
+
+    def is_like(self, other: Given) -> bool:
+        values = self.value, other.value
+        numbers = [one.numbers for one in values if one is not None]
+        return len(numbers) == 2 and numbers[0].equal(numbers[1])
 
 
 class Watch:
-    """Keeps what the variables of one function are given while it runs."""
+    """Keeps what the variables of one function are given while something is called.
 
-    def __init__(self, trial: Trial, part: StepPart, sizes: Mapping[str, int]) -> None:
-        self.trial, self.part, self.sizes = trial, part, sizes
+    `call` does it, of a trial: of this one, and of its twin, with which it is compared.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        part: StepPart,
+        sizes: Mapping[str, int],
+        call: Callable[[Trial], Any],
+    ) -> None:
+        self.trial, self.part, self.sizes, self.call = trial, part, sizes, call
         self.function = trial.source.function(trial.names[part.name])
+        self.body = self.function.body if self.function is not None else []
+        self.statements = [*nodes(ast.stmt, *self.body)]
         self.given: list[Given] = []
-        self.last: dict[str, tuple[Any, int]] = {}
+        self.last: dict[str, tuple[Any, Any]] = {}
         self.line = 0
+        self.twin: Watch | None = None  # of the same call of the trial's twin
+        self.out: Any = None
         self.failed = False  # whether it raised, so that the last line did not come to its end
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    @property
+    def arguments(self) -> set[str]:
+        """The names of what the function takes."""
+        return {one.arg for one in nodes(ast.arg, *([self.function] if self.function else []))}
+
+    def loops(self) -> list[ast.For]:
+        return [one for one in self.statements if isinstance(one, ast.For)]
+
+    def at(self, line: int) -> ast.stmt | None:
+        return innermost(self.statements, line)
+
+    def run(self) -> Any:
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
-            return call()
+            return self.call(self.trial)
         except Exception:
             self.failed = True
             raise
@@ -71,129 +106,102 @@ class Watch:
         for name, (value, version) in values.items():
             old = self.last.get(name)
             if old is None or old[0] is not value or old[1] != version:
-                nan = isinstance(value, Tensor) and bool(value.isnan().any())
-                self.given.append(Given(self.line, name, lengths(value), nan))
+                self.given.append(Given.of(self.line, name, value))
         self.last = values
         if event != "exception":
             self.line = frame.f_lineno
         return self._follow
 
-    def misfit(self) -> Finding | None:
-        """The first variable that does not have the shape that the template names."""
-        final = {one.name: one for one in self.given}
-        ends = key_at(self.function, self.part, self.line) if self.failed else ""
-        for name, letters in self.part.shapes.items():
-            if name == ends:  # what comes here or later is not whole yet
-                break
-            one, want = final.get(name), [self.sizes[letter] for letter in letters.split()]
-            if one is None or one.line in self.trial.ours:
-                continue
-            if one.shape not in (None, want):
-                right = f"[{', '.join(letters.split())}], here {want}"
-                right = right if len(want) > 1 else f"a list of {want[0]}"
-                said = f"`{name}` is {_words(one.shape, want)}; it should be {right}"
-                return self._finding(f"{said} ({quoted(self.trial.path, one.line)}).", name)
-        return None
 
-    def nan(self) -> Finding | None:
-        """The first line that makes a NaN."""
-        for one in self.given:
-            if one.nan and one.line not in self.trial.ours:
-                said = f"`{one.name}` holds NaN from here on ({quoted(self.trial.path, one.line)})."
-                more = " 0 times infinity is NaN, and so are inf - inf and inf // 2."
-                return self._finding(said, key_at(self.function, self.part, one.line), more)
-        return None
-
-    def _finding(self, said: str, key: str, more: str = "") -> Finding:
-        hint = self.trial.step.hint(self.part, key) + more
-        return Finding(self.part.rule, "error", said, hint)
-
-
-def watched(trial: Trial, part: StepPart, sizes: Mapping[str, int], call: Callable[[], Any]) -> Any:
+def watched(
+    trial: Trial, part: StepPart, sizes: Mapping[str, int], call: Callable[[Trial], Any]
+) -> Any:
     """Call something; what the part's variables were given is kept in `trial.watch`."""
-    trial.watch = Watch(trial, part, sizes)
-    return trial.watch.run(call)
+    trial.watch = Watch(trial, part, sizes, call)
+    return trial.watch.run()
 
 
-def failed(trial: Trial, part: StepPart, error: BaseException) -> Finding | None:
-    """A finding on what a part raised; None where headwise's own code in a blank did."""
-    watch: Watch | None = trial.watch
-    if watch is not None and (misfit := watch.misfit()):
-        return misfit
-    frames = traceback.extract_tb(error.__traceback__)
-    line = next((f.lineno for f in frames[::-1] if f.filename == str(trial.path)), None) or 0
-    if line in trial.ours:
-        return None
-    said, cure = told(error, trial.path), _cure(trial, error, line)
-    if cure.startswith("Did you mean"):
-        said = re.sub(r"; did you mean `\w+`\?", "", said)  # once is enough
-    said = f"`{part.short}` fails: {said}."
-    return Finding(part.rule, "error", said, cure or _hint(trial, part, line))
+def plain(value: Any) -> Plain | None:
+    """The numbers in a value; None where there are none, or in lists of several lengths."""
+    if isinstance(value, (bool, int, float)):
+        return Plain(type(value).__name__, torch.tensor(float(value)).double())
+    if isinstance(value, Tensor):
+        return Plain("tensor", value.detach().double().clone())
+    leaf = value
+    while isinstance(leaf, (list, tuple)) and leaf:
+        leaf = leaf[0]
+    kind = "Values" if hasattr(leaf, "data") else "floats"
+    if not isinstance(value, (list, tuple)):
+        kind = "Value"
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return Plain(kind, torch.tensor(_floats(value)).double())
+    return None
 
 
-def _cure(trial: Trial, error: BaseException, line: int) -> str:
-    """What to do about an exception that tells it."""
-    if "before Module.__init__() call" in str(error):
-        return "Begin `__init__` with `super().__init__()`: it makes room for the layers."
-    unknown = re.search(r"object has no attribute '(\w+)'", str(error))
-    if isinstance(error, AttributeError) and unknown:
-        own = trial.source.attributes(trial.source.owner_at(line)[0])
-        return "".join(f"Did you mean `{one}`?" for one in _near(unknown[1], own))
-    return ""
-
-
-def _hint(trial: Trial, part: StepPart, line: int) -> str:
-    """The hint of the blank to which a line belongs, which may be another part's."""
-    for other in trial.step.parts:
-        name = trial.names[other.name]
-        function = trial.source.function(name)
-        if function is None:
-            if line and other.owner and trial.source.line(name) == line:
-                return other.hint
-        elif function.lineno < line <= (function.end_lineno or 0):
-            return trial.step.hint(other, key_at(function, other, line))
-    return part.hint
+def _floats(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_floats(one) for one in value]
+    return float(getattr(value, "data", value))
 
 
 def key_at(function: Function | None, part: StepPart, line: int) -> str:
-    """The blank to which a line belongs: the variable first given a value there, or else next."""
+    """The blank to which a line belongs: the variable that it gives a value first, or that its loop
+    fills, or else the next."""
     if function is None:
         return ""
     statements = [*nodes(ast.stmt, function)]
-    here = innermost(statements, line)
+    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or line)]
+    around.sort(key=lambda one: (one.end_lineno or 0) - one.lineno)
+    here = around[0] if around else None
     if isinstance(here, ast.Return):
         return "return"
-    met = {name for one in statements if one.lineno < line for name in _targets(one)}
-    new = [key for key in (part.shapes or part.fill) if key not in {"return", *met}]
-    own = [key for key in new if here is not None and key in _targets(here)]
-    return [*own, *new, "return"][0]
+    met = {name for one in statements if one.lineno < line for name in changed(one)}
+    keys = [key for key in (part.shapes or part.fill) if key != "return"]
+    new = keys[max((n for n, key in enumerate(keys, 1) if key in met), default=0) :]
+    own = [key for key in new if here is not None and key in changed(here)]
+    loops = [one for one in around[:-1] if isinstance(one, (ast.For, ast.While, ast.Expr))]
+    inside = (_filled(one) for one in loops)
+    grown = [key for filled in inside for key in keys if key in filled]
+    if isinstance(here, ast.AugAssign) and loops:
+        grown = [key for key in keys if key in changed(here)] + grown
+    return [*own, *grown, *new, "return"][0]
 
 
-def line_of(trial: Trial, part: StepPart, key: str) -> int | None:
-    """The line in which a variable is first given a value, or the last that returns one."""
+def line_of(trial: Trial, part: StepPart, *keys: str) -> int | None:
+    """The line that is the last to give a variable a value, the first of some that has one; of
+    "return", the last that returns one."""
     function = trial.source.function(trial.names[part.name])
-    if function is None:
-        return None
-    if key == "return":
-        return max((node.lineno for node in nodes(ast.Return, function)), default=None)
-    found = (one.lineno for one in nodes(ast.stmt, function) if key in _targets(one))
-    return min(found, default=None)
+    for key in keys if function is not None else ():
+        assert function is not None
+        kind = ast.Return if key == "return" else ast.stmt
+        lines = [one.lineno for one in nodes(kind, function) if key in ("return", *changed(one))]
+        if lines:
+            return max(lines)
+    return None
 
 
-def meant(trial: Trial, name: str, line: int) -> str:
-    """What was meant by a name that nothing gives a meaning to: `self.W_query`, or ``."""
-    owner, function = trial.source.owner_at(line)
-    own = trial.source.attributes(owner)
-    if name in own:
-        return f"self.{name}"
-    inside = [function] if function is not None else []
-    known = names(*inside) - {name} | {node.arg for node in nodes(ast.arg, *inside)}
-    known |= trial.source.bound
-    return "".join(one if one in known else f"self.{one}" for one in _near(name, known | own))
+def changed(statement: ast.stmt) -> set[str]:
+    """The names that a statement gives a value, or whose list it changes."""
+    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        items = (one.value for one in nodes(ast.Subscript, *targets))
+        own = {one.id for one in items if isinstance(one, ast.Name)}
+        return own | names(*targets, context=ast.Store)
+    return _filled(statement) if isinstance(statement, ast.Expr) else set()
 
 
-def _near(name: str, known: set[str]) -> list[str]:
-    return difflib.get_close_matches(name, sorted(known - {name}), n=1, cutoff=0.75)
+def given_by(statement: ast.stmt | None) -> set[str]:
+    """The names that a statement changes, or gives a value at each turn of its loop."""
+    if isinstance(statement, ast.For):
+        return names(statement.target)
+    return changed(statement) if statement is not None else set()
+
+
+def _filled(statement: ast.stmt) -> set[str]:
+    """The names of lists that a statement, or one inside it, appends to."""
+    calls = (call.func for call in nodes(ast.Call, statement))
+    methods = [one for one in calls if isinstance(one, ast.Attribute) and one.attr in GROWS]
+    return {one.value.id for one in methods if isinstance(one.value, ast.Name)}
 
 
 def lengths(value: Any) -> list[int] | None:
@@ -209,24 +217,12 @@ def lengths(value: Any) -> list[int] | None:
     return [] if isinstance(value, (int, float)) or hasattr(value, "data") else None
 
 
-def _words(got: list[int] | None, want: list[int]) -> str:
-    if got is None or len(want) > 1:
-        return str(got)
-    return f"a list of {got[0]}" if len(got) == 1 else "one number" if not got else f"lists, {got}"
+def _values(frame: FrameType) -> dict[str, tuple[Any, Any]]:
+    """The variables of a function, each with what is another where it is changed in place."""
 
-
-def _values(frame: FrameType) -> dict[str, tuple[Any, int]]:
-    """The variables of a function, each with a number that grows where it is changed in place."""
-
-    def version(value: Any) -> int:
+    def version(value: Any) -> Any:
         if isinstance(value, Tensor):
             return 0 if value.is_inference() else value._version
-        return len(value) if isinstance(value, list) else 0
+        return [id(one) for one in value] if isinstance(value, list) else 0
 
     return {name: (value, version(value)) for name, value in frame.f_locals.items()}
-
-
-def _targets(statement: ast.stmt) -> set[str]:
-    """The names that a statement of one line gives a value."""
-    gives = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign))
-    return names(statement, context=ast.Store) if gives else set()
