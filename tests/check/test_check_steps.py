@@ -524,6 +524,123 @@ def test_a_wrong_part_is_named(
     assert "That is headwise's fault" not in said(verdict)
 
 
+SCORES = "dot(query[hs : hs + head_dim], key[hs : hs + head_dim]) "
+HEAD = "(d_in, d_out, context_length, dropout, qkv_bias) for"
+SOFTMAX = "torch.softmax(scores / keys.shape[-1] ** 0.5, dim=-1)"
+FOR = "for h in range(n_head):"
+ATTEND = "self._attn(query, key, value)"
+AT_FAULT = {  # the line at fault, by its code; what is changed, into what
+    "scalar": [
+        (
+            "        return out",
+            "return [dot(row, x) for row in weight]",
+            "out = []\n    for row in weight:\n        out.append(dot(row, x))\n        return out",
+        ),
+        ("total = sum(scores", "total = sum(exps", "total = sum(scores"),
+        ("exps = ", "exps = [(score - top).exp()", "exps = [(score - top)"),
+        ("key = linear", "key = linear(x, wk)", "key = linear(query, wk)"),
+        ("query = linear", "query = linear(x, wq)", "query = linear(wq, x)"),
+        ("values.append(key)", "values.append(value)", "values.append(key)"),
+        ("scores = [", "* head_dim**-0.5 for", "* n_head**-0.5 for"),
+        ("scores = [", SCORES, SCORES.replace("hs", "h")),
+        ("hs = h", "hs = h * head_dim", "hs = h * n_head"),
+        ("head_dim = len", "len(x) // n_head", "len(x) / n_head"),
+        ("out = [", "for value in values]", "for value in keys]"),
+        ("out = [", "shares, [value[d]", "shares, [query[d]"),
+        (
+            "        joined = []",
+            "joined = []\n    for h in range(n_head):",
+            "FOR\n        joined = []",
+        ),
+        ("joined = out", "joined += out", "joined = out + joined"),
+        ("return linear(joined", "(joined, wo)", "(joined, wv)"),
+    ],
+    "per_head": [
+        ("W_key = nn", "self.W_key = nn", "W_key = nn"),
+        ("self.W_key =", "W_key = nn.Linear(d_in, d_out", "W_key = nn.Linear(d_out, d_in"),
+        ("scores = queries", "queries @ keys.transpose(1, 2)", "queries * keys"),
+        ("scores = keys", "queries @ keys.transpose(1, 2)", "keys @ queries.transpose(1, 2)"),
+        ("T = x.shape", "T = x.shape[1]", "T = x.shape[0]"),
+        ("return weights @", "self.dropout(weights) @ values", "weights @ values"),
+        ("weights = scores", SOFTMAX, "scores / keys.shape[-1] ** 0.5"),
+        ("self.heads =", HEAD, HEAD.replace("d_out", "d_out // num_heads")),
+        ("self.heads =", HEAD, HEAD.replace("context_length, dropout", "dropout, context_length")),
+        ("return torch.cat", "[head(x) for", "[self.heads[0](x) for"),
+    ],
+    "split": [
+        ("T, B, _", "B, T, _ = x", "T, B, _ = x"),
+        ("self.head_dim =", "head_dim = d_out // num_heads", "head_dim = d_in // num_heads"),
+        ("keys =", QKV_SPLIT.format("key"), QKV_SPLIT.format("query")),
+        ("context =", "self.dropout(weights)", "self.dropout(self.dropout(weights))"),
+        ("context =", "@ values)", "@ keys)"),
+        ("context =", ".transpose(1, 2).reshape(B", ".transpose(2, 3).reshape(B"),
+        (  # right in an unusual way, and wrong further down
+            "weights =",
+            QKV_SPLIT.format("query"),
+            f"{QKV_SPLIT.format('query')} / self.head_dim**0.5",
+            SOFTMAX,
+            "torch.softmax(scores, dim=-2)",
+        ),
+    ],
+    "gpt2": [
+        ("self.head_dim =", "embed_dim // self.num_heads", "embed_dim / self.num_heads"),
+        ("def _split_heads", "_split_heads(self, tensor", "_split_heads(tensor"),
+        ("scores / key", " / key.shape[-1] ** 0.5", "\n        scores / key.shape[-1] ** 0.5"),
+        ("heads = self._attn", ATTEND, "self._attn(key, query, value)"),
+        ("return self.c_proj(", "_merge_heads(heads, self", "_merge_heads(query, self"),
+        (
+            "merged = heads",
+            "return self.c_proj(self._merge",
+            "merged = heads\n        return self.c_proj(merged)  # (self._merge",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "changes"),
+    [(name, row[0], row[1:]) for name, rows in AT_FAULT.items() for row in rows],
+)
+def test_the_line_at_fault_is_told(
+    name: str, code: str, changes: tuple[str, ...], follow: Follow
+) -> None:
+    text = filled(name, *zip(changes[::2], changes[1::2], strict=True))
+    line = next(n for n, one in enumerate(text.splitlines(), 1) if code in one)
+    first = follow(name, text).errors[0]
+    told = f"{first.message} {first.hint}"
+    assert re.search(rf"line {line}\b", told, re.IGNORECASE), told
+
+
+def test_a_mask_after_the_softmax_is_named(follow: Follow) -> None:
+    old, new = "torch.softmax(scores + mask, dim=-1)", "torch.softmax(scores, dim=-1) + mask"
+    late = "torch.softmax(scores, dim=-1)\n        weights = weights + mask"
+    first = follow("gpt2", filled("gpt2", (old, late))).errors[0]
+    assert "the softmax sees scores that are not masked" in first.hint
+    assert "comes too late: `weights = weights + mask`" in first.hint
+    first = follow("gpt2", filled("gpt2", (old, new))).errors[0]
+    assert "The mask is added after the softmax" in first.hint
+
+
+def test_other_ways_to_write_a_step_are_right(follow: Follow) -> None:
+    by_number = filled(
+        "scalar",
+        (
+            "query = linear(x, wq)",
+            "query = [q * (len(x) // n_head) ** -0.5 for q in linear(x, wq)]",
+        ),
+        (
+            FILLED["scalar"]["scores = None"],
+            "scores = [0.0] * len(keys)\n        for t in range(len(keys)):\n            "
+            "for d in range(hs, hs + head_dim):\n                "
+            "scores[t] = query[d] * keys[t][d] + scores[t]",
+        ),
+    )
+    verdict = follow("scalar", by_number)
+    assert not verdict.findings, said(verdict)
+    wrong = by_number.replace("keys[t][d]", "keys[t][d - hs]")
+    assert "`scores[t] = query[d] * keys[t][d - hs]" in str(follow("scalar", wrong).errors[0])
+
+
 EARLY = [  # the step, the blanks that are filled (the first of them wrongly), rule and words
     ("per_head", ("self.mask = None",), ("torch.triu", "torch.tril"), "step-mask", "Line 24"),
     ("per_head", ("weights = None\n        return None",), ("dim=-1", "dim=1"), "softmax", ""),
@@ -721,6 +838,35 @@ def test_a_steps_file_is_followed_by_its_step(
     assert "No placeholder is left" not in said
     assert main(["check", "--explain", "rules"]) == 0
     assert "step-mask: The mask hides what comes later" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "listed"),
+    [
+        ("--new", "  per_head  One module a head"),
+        ("--step", "  scalar    Attention in plain Python"),
+        ("--explain", "  step-mask          The mask hides what comes later"),
+    ],
+)
+def test_an_option_alone_lists_what_it_takes(
+    option: str, listed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", option]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"headwise: {option}: name one of these, as in: headwise check {option} ")
+    assert listed in err
+
+
+def test_a_file_in_another_encoding_says_where_and_what_to_do(
+    follow: Follow, tmp_path: Path
+) -> None:
+    path, messages = tmp_path / "mine.py", []
+    path.write_bytes("x = 1\n# caf\xe9\n".encode("latin-1"))
+    _child(messages.append, str(path), "gpt2")
+    first = judged(Outcome(messages), path, Limits()).errors[0]
+    assert "not UTF-8 text (line 2: byte 0xe9)" in first.message
+    assert "Save it as UTF-8" in first.hint
 
 
 # --- the syntax -----------------------------------------------------------------------------------

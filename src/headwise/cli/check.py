@@ -119,6 +119,22 @@ def check(
     return 0 if verdict.passed else 1
 
 
+def choices(option: str) -> list[str]:
+    """What to say of `--step`, `--new` or `--explain` alone: how to use it, and a line for each
+    value that it may have; nothing of another option."""
+    if option not in ("--step", "--new", "--explain"):
+        return []
+    from ..check.findings.rules import ALL
+    from ..check.steps import STEPS, summary
+
+    use, rows = "head-split", {name: rule.says for name, rule in ALL.items()}
+    if option != "--explain":
+        use, rows = "gpt2 mine.py", {name: summary(name) for name in STEPS}
+    wide = max(map(len, rows))
+    listed = [f"  {name:{wide}}  {says}" for name, says in rows.items()]
+    return [f"{option}: name one of these, as in: headwise check {option} {use}", *listed]
+
+
 def _step_of(target: str) -> str:
     """Where a file is a step's, how to follow it: its docstring says so."""
     path = Path(target)

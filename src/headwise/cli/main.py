@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .._text import escaped, one_line
-from .check import check
+from .check import check, choices
 from .convert import convert
 from .generate import generate
 from .ladder import ladder
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
             return 0
-        return _bad_input(_with_cure(error))
+        return _bad_input(*_with_cure(error))
     return code if isinstance(code, int) else 0
 
 
@@ -78,18 +78,20 @@ def _with_bare_flags(command: Any) -> Any:
     return command
 
 
-def _with_cure(error: Any) -> str:
-    """What typer says of a call; and where words that stand alone belong."""
+def _with_cure(error: Any) -> list[str]:
+    """What typer says of a call; where words that stand alone belong, or what is to choose from."""
     message: str = error.format_message()
+    if "requires an argument" in message and (said := choices(getattr(error, "option_name", ""))):
+        return said
     command = getattr(getattr(error, "ctx", None), "command", None)
     names = [name for one in getattr(command, "params", ()) for name in one.opts]
     if "extra argument" in message and "--text" in names:
         message += ": write --text before the words of a text, and --model before a model"
-    return message
+    return [message]
 
 
-def _bad_input(message: str) -> int:
-    print(f"headwise: {escaped(one_line(message))}", file=sys.stderr)
+def _bad_input(message: str, *more: str) -> int:
+    print("\n".join([f"headwise: {escaped(one_line(message))}", *more]), file=sys.stderr)
     return 2
 
 
