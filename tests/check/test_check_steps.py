@@ -538,6 +538,8 @@ AT_FAULT = {  # the line at fault, by its code; what is changed, into what
         ),
         ("total = sum(scores", "total = sum(exps", "total = sum(scores"),
         ("exps = ", "exps = [(score - top).exp()", "exps = [(score - top)"),
+        ("exps = ", "exps = [(score - top).exp()", "exps = [(score - top).exp"),
+        ("exps = ", "top = max(", "top = min("),
         ("key = linear", "key = linear(x, wk)", "key = linear(query, wk)"),
         ("query = linear", "query = linear(x, wq)", "query = linear(wq, x)"),
         ("values.append(key)", "values.append(value)", "values.append(key)"),
@@ -584,6 +586,8 @@ AT_FAULT = {  # the line at fault, by its code; what is changed, into what
     ],
     "gpt2": [
         ("self.head_dim =", "embed_dim // self.num_heads", "embed_dim / self.num_heads"),
+        ("self.split_size =", "split_size = self.embed_dim", "split_size = self.head_dim"),
+        ("self.c_attn =", "3 * self.embed_dim)", "3 * self.embed_dim, bias=False)"),
         ("def _split_heads", "_split_heads(self, tensor", "_split_heads(tensor"),
         ("scores / key", " / key.shape[-1] ** 0.5", "\n        scores / key.shape[-1] ** 0.5"),
         ("heads = self._attn", ATTEND, "self._attn(key, query, value)"),

@@ -138,7 +138,7 @@ def _first_wrong(watch: Watch, name: str, known: dict[str, Known]) -> tuple[int,
     """The line in which a variable went wrong for good, and the blame for it."""
     final, ways, wrong = known[name]
     theirs = (one for one in watch.given if one.line not in watch.trial.ours)
-    events = [one for one in theirs if one.name == name and one.value is not None]
+    events = [one for one in theirs if one.name == name and one.shape is not None]
     if not events or name == "_":
         return None
     strict = hasattr(getattr(watch.trial.module, "Value", None), "backward")
@@ -222,9 +222,10 @@ def holds(node: ast.stmt, line: int) -> bool:
 def _words(watch: Watch, one: Given, last: Given, final: Given, known: set[str]) -> Blame:
     """What is wrong with what a variable was given."""
     got, want, name = one.value, final.value, one.name
-    assert got is not None
     assert want is not None
     at = quoted(watch.trial.path, one.line)
+    if got is None:
+        return Blame(name, one.line, f"`{name}` holds something else than numbers ({at}).")
     letters = watch.part.shapes.get(name, "").split()
     if got.kind == "int" or want.kind == "int":
         said = f"`{name}` is {got.numbers.item():g}; it should be {want.numbers.item():g} ({at})."

@@ -116,6 +116,8 @@ def judge_sizes(layer: Any) -> list[Finding]:
         "num_heads": (H, "config.n_head"),
         "head_dim": (D, "self.embed_dim // self.num_heads"),
     }
+    if hasattr(layer, "split_size"):
+        right["split_size"] = (E, "self.embed_dim")
     wrong = []
     for name, (value, source) in right.items():
         if (own := getattr(layer, name, None)) != value or isinstance(own, float):
@@ -127,6 +129,9 @@ def judge_sizes(layer: Any) -> list[Finding]:
 
 def _projection(trial: Trial, part: StepPart) -> Finding:
     packed, out = part.short == "c_attn", give(trial, part.short)
+    own = getattr(trial.made.get("layer"), part.short, None)
+    if isinstance(own, nn.Linear) and own.bias is None:
+        return found(part.rule, "names", has=f"no {part.short}.bias", wants="one")
     given, want = (B, T, E), (B, T, 3 * E if packed else E)
     what = "queries, keys and values" if packed else "the output"
     times = "3 * self.embed_dim" if packed else "self.embed_dim"

@@ -102,7 +102,7 @@ def _softmax(trial: Trial, part: StepPart) -> Finding:
         return found(part.rule, "numbers", **words)
     if _cut(trial, out[0], {"scores": given}):
         return found(part.rule, "cut")
-    large = [1000.0, 1001.0]
+    large = [0.0, 1000.0, 1001.0]
     try:
         out = watched(trial, part, {}, lambda one: one.get("softmax")(_numbers(one, large)))
         finite = _near(_floats(out), torch.tensor(large).double().softmax(0).tolist())
