@@ -38,6 +38,7 @@ from .static_checks import (
     softmax_astray,
 )
 from .traced_scale import traced_scale
+from .traced_tokens import traced_tokens
 from .variants import Variant, error, rebuild
 
 OTHER_INGREDIENTS = re.compile(
@@ -60,8 +61,17 @@ MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 """Names that people give an input which is to be added to the output."""
 HIDING = re.compile(r"mask|fill|inf")
 """What lines say that hide keys."""
-READ = {"roles": {"roles"}, "mask": {"causal-mask", "mask-fill"}, "scale": {"scale"}}
+READ = {
+    "roles": {"roles"},
+    "mask": {"causal-mask", "mask-fill"},
+    "scale": {"scale"},
+    "head-split": {"head-split"},
+    "definition": {"definition"},
+    "dropout-in-eval": {"dropout-in-eval"},
+}
 """Rules that are read off the code where none of these was seen in the numbers."""
+GIVEN = {"scale", "head-split", "definition"}
+"""Those that the numbers answer, where the definition gives them."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""
 
@@ -84,8 +94,11 @@ def run(subject: Target) -> list[Finding]:
         early = [*_unused(subject, judged), *lists, *([] if lists else dropping)]
         findings = [*early, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
-        rules = [rule for rule, named in READ.items() if not done & named]
-        return [*(read_off(thing, *rules) if rules else ()), *findings]
+        right = any((one.rule, one.severity) == ("definition", "passed") for one in findings)
+        read = [*read_off(thing, *(rule for rule in READ if not (right and rule in GIVEN)))]
+        sure = {one.rule for one in read}  # whatever was made up
+        findings = [replace(one, ground="any") if one.rule in sure else one for one in findings]
+        return [*(one for one in read if not done & READ[one.rule]), *findings]
 
 
 def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
@@ -104,8 +117,7 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     try:
         case = _case(subject, drops)
     except Unreadable as reason:
-        told = one_small_linear(subject) or softmax_astray(subject) or empty_triangle(subject)
-        told = told or traced_scale(subject)
+        told = [*_seen_in_a_call(subject), *one_small_linear(subject)]
         return told or ([] if unread else [_unread(str(reason))])
     findings = shared_heads(case.reading)
     bases = list(textbook(subject, case.reading))
@@ -130,6 +142,9 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
             faults = [replace(one, severity="warning") for one in faults]  # a layout of its own
         if {"softmax", "mask-fill"} <= {one.rule for one in faults}:  # along another axis it hides
             faults = [one for one in faults if one.rule != "mask-fill"]  # others, whatever it fills
+        changes = {str(value) for one in faults for value in one.change.values()}
+        if changes & {"1e9", "inf"}:  # what is hidden gets all: it looks inverted as well
+            faults = [one for one in faults if one.rule != "causal-mask"]
         faults.sort(key=lambda one: one.rule not in ("causal-mask", "mask-fill"))  # spoils most
         return findings + [_finding(case, subject, base, one) for one in faults]
     if findings:
@@ -196,6 +211,16 @@ def _projections(reading: Projections) -> str:
     return ", ".join(matrix.name for matrix in reading.matrices)
 
 
+def _seen_in_a_call(subject: Target) -> list[Finding]:
+    """What shows in what a call does, whatever the weights."""
+    return (
+        softmax_astray(subject)
+        or empty_triangle(subject)
+        or traced_tokens(subject)
+        or traced_scale(subject)
+    )
+
+
 def _unread(reason: str) -> Finding:
     said = f"The weights cannot be read, so that only its behaviour was checked: {reason}."
     return skipped("definition", said)
@@ -257,7 +282,7 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
         kinds = [type(child).__name__ for child in case.subject.module.modules()]
         names = dict.fromkeys([*names_in(case.subject.module), *kinds])
         reasons += [name for name in names if OTHER_INGREDIENTS.search(name.lower())]
-    if told := softmax_astray(subject) or empty_triangle(subject) or traced_scale(subject):
+    if told := _seen_in_a_call(subject):
         return told[0]
     if subject.open_form is not None:
         return _unread("what its mask means was guessed")

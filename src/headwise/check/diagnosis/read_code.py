@@ -10,33 +10,46 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any
 
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from ..target.names import building_role, calling_role, parts_of
+from .read_pieces import (
+    INNER,
+    LONG,
+    PLAIN,
+    Known,
+    Reader,
+    Said,
+    asks,
+    called_of_self,
+    goes_into_softmax,
+    is_mask,
+    is_plain,
+    is_within,
+    kind_of,
+    masked_product,
+    may_end,
+    needs,
+    of_self,
+    overwritten,
+    parameters_of,
+    qkv_of,
+    softmax_of,
+    target_of,
+    word_of,
+    words_in,
+)
+from .read_sizes import always_dropped, summed_apart, viewed_heads, whole_roots
 
-Said = tuple[str, int, dict[str, str]]
-Known = Mapping[str, Any]
-
-LONG = {"q": "queries", "k": "keys", "v": "values"}
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
-PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
-BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
-PRODUCTS = {"matmul", "bmm", "mm", "einsum", "baddbmm"}
-INNER = (ast.FunctionDef, ast.Lambda)
 OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
-BY_CHANCE = re.compile("drop|keep|rand|sample")
-"""Names of masks that are drawn."""
 WORKED_ON = re.compile(r"score|att(n|ention)|weight|prob|energy|logit")
 """Names of what attention is made of on its way."""
-HIDES = re.compile(r"fill|inf|where|\de\d|==")
-"""Code that may hide what is 0."""
 
 
 def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -46,12 +59,12 @@ def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         return
     given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
     read = {one.attr for one in nodes(ast.Attribute, kind) if isinstance(one.ctx, ast.Load)}
-    built = (_of_self(target) for target, value in given if isinstance(value, ast.Call))
-    spare = {_role(name): name for name in built if name not in read}
+    built = (of_self(target) for target, value in given if isinstance(value, ast.Call))
+    spare = {qkv_of(name): name for name in built if name not in read}
     for target, value in given:
-        role = _role(target.id) if isinstance(target, ast.Name) else ""
-        made = [name for name in _called(value) if _role(name)]
-        if role and role in spare and len(made) == 1 and _role(made[0]) != role:
+        role = qkv_of(target.id) if isinstance(target, ast.Name) else ""
+        made = [name for name in called_of_self(value) if qkv_of(name)]
+        if role and role in spare and len(made) == 1 and qkv_of(made[0]) != role:
             words = {"other": f"self.{made[0]}", "own": f"self.{spare[role]}"}
             yield "mixed", target.lineno, {"part": LONG[role], **words}
 
@@ -59,11 +72,16 @@ def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Queries, keys or values that are made, never read, and made again of another: `v = k.view(…)`
     where `v = v.view(…)` was meant."""
-    for name, lost, statement in _overwritten(part):
-        others = {one for one in names(statement.value) if _role(one)}
-        roles = {_role(one) for one in others}
-        if _role(name) and _called(lost.value) and len(roles) == 1 and _role(name) not in roles:
-            words = {"part": LONG[_role(name)], "name": name, "other": min(others)}
+    for name, lost, statement in overwritten(part):
+        others = {one for one in names(statement.value) if qkv_of(one)}
+        roles = {qkv_of(one) for one in others}
+        if (
+            qkv_of(name)
+            and called_of_self(lost.value)
+            and len(roles) == 1
+            and qkv_of(name) not in roles
+        ):
+            words = {"part": LONG[qkv_of(name)], "name": name, "other": min(others)}
             yield "lost", statement.lineno, words
 
 
@@ -77,23 +95,23 @@ def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         groups = [(function.lineno, {one.arg for one in given})]
         for one in nodes(ast.Assign, function):
             group = names(*one.targets)
-            if _called(one.value) or (len(group) > 1 and isinstance(one.value, ast.Call)):
+            if called_of_self(one.value) or (len(group) > 1 and isinstance(one.value, ast.Call)):
                 groups.append((one.lineno, group))
         read = names(*function.body, context=ast.Load)
-        roles = {_role(name) for name in read} - {""}
+        roles = {qkv_of(name) for name in read} - {""}
         for line, group in groups:
-            several = len({_role(name) for name in group} - {""}) > 1
+            several = len({qkv_of(name) for name in group} - {""}) > 1
             for name in group - read if several or len(group) == 1 else ():
-                if (role := _role(name)) and roles == set(LONG) - {role}:
+                if (role := qkv_of(name)) and roles == set(LONG) - {role}:
                     yield "unread", line, {"part": LONG[role], "name": name}
 
 
 def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Results that nothing takes, or that the next value of their name replaces unread."""
     yield from (("lost", line, {"name": name}) for line, name in unused(part))
-    for name, lost, _ in _overwritten(part):
+    for name, lost, _ in overwritten(part):
         made = getattr(getattr(lost.value, "func", None), "attr", "") in NO_EFFECT
-        if (made or isinstance(lost.value, ast.BinOp)) and _target(lost) == name:
+        if (made or isinstance(lost.value, ast.BinOp)) and target_of(lost) == name:
             yield "overwritten", lost.lineno, {"name": name}
 
 
@@ -109,8 +127,8 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else ""
             if not name or name in skipped or not isinstance(one.value, ast.Call | ast.BinOp):
                 continue
-            own = name in names(one.value) and bool(_called(one.value))
-            read = [load for load in loads if load.id == name and not _within(load, one)]
+            own = name in names(one.value) and bool(called_of_self(one.value))
+            read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]
             if not later and len(one.targets) == 1 and (own or WORKED_ON.search(name.lower())):
                 yield "never", one.lineno, {"name": name}
@@ -124,7 +142,7 @@ def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             with contextlib.suppress(ValueError):
                 number = ast.literal_eval(value)
                 small = isinstance(number, float) and 0 < abs(number) < 0.01
-                if small and (said := [*filter(_is_mask, sorted(_mentioned(mask)))]):
+                if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
                     yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
@@ -134,24 +152,24 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
         lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
         lines.sort(key=lambda one: one.lineno)
         for number, line in enumerate(lines):
-            if (product := _masked_product(line)) is None:
+            if (product := masked_product(line)) is None:
                 continue
             target, other, mask = product
             kin, rest = {mask}, [one for one in lines if one is not line]
             for one in (*rest, *rest):  # what is made of the mask, and what it is made of
-                if kin & (said := _mentioned(one)) and not said & {target, other}:
-                    kin |= {_target(one), *filter(_is_mask, said)} - {""}
-            about = [ast.unparse(one) for one in (line, *rest) if kin & _mentioned(one)]
-            used = any(kin & (said := _mentioned(one)) and said & {target, other} for one in rest)
+                if kin & (said := words_in(one)) and not said & {target, other}:
+                    kin |= {target_of(one), *filter(is_mask, said)} - {""}
+            about = [ast.unparse(one) for one in (line, *rest) if kin & words_in(one)]
+            used = any(kin & (said := words_in(one)) and said & {target, other} for one in rest)
             if used or any(OF_QUERIES.search(code) and "&" not in code for code in about):
                 continue
-            before = [one for one in lines[:number] if other and _target(one) == other]
-            after = [one for one in lines[number + 1 :] if target in _mentioned(one)]
-            if not other or (before and _softmax_of(before[-1]) is not None):
+            before = [one for one in lines[:number] if other and target_of(one) == other]
+            after = [one for one in lines[number + 1 :] if target in words_in(one)]
+            if not other or (before and softmax_of(before[-1]) is not None):
                 code = "\n".join(map(ast.unparse, after))
                 if "/" not in code and "norm" not in code and "softmax" not in code:
                     yield "weights", line.lineno, {"name": mask}
-            elif _goes_into_softmax(target, after):
+            elif goes_into_softmax(target, after):
                 yield "scores", line.lineno, {"name": mask}
 
 
@@ -164,18 +182,18 @@ def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         last = [*usual[len(usual) - len(given.defaults) :], *given.kwonlyargs]
         for argument, default in zip(last, [*given.defaults, *given.kw_defaults], strict=True):
             name, empty = argument.arg, isinstance(default, ast.Constant) and default.value is None
-            if not empty or not _asks(name, function):
+            if not empty or not asks(name, function):
                 continue
             for one in function.body:
                 branch = one if isinstance(one, ast.If) else None
                 first = branch.test if branch else one
-                if _is_plain(first) and _needs(name, first):
+                if is_plain(first) and needs(name, first):
                     yield "none", one.lineno, {"name": name}
                     break
                 asked = f"{name} is not None"
                 guarded = branch and not branch.orelse and ast.unparse(branch.test) == asked
                 stored = name in names(one, context=ast.Store)
-                if not guarded and (stored or _may_end(one)):
+                if not guarded and (stored or may_end(one)):
                     break
 
 
@@ -196,16 +214,16 @@ def swapped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Arguments in the place of others: a dropout, heads or a mask that a function of the same file
     takes under such a name, and gets in another place."""
     for call in nodes(ast.Call, part):
-        taken = _parameters(call, part, source)
+        taken = parameters_of(call, part, source)
         if any(isinstance(one, ast.Starred) for one in call.args):
             continue
         placed = dict(zip(taken, call.args, strict=False))
         given = placed | {one.arg: one.value for one in call.keywords if one.arg}
-        kinds = {name: _kind(_word(value)) for name, value in given.items()}
+        kinds = {name: kind_of(word_of(value)) for name, value in given.items()}
         for name, value in placed.items():
-            own = [one for one in taken if kinds[name] and _kind(one) == kinds[name]]
+            own = [one for one in taken if kinds[name] and kind_of(one) == kinds[name]]
             if own and name not in own and all(kinds.get(one) != kinds[name] for one in own):
-                words = {"given": _word(value), "name": name, "own": own[0]}
+                words = {"given": word_of(value), "name": name, "own": own[0]}
                 yield "swapped", call.lineno, {**words, "called": ast.unparse(call.func)}
 
 
@@ -234,13 +252,13 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     set_ |= names(source.tree, context=ast.Store)
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
-    for statement in filter(_is_plain, forward.body):
+    for statement in filter(is_plain, forward.body):
         for node in nodes(ast.Attribute, statement):
-            name = _of_self(node)
+            name = of_self(node)
             if not name or name in set_ or hasattr(thing, name):
                 continue
             near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
-            if near or name in _called(statement):
+            if near or name in called_of_self(statement):
                 yield "missing", node.lineno, {"name": name}
 
 
@@ -258,185 +276,14 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "method", call.lineno, {"name": name, "meant": meant}
 
 
-Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask": (multiplied_masks, small_fills),
-    "scale": (powers,),
+    "scale": (powers, whole_roots),
+    "head-split": (viewed_heads,),
+    "definition": (summed_apart,),
+    "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
     "runs": (late_tests, missing, undefined_names, no_methods, swapped),
 }
 """By rule, who reads mistakes of it."""
-
-
-# --- pieces ---------------------------------------------------------------------------------------
-
-
-def _role(name: str) -> str:
-    """q, k or v, where a name speaks of one of them."""
-    said = parts_of(name)
-    return said if said in LONG else ""
-
-
-def _of_self(node: ast.AST) -> str:
-    """`name` for `self.name`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return node.attr if node.value.id == "self" else ""
-    return ""
-
-
-def _called(value: ast.AST | None) -> list[str]:
-    """Attributes of self that are called."""
-    calls = nodes(ast.Call, value) if value is not None else ()
-    return [name for call in calls if (name := _of_self(call.func))]
-
-
-def _within(node: ast.Name, whole: ast.stmt) -> bool:
-    return any(one is node for one in ast.walk(whole))
-
-
-def _is_plain(statement: ast.AST) -> bool:
-    """Whether all of it runs whenever it is reached."""
-    whole = not any(isinstance(node, BRANCHING) for node in ast.walk(statement))
-    return isinstance(statement, (*PLAIN, ast.expr)) and whole
-
-
-def _may_end(statement: ast.stmt) -> bool:
-    """Whether what comes after it may never be reached."""
-    return any(isinstance(one, ast.Return | ast.Raise | ast.Assert) for one in ast.walk(statement))
-
-
-def _needs(name: str, statement: ast.AST) -> bool:
-    """Whether a statement asks something of a name that None has not: `name.to(…)`, `name[…]`."""
-    parts = (*nodes(ast.Attribute, statement), *nodes(ast.Subscript, statement))
-    return any(isinstance(one.value, ast.Name) and one.value.id == name for one in parts)
-
-
-def _asks(name: str, statement: ast.AST) -> bool:
-    """Whether somewhere in it a name is compared with None."""
-    tests = (one for one in nodes(ast.Compare, statement) if isinstance(one.left, ast.Name))
-    return any(ast.unparse(one).startswith(f"{name} is ") for one in tests)
-
-
-def _target(statement: ast.stmt) -> str:
-    """The one name that a statement gives a value to, whole or in part; else nothing."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else ()
-    targets = (statement.target,) if isinstance(statement, ast.AugAssign) else targets
-    return _word(_root(targets[0])) if len(targets) == 1 else ""
-
-
-def _root(node: ast.expr) -> ast.expr:
-    """`scores` of `scores[:, 0]`."""
-    return _root(node.value) if isinstance(node, ast.Subscript) else node
-
-
-def _word(node: ast.AST | None) -> str:
-    """`name` for `name` and `self.name`; else nothing."""
-    return node.id if isinstance(node, ast.Name) else _of_self(node) if node is not None else ""
-
-
-def _mentioned(*parts: ast.AST) -> set[str]:
-    """Names, and attributes of self."""
-    return names(*parts) | {_of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
-
-
-def _overwritten(part: ast.stmt) -> Iterator[tuple[str, ast.Assign, ast.Assign]]:
-    """Names that are given a value, and another one before anything reads them, with both lines.
-    What a constructor prepares is left out."""
-    for function in nodes(ast.FunctionDef, part):
-        inner = [one for one in ast.walk(function) if isinstance(one, INNER) and one != function]
-        bodies = [getattr(one, "body", ()) for one in ast.walk(function)]
-        for block in bodies if function.name != "__init__" else ():
-            waiting: dict[str, ast.Assign] = {}
-            for statement in block if isinstance(block, list) else ():
-                mentioned = names(statement)
-                made = mentioned - names(statement, context=ast.Load) - names(*inner)
-                if isinstance(statement, ast.Assign) and len(made) == 1:
-                    yield from ((name, waiting[name], statement) for name in made & {*waiting})
-                waiting = {name: one for name, one in waiting.items() if name not in mentioned}
-                if isinstance(statement, ast.Assign):
-                    waiting |= dict.fromkeys(made, statement)
-
-
-def _softmax_of(statement: ast.AST) -> set[str] | None:
-    """The names that a softmax of a statement is taken of; none of products made within it."""
-    for call in nodes(ast.Call, statement):
-        if "softmax" in ast.unparse(call.func).split(".")[-1].lower():
-            inside = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-            said = [*inside, *call.args, *(one.value for one in call.keywords)]
-            made = any(isinstance(one.op, ast.MatMult) for one in nodes(ast.BinOp, *said))
-            calls = nodes(ast.Call, *said)
-            made = made or any(getattr(one.func, "attr", "") in PRODUCTS for one in calls)
-            return set() if made else _mentioned(*said)
-    return None
-
-
-def _is_mask(name: str) -> bool:
-    known = calling_role(name) in ("mask", "padding") and "mask" in name.lower()
-    return known and not BY_CHANCE.search(name.lower())
-
-
-def _masked_product(statement: ast.stmt) -> tuple[str, str, str] | None:
-    """For `scores *= mask` and `weights = scores * mask`: the name that is made, the name that is
-    multiplied (nothing where that is a softmax itself), and the mask."""
-    sides: list[ast.expr] = []
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
-        sides = [statement.target, statement.value]
-    elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
-        value = statement.value
-        sides = [value.left, value.right] if isinstance(value.op, ast.Mult) else []
-    target = _target(statement)
-    for mask, other in (sides, sides[::-1]) if sides and target else ():
-        said = sorted(filter(_is_mask, _mentioned(mask)))
-        sums = any(isinstance(one.op, ast.Add) for one in nodes(ast.BinOp, mask))
-        word = _word(_root(other))
-        plain = bool(word) or (isinstance(other, ast.Call) and _softmax_of(other) is not None)
-        if len(said) == 1 and not sums and plain and not any(map(_is_mask, _mentioned(other))):
-            return target, word, said[0]
-    return None
-
-
-def _goes_into_softmax(name: str, lines: Sequence[ast.stmt]) -> bool:
-    """Whether a softmax is taken of it before anything else may hide what is 0 in it."""
-    for one in lines:
-        if name in (_softmax_of(one) or ()):
-            return True
-        others = any(map(_is_mask, _mentioned(one)))
-        if (HIDES.search(ast.unparse(one)) and not others) or name not in _read(one):
-            return False
-    return False
-
-
-def _read(statement: ast.stmt) -> set[str]:
-    """The names that a statement reads, or changes a part of."""
-    if isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Subscript):
-        return _mentioned(statement.value)
-    return _mentioned(statement)
-
-
-def _kind(name: str) -> str:
-    """Which of the arguments that nothing else can stand for a name speaks of."""
-    built = building_role(name) if len(name) > 1 else ""
-    called = calling_role(name) if len(name) > 1 else ""
-    if built in ("heads", "dropout"):
-        return built
-    return "mask" if called in ("mask", "padding") else ""
-
-
-def _parameters(call: ast.Call, part: ast.stmt, source: Source) -> list[str]:
-    """What the function or class of the same file takes that a call calls; nothing where it stands
-    elsewhere."""
-    owner, said = getattr(part, "name", ""), ast.unparse(call.func)
-    if said.startswith("super(") and said.endswith(".__init__") and isinstance(part, ast.ClassDef):
-        bases = [one.id for one in part.bases if isinstance(one, ast.Name)]
-        name = f"{bases[0]}.__init__" if bases else ""
-    elif said.startswith("self."):
-        name = f"{owner}.{said.removeprefix('self.')}"
-    else:
-        of_class = isinstance(source.definitions.get(said), ast.ClassDef)
-        name = f"{said}.__init__" if of_class else said
-    function = source.function(name) if name else None
-    if function is None or function.args.vararg is not None or function.decorator_list:
-        return []
-    taken = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    return taken[1:] if "." in name else taken

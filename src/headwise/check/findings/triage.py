@@ -47,7 +47,8 @@ def joined(
     [('scale', None), ('prefix', 'scale')]
     """
     named, probed = weighed(named, probed, called, built)
-    vague = [one for one in named if one.rule == UNNAMED and one.severity == "error"]
+    unnamed = (one for one in named if one.rule == UNNAMED and one.severity == "error")
+    vague = [one for one in unnamed if one.ground != "any"]
     sharp = [one for one in named if one not in vague]
     certain = [one for one in named if one.rule == UNNAMED and one.severity == "passed"]
     turned = any("rotary positions" in one.message for one in certain)

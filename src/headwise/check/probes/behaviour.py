@@ -14,6 +14,7 @@ from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
+from ..target.masking import one_attends
 from .probe_context import Failed, ProbeContext, failing
 
 NOTHING = 1e-12
@@ -138,6 +139,8 @@ def past_used(ctx: ProbeContext) -> Finding | None:
     if named(ctx, re.compile("window")):
         return skipped("past-used", "A window hides tokens that are far away.")
     influence = ctx.influence.nan_to_num(1.0)
+    if one_attends(influence):
+        return skipped("past-used", "One token alone attends to the others.")
     unseen = influence <= NOTHING * influence.max()
     pairs = (unseen.tril() if ctx.subject.causal else unseen).nonzero().tolist()
     if not pairs:

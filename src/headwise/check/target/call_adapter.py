@@ -8,7 +8,6 @@ the attention weights where they come back.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
+from .layouts import SINGLE, USUAL, Layout
 from .names import calling_role
 from .signatures import signature, source_of
 
@@ -94,51 +95,6 @@ class Result:
     out: Tensor
     weights: Tensor | None
     raw: Any
-
-
-@dataclass(frozen=True)
-class Layout:
-    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1, or with the
-    tokens in rows and columns, "H" and "W", as nearly square as their number allows."""
-
-    axes: str
-
-    def __str__(self) -> str:
-        return f"[{', '.join(self.axes)}]"
-
-    def into(self, x: Tensor) -> Tensor:
-        """x as the call takes it."""
-        if "H" in self.axes:
-            count = x.shape[1]
-            height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
-            x = x.unflatten(1, (height, -1))
-        turned = x.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
-        return turned if self._extra is None else turned.unsqueeze(self._extra)
-
-    def back(self, y: Tensor) -> Tensor:
-        """What comes out, `[B, T, E]` again."""
-        own, axes = y if self._extra is None else y.squeeze(self._extra), self.axes.replace("1", "")
-        if own.ndim != len(axes):
-            return own
-        turned = own.permute(*(axes.index(axis) for axis in self._usual))
-        return turned.flatten(1, 2) if "H" in axes else turned
-
-    @property
-    def _usual(self) -> str:
-        return "BHWE" if "H" in self.axes else "BTE"
-
-    @property
-    def _extra(self) -> int | None:
-        """Where the axis of 1 stands."""
-        return self.axes.index("1") if "1" in self.axes else None
-
-
-USUAL, TIME_FIRST, SINGLE = Layout("BTE"), Layout("TBE"), Layout("TE")
-"""The usual layout; PyTorch's own without `batch_first`; and one sequence at a time."""
-LAYOUTS = (USUAL, TIME_FIRST, *map(Layout, "B1TE BT1E 1TBE T1BE 1BTE TB1E BET BET1 BE1T".split()))
-"""How x may go in, the likeliest first."""
-MAPS = Layout("BEHW"), Layout("BHWE")
-"""How it may go in where one number of tokens is insisted on."""
 
 
 class UnusableResult(Exception):
@@ -343,6 +299,9 @@ class Caller:
         try:
             return self.target(*args, **values)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if _wants_gpu(error):
+                with OnCPU():
+                    return self.target(*args, **values)
             if torch.is_grad_enabled() or "register a hook" not in str(error):
                 raise
         except BaseException as error:  # transformers' word for a package that is not there
@@ -367,6 +326,29 @@ class Caller:
         own, out = (others or fits)[0]
         weights = (t for t in found if t is not own and tuple(t.shape[-2:]) == square)
         return Result(out, next(weights, None), raw)
+
+
+class OnCPU(TorchFunctionMode):
+    """Leaves on the CPU what others' code makes on a GPU, or moves to one, that is not there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = [_on_cpu(one) if place else one for place, one in enumerate(args)]
+        return func(*args, **{name: _on_cpu(one) for name, one in (kwargs or {}).items()})
+
+
+def _on_cpu(value: Any) -> Any:
+    """What stands for a device, if it is a GPU; anything else as it is."""
+    gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return "cpu" if gpu else value
+
+
+def _wants_gpu(error: BaseException) -> bool:
+    """Whether a call failed for a GPU that is not there."""
+    return re.search("CUDA enabled|NVIDIA driver", str(error)) is not None
 
 
 def _apart(out: Tensor, q: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from .call_adapter import OnCPU
 from .configs import config_classes, configured
 from .names import building_role, calling_role, parts_of
 from .signatures import signature, source_of
@@ -57,7 +57,7 @@ def build(
     while True:  # a file may speak of several configurations
         try:
             kwargs = made.work_out(sizes)
-            with nullcontext() if torch.cuda.is_available() else _OnCPU():
+            with nullcontext() if torch.cuda.is_available() else OnCPU():
                 thing = _built(factory, args, kwargs)
             break
         except Exception as error:
@@ -98,20 +98,6 @@ def _how_vague(error: Exception) -> int:
 
 class Unsaid(ValueError):
     """An argument that has to be asked for."""
-
-
-class _OnCPU(TorchFunctionMode):
-    """Leaves on the CPU what a constructor moves to a GPU that is not there."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
 
 
 def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
@@ -314,6 +300,8 @@ class _Constructor:
             nested = {one: Config(sizes, {}, self.needed) for one in self.nested}
             return Config(sizes, {**nested, **given}, self.needed)
         made = _Constructor(kind, (), given)
+        if made.names and all(building_role(one) == "config" for one in made.names):
+            return Config(sizes, dict(given), self.needed)  # its class only holds what it is handed
         given = {**given, **{n: v for n, v in sizes.changes.items() if n in made.names}}
         kwargs = given if sizes.plain else made.work_out(sizes)
         self.invented |= made.invented

@@ -277,6 +277,7 @@ FILLS: Mapping[str, Options] = {
     "context": _made(
         lambda place: place.source if place.keys is None else place.keys,
         lambda place: place.source[:, None],
+        lambda place: place.source,
     ),
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),

@@ -17,25 +17,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product, takewhile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..findings.rules import found
-from .call_adapter import (
-    ALL_SHAPES,
-    LAYOUTS,
-    MAPS,
-    SINGLE,
-    TIME_FIRST,
-    USUAL,
-    Caller,
-    Layout,
-    MaskForm,
-    Result,
-    UnusableResult,
-)
+from .call_adapter import ALL_SHAPES, Caller, MaskForm, Result, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .fills import FILLS, OPTIONAL, Fill, left_out
 from .introspect import numbers_in
+from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, USUAL, Layout, said_layout
 from .learnt import learn
 
 MASKS = ("mask", "padding", "lengths", "cache")
@@ -79,6 +68,8 @@ def first_call(subject: Target) -> None:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
+    elif caller.inputs and caller.custom is None and not caller.separate:
+        caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
     caller.usual = caller.layout
     until, usual, own = time.process_time() + SECONDS, caller.layout, False
     ways = takewhile(lambda way: not errors or time.process_time() < until, _ways(caller))
@@ -115,7 +106,8 @@ def first_call(subject: Target) -> None:
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
     Way(usual).set(subject)
     made_up = caller.custom is None and (caller.made_up or _of_guess(subject, error))
-    own = own or "modified inplace" in str(error) or _is_miscalled(subject, error)
+    own = own or isinstance(error, NameError) or "modified inplace" in str(error)
+    own = own or _is_miscalled(subject, error)
     if (subject.guesses or made_up) and not own:  # own is wrong whatever goes in
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
@@ -293,8 +285,12 @@ def mixes(subject: Target) -> tuple[bool, bool]:
     x = subject.input()
     tokens, rows = x.clone(), x.clone()
     tokens[-1, :-1], rows[:-1] = x[-1, :-1].flip(-1), x[:-1].flip(-1)
-    with torch.no_grad():
-        one, *others = (subject(given)[-1, -1].nan_to_num() for given in (x, tokens, rows))
+    outputs = list[Tensor]()
+    for given in (x, tokens, rows):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a dropout that is at work draws the same
+            outputs.append(subject(given)[-1, -1].nan_to_num())
+    one, *others = outputs
     least = 1e-6 * one.abs().max()
     return bool((others[0] - one).abs().max() > least), bool((others[1] - one).abs().max() > least)
 
@@ -304,7 +300,7 @@ def mixes(subject: Target) -> tuple[bool, bool]:
 
 _OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
-    r"number of dims|must be \d-?D|No query sequence"
+    r"number of dims|must be \d-?D|No query sequence|to have \d+ channels"
 )
 _SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
 

@@ -64,12 +64,18 @@ def _leak(subject: Target, scale: float) -> float | None:
 def _seen_causal(subject: Target) -> bool:
     """Whether the zeros among the influences tell of a causal mask, be it a mistaken one."""
     found = _influence(subject, SMALL)
-    if found is None or found.max() == 0:
+    if found is None or found.max() == 0 or one_attends(found):
         return False
     none = found <= ZERO * found.max()
     above, below = int(none.triu(1).sum()), int(none.tril(-1).sum())
     pairs = len(found) * (len(found) - 1) // 2
     return above > below or below == pairs > above or _filled(found)
+
+
+def one_attends(influence: Tensor) -> bool:
+    """Whether a single token sees all others, and these only themselves: a token for the class."""
+    apart = influence.clone().fill_diagonal_(0.0) > ZERO * influence.max()
+    return len(apart) > 2 and int(apart.any(1).sum()) == 1 and int(apart.sum()) == len(apart) - 1
 
 
 def _filled(influence: Tensor) -> bool:

@@ -35,8 +35,8 @@ TRIES, SECONDS = 4, 8.0
 are."""
 TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
 """What Python says where a class is built with too few arguments."""
-BEFORE = "before Module.__init__() call"
-"""What PyTorch says where a constructor forgot that of its base class."""
+BEFORE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
+"""What is said where a constructor forgot that of its base class, or how to call it."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _of_factory(
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
-            way = "super" if BEFORE in str(error) else "fails"
+            way = "super" if BEFORE.search(str(error)) else "fails"
             raise Broken(found("builds", way, label=label, error=told(error))) from error
         if isinstance(target, nn.Module):
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
@@ -266,7 +266,11 @@ def _of_factory(
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         if not callable(target):
             kind = type(target).__name__
-            if isinstance(target, Tensor):  # a mask or a table: no mistake
+            methods = [one for one in dir(target) if not one.startswith("_")]
+            other = not hasattr(target, "forward") and any(
+                callable(getattr(target, m)) for m in methods
+            )
+            if isinstance(target, Tensor) or other:  # a mask or a table, say: no mistake
                 raise ValueError(
                     f"check({label}): it gives a {kind} for sizes; name what computes attention"
                 )
@@ -310,7 +314,11 @@ def _of_factory(
                 return make()
         fault = first.__cause__
         missing = isinstance(fault, ImportError)  # a package that is not there
-        asked = not _is_its_own(fault) if fault and _builds(first) else _is_unset(fault)
+        asked = (
+            not _is_its_own(fault, {p.name for p in signature(factory)})
+            if fault and _builds(first)
+            else _is_unset(fault)
+        )
         if fault is None or not asked or (given and not missing):
             raise
         raise ValueError(
@@ -377,14 +385,18 @@ def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
     return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
 
 
-def _is_its_own(fault: BaseException) -> bool:
+def _is_its_own(fault: BaseException, given: set[str]) -> bool:
     """Whether a name is not there, or taken, or a line of somebody's file builds something of it
-    with too few arguments: whatever a constructor is given."""
+    with too few arguments or does not hand on what is `given`: whatever a constructor gets."""
     owner = getattr(fault, "obj", None)
     line = traceback.extract_tb(fault.__traceback__)[-1]
     if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
         return True
-    if BEFORE in str(fault) or (isinstance(fault, KeyError) and "already exists" in str(fault)):
+    if isinstance(fault, KeyError) and fault.args[0] in given:
+        return True
+    if BEFORE.search(str(fault)) or (
+        isinstance(fault, KeyError) and "already exists" in str(fault)
+    ):
         return True
     return isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
 

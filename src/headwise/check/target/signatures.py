@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -41,16 +42,20 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @functools.lru_cache(maxsize=64)
 def _wanted_within(kind: type) -> list[inspect.Parameter]:
-    """What a class of the same file must be given that a constructor builds with its own
-    `**kwargs`, beside what it is given there."""
+    """What a constructor takes of its `**kwargs`, and what a class of the same file must be given
+    that it builds with them, beside what it is given there."""
     home = vars(sys.modules.get(kind.__module__, typing))
     wanted = list[inspect.Parameter]()
+    code = source_of(vars(kind).get("__init__"))
     try:
-        tree = ast.parse("if True:\n" + source_of(vars(kind).get("__init__")))
+        tree = ast.parse(f"if True:\n{code}")
     except SyntaxError:  # nothing that can be read
         return wanted
     every = [*ast.walk(tree)]
     rest = next((n.kwarg.arg for n in every if isinstance(n, ast.arguments) and n.kwarg), "")
+    taken = re.findall(rf"\b{rest}\[[\"'](\w+)[\"']\](?! *=[^=])", code)
+    own = inspect.Parameter.KEYWORD_ONLY
+    wanted = [inspect.Parameter(name, own) for name in dict.fromkeys(taken)]
     for call in every if rest else ():
         if not isinstance(call, ast.Call):
             continue

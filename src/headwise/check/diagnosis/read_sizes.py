@@ -1,0 +1,139 @@
+"""Read mistakes off the code that sizes and axes tell: a root of the wrong width, heads that a
+`view` cuts out of whole projections, an `einsum` that sums its factors apart, a dropout that does
+not ask for the mode. Readers are as in `read_code`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..files.syntax import Source, nodes, pairs
+from ..target.names import building_role
+from .call_lines import FUSED
+from .read_pieces import Known, Said, of_self, word_of
+
+ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
+PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
+SCORES = re.compile(r"score|energy|logit|dots?$|sim$|att")
+"""Names of products of queries and keys."""
+SCALES = re.compile(r"scal|norm_?fact|temper|inv_sqrt|sqrt_d")
+"""Names of what scores are multiplied with or divided by."""
+LAYERS = re.compile(r"(\w+\.)*(Linear|LazyLinear)")
+
+
+def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A root of the width that the same class divides among its heads, where scores are scaled."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
+    wholes: dict[str, str] = {}
+    for target, value in given:
+        divides = isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv | ast.Div)
+        by = word_of(value.right) if isinstance(value, ast.BinOp) and divides else ""
+        if by and isinstance(value, ast.BinOp) and building_role(by) == "heads":
+            wholes[word_of(value.left)] = word_of(target)
+    wholes.pop("", None)
+    for target, value in given:  # which goes by the same name once it is divided
+        if word_of(target) in wholes and word_of(value) != word_of(target):
+            wholes.pop(word_of(target))
+    for target, value in given:
+        whole = _root_of(value, wholes)
+        scales = SCALES.search(word_of(target).lower()) or _scaled(value)
+        if whole and scales and wholes[whole]:
+            yield "whole", value.lineno, {"whole": whole, "one": wholes[whole]}
+
+
+def _root_of(value: ast.expr, among: dict[str, str]) -> str:
+    """Which of some widths a root within an expression is taken of."""
+    for node in nodes(ast.BinOp, value):
+        half = ast.unparse(node.right).strip("()") in ("0.5", "-0.5", "1 / 2", "-1 / 2")
+        if isinstance(node.op, ast.Pow) and half and word_of(node.left) in among:
+            return word_of(node.left)
+    for call in nodes(ast.Call, value):
+        if ROOTS.fullmatch(ast.unparse(call.func)) and call.args:
+            for one in (call.args[0], *getattr(call.args[0], "args", ())):
+                if word_of(one) in among:
+                    return word_of(one)
+    return ""
+
+
+def _scaled(value: ast.expr) -> bool:
+    """Whether an expression divides or multiplies a product, or what goes by the name of one."""
+    sides = [one.left for one in nodes(ast.BinOp, value) if isinstance(one.op, ast.Div | ast.Mult)]
+    return any(
+        PRODUCTS.search(ast.unparse(one)) or SCORES.search(word_of(one).lower()) for one in sides
+    )
+
+
+def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`self.query(x).view(B, H, T, D)`: a projection that is cut into heads by a view alone."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    made = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
+    linear = {
+        of_self(target)
+        for target, value in made
+        if isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
+    } - {""}
+    for function in nodes(ast.FunctionDef, kind):
+        held = [pair for node in nodes(ast.Assign, function) for pair in pairs(node)]
+        for call in nodes(ast.Call, function):
+            method = call.func
+            if not isinstance(method, ast.Attribute) or method.attr not in ("view", "reshape"):
+                continue
+            sizes = call.args
+            if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple):
+                sizes = sizes[0].elts
+            heads = len(sizes) == 4 and building_role(word_of(sizes[1])) == "heads"
+            whole, cut = (
+                heads and not any(getattr(one, "value", 0) == 1 for one in sizes),
+                method.value,
+            )
+            if word := word_of(cut):
+                given = [one for to, one in held if word_of(to) == word and to.lineno < call.lineno]
+                cut = given[-1] if given else cut
+            if whole and isinstance(cut, ast.Call) and of_self(cut.func) in linear:
+                yield "viewed", call.lineno, {}
+
+
+def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`einsum("bhqk, bhvd -> bhqd")`, which sums k and v each by itself."""
+    for call in nodes(ast.Call, part):
+        if not ast.unparse(call.func).endswith("einsum"):
+            continue
+        said = [one.value for one in call.args if isinstance(one, ast.Constant)]
+        equation = said[0] if said and isinstance(said[0], str) else ""
+        sides, arrow, out = equation.partition("->")
+        axes = [_axes(one) for one in (*sides.split(","), out)]
+        if not arrow or len(axes) != 3 or "..." in equation:
+            continue
+        apart = [axes[0] - axes[1] - axes[2], axes[1] - axes[0] - axes[2]]
+        if all(len(one) == 1 for one in apart):
+            one, two = (min(axis) for axis in apart)
+            yield "apart", call.lineno, {"equation": equation, "one": one, "two": two}
+
+
+def _axes(side: str) -> set[str]:
+    """The axes of one side of an equation: words, as `einops` has them, or letters."""
+    words = side.split()
+    return set(words) if any(len(one) > 1 for one in words) and len(words) > 1 else {*side} - {" "}
+
+
+def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Functions that drop numbers, and are not told whether this is training."""
+    for function in nodes(ast.FunctionDef, part):
+        if "training" in ast.unparse(part):
+            return
+        for call in nodes(ast.Call, function):
+            name = ast.unparse(call.func)
+            given = {one.arg: one.value for one in call.keywords}
+            share = given.get("dropout_p" if name.endswith(FUSED) else "p")
+            if name.endswith(FUSED) and isinstance(share, ast.Attribute):
+                what = f"`dropout_p={ast.unparse(share)} if self.training else 0.0`"
+                yield "untold", call.lineno, {"call": FUSED, "what": what}
+            elif name in ("F.dropout", "torch.nn.functional.dropout", "functional.dropout"):
+                share = call.args[1] if len(call.args) > 1 else share
+                if len(call.args) < 3 and not isinstance(share, ast.Constant):
+                    words = {"call": "F.dropout", "what": "`training=self.training`"}
+                    yield "untold", call.lineno, words

@@ -1,0 +1,211 @@
+"""Follow single tokens into the heads and out of them: where the weights cannot be read, it still
+shows whether heads were split or merged by a reshape alone, which mixes tokens and features."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..findings.rules import found
+from ..findings.verdict import Finding
+from ..target.checked_target import Target
+from .call_lines import FUSED, bare_name, lines_of
+
+NORMS = {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"}
+"""What lets every token change when one does, and is left out of a trace."""
+PRODUCTS = {"matmul", "bmm", "einsum"}
+FEATURES = 5
+"""How many features of a token are followed by themselves."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two tensors, with a letter for each axis, as `einsum` has them."""
+
+    sides: tuple[Tensor, Tensor]
+    letters: tuple[str, str, str]
+
+    def rows(self, side: int, features: set[str]) -> Tensor | None:
+        """A factor with its features last, where they are one axis."""
+        if len(features) != 1:
+            return None
+        axis = self.letters[side].index(*features)
+        return self.sides[side].detach().movedim(axis, -1).clone()
+
+
+def _product(name: str, args: Any) -> Product | None:
+    """What a call multiplies; None where a factor is a weight."""
+    equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else ""
+    pair = args[1:] if equation else args
+    pair = pair[0] if len(pair) == 1 and isinstance(pair[0], list | tuple) else pair
+    plain = [one for one in pair if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+    if len(plain) != 2 or len(pair) != 2 or plain[0].ndim < 3:
+        return None
+    left, right = plain
+    lead = "abcdef"[: left.ndim - 2]
+    sides, _, out = (equation or f"{lead}ik,{lead}kj->{lead}ij").partition("->")
+    one, _, two = sides.partition(",")
+    fits = (len(one), len(two)) == (left.ndim, right.ndim) and out and "." not in sides
+    return Product((left, right), (one, two, out)) if fits else None
+
+
+class Heads(TorchFunctionMode):
+    """Records what the first attention of a call multiplies, and may change what its heads give.
+
+    Attributes:
+        rows: of q, k, v and the heads' output, the numbers with their features last.
+        change: of the heads' output, with its features last.
+    """
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda out: out) -> None:
+        super().__init__()
+        self.change, self.rows = change, dict[str, Tensor | None]()
+        self._scores: Product | None = None
+        self._weights: torch.Size | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = bare_name(func), dict(kwargs or {})
+        if name in NORMS:
+            return args[0] if args else kwargs["input"]
+        result = func(*args, **kwargs)
+        if "out" in self.rows:
+            return result
+        product = _product(name, args) if name in PRODUCTS else None
+        if name == FUSED and len(args) >= 3:
+            self.rows |= {role: one.detach() for role, one in zip("qkv", args, strict=False)}
+            return self._given(result, -1)
+        if name == "softmax" and self._scores is not None:
+            one, two, out = map(set, self._scores.letters)
+            self.rows |= {
+                role: self._scores.rows(n, one & two - out) for n, role in enumerate("qk")
+            }
+            self._weights = result.shape[-2:]
+        elif product is not None and self._weights is None:
+            self._scores = product
+        elif product is not None:
+            weighs = [side.shape[-2:] == self._weights for side in product.sides]
+            one, two, out = map(set, product.letters)
+            features = out & (two - one if weighs[0] else one - two)
+            if weighs[0] != weighs[1] and len(features) == 1:
+                self.rows["v"] = product.rows(weighs.index(False), features)
+                return self._given(result, product.letters[2].index(*features))
+        return result
+
+    def _given(self, out: Tensor, axis: int) -> Tensor:
+        self.rows["out"] = out.detach().movedim(axis, -1)
+        return self.change(out.movedim(axis, -1)).movedim(-1, axis)
+
+
+def traced_tokens(subject: Target) -> list[Finding]:
+    """Heads that a reshape alone splits or merges, tokens and features that one confuses, and
+    features that are normalised over the tokens."""
+    trial = subject.randomised()
+    x = trial.input()
+    with contextlib.suppress(Exception), torch.no_grad():  # the probes say what a call raises
+        for role in "qkv":
+            rows = _rows(trial, x, role)
+            if rows is None or rows.shape[1] == x.shape[1]:
+                continue
+            if _is_split_by_view(trial, x, role):
+                return [found("head-split", "traced", line=lines_of(trial, x, "head-split"))]
+            if _is_scrambled(trial, x, role):
+                return [found("definition", "scrambled", line=lines_of(trial, x, "head-split"))]
+            if role != "v" and _is_even(rows, -2) and not _is_even(rows, -1):
+                return [found("definition", "normalised", line=lines_of(trial, x, "definition"))]
+        if _is_merged_by_view(trial, x):
+            return [found("head-merge", "traced", line=lines_of(trial, x, "head-merge"))]
+    return []
+
+
+def _rows(subject: Target, x: Tensor, role: str) -> Tensor | None:
+    """`[B, H, T, D]` of q, k, v or the heads' output in a call on x; None where it has other axes.
+
+    Heads and sequences may be one axis, as `[B · H, T, D]`."""
+    heads = Heads()
+    with heads:
+        subject(x)
+    return _headed(heads.rows.get(role), x)
+
+
+def _headed(rows: Tensor | None, x: Tensor) -> Tensor | None:
+    if rows is None or rows.ndim not in (3, 4) or rows.shape[-2] != x.shape[1]:
+        return None
+    return rows.reshape(len(x), -1, *rows.shape[-2:]) if len(rows) % len(x) == 0 else None
+
+
+def _is_even(rows: Tensor, axis: int) -> bool:
+    """Whether all vectors along an axis have one length."""
+    lengths = rows.double().norm(dim=axis)
+    return rows.shape[axis] > 1 and bool((lengths - lengths.mean()).abs().max() < 1e-4)
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    """Which rows of numbers differ, but for rounding."""
+    return ((one - other).abs() > 1e-5 * one.abs().max()).any(-1)
+
+
+def _changed(subject: Target, x: Tensor, role: str, token: int, feature: int | None) -> Tensor:
+    """`[H, T]`: which rows of the first sequence change with a token of it."""
+    other = x.clone()
+    other[0, token, feature] += 1.0
+    before, after = _rows(subject, x, role), _rows(subject, other, role)
+    assert before is not None
+    assert after is not None
+    return _differs(before, after)[0]
+
+
+def _is_split_by_view(subject: Target, x: Tensor, role: str) -> bool:
+    """Whether a token lies in as many neighbouring rows of `[H, T]` as there are heads."""
+    tokens = x.shape[1]
+    for token in range(tokens):
+        rows = _changed(subject, x, role, token, None)
+        heads, flat = rows.shape[0], rows.flatten().nonzero().flatten().tolist()
+        if heads == 1 or flat != [*range(token * heads, (token + 1) * heads)]:
+            return False
+    return True
+
+
+def _is_scrambled(subject: Target, x: Tensor, role: str) -> bool:
+    """Whether the features of one token lie in several rows: where `[E, T]` is read on as `[T, E]`,
+    or the other way."""
+    tokens, width = x.shape[1:]
+    seen = dict[tuple[int, int], list[int]]()
+    for feature in range(0, width, max(1, width // FEATURES)):
+        for token in (0, tokens // 2):
+            rows = _changed(subject, x, role, token, feature).any(0)
+            seen[token, feature] = rows.nonzero().flatten().tolist()
+    read_on = {place: [(place[1] * tokens + place[0]) // width] for place in seen}
+    read_back = {place: [(place[0] * width + place[1]) % tokens] for place in seen}
+    return seen in (read_on, read_back)
+
+
+def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
+    """Whether row t of head h lands in the token that `[H, T]` has there when it is read on as
+    `[T, H]`."""
+    rows = _rows(subject, x, "out")
+    if rows is None or rows.shape[1] in (1, x.shape[1]):
+        return False
+    heads, tokens = rows.shape[1:3]
+    with Heads():
+        usual = subject(x)
+    for place in range(heads * tokens):
+        head, token = divmod(place, tokens)
+
+        def moved(out: Tensor, head: int = head, token: int = token) -> Tensor:
+            nudge = torch.zeros_like(out)
+            nudge.reshape(len(x), heads, tokens, -1)[0, head, token] = 1.0
+            return out + nudge
+
+        with Heads(moved):
+            lands = _differs(usual, subject(x))[0].nonzero().flatten().tolist()
+        if lands != [place // heads]:
+            return False
+    return True

@@ -1,0 +1,98 @@
+"""The order of the axes in which a call takes x, and what the code says of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .signatures import source_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1, or with the
+    tokens in rows and columns, "H" and "W", as nearly square as their number allows."""
+
+    axes: str
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.axes)}]"
+
+    def into(self, x: Tensor) -> Tensor:
+        """x as the call takes it."""
+        if "H" in self.axes:
+            count = x.shape[1]
+            height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+            x = x.unflatten(1, (height, -1))
+        turned = x.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
+        turned = turned.contiguous()
+        return turned if self._extra is None else turned.unsqueeze(self._extra)
+
+    def back(self, y: Tensor) -> Tensor:
+        """What comes out, `[B, T, E]` again."""
+        own, axes = y if self._extra is None else y.squeeze(self._extra), self.axes.replace("1", "")
+        if own.ndim != len(axes):
+            return own
+        turned = own.permute(*(axes.index(axis) for axis in self._usual))
+        return turned.flatten(1, 2) if "H" in axes else turned
+
+    @property
+    def _usual(self) -> str:
+        return "BHWE" if "H" in self.axes else "BTE"
+
+    @property
+    def _extra(self) -> int | None:
+        """Where the axis of 1 stands."""
+        return self.axes.index("1") if "1" in self.axes else None
+
+
+USUAL, TIME_FIRST, SINGLE = Layout("BTE"), Layout("TBE"), Layout("TE")
+"""The usual layout; PyTorch's own without `batch_first`; and one sequence at a time."""
+LAYOUTS = (USUAL, TIME_FIRST, *map(Layout, "B1TE BT1E 1TBE T1BE 1BTE TB1E BET BET1 BE1T".split()))
+"""How x may go in, the likeliest first."""
+MAPS = Layout("BEHW"), Layout("BHWE")
+"""How it may go in where one number of tokens is insisted on."""
+
+AXES = {
+    "B": r"b|n|bs|bsz|bsize|batch|batch_?size|n_?batch(es)?|num_batch(es)?",
+    "T": r"t|l|s|n|seq|len|seq_?len(gth)?|length|num_?tokens|n_?tokens|tokens|time|timesteps|"
+    r"sequence",
+    "E": r"c|d|e|f|ch|chan|channels?|dim|d_?model|n_embd|embed_?dim|hidden(_size|_dim)?|"
+    r"n_?channels|in_channels|num_channels|features|emb(_size)?",
+    "H": r"h|height|rows",
+    "W": r"w|width|columns|cols",
+    "1": r"d|depth|t|f|frames|num_frames|z|slices",
+}
+"""What people call each axis, in lower case; 1 is that of a volume's or a video's depth."""
+SAID = USUAL, TIME_FIRST, Layout("BET"), *MAPS, Layout("BE1HW"), Layout("B1HWE")
+"""Layouts that the names of axes may tell; the usual one first, which most names fit."""
+
+
+def said_layout(target: Any, name: str) -> Layout | None:
+    """The axes of an input as its code names them: from `b, c, h, w = x.shape` or
+    `rearrange(x, "b c h w -> …")`.
+
+    >>> class Layer(nn.Module):
+    ...     def forward(self, x): ...
+    >>> said_layout(Layer(), "x")
+    """
+    made = getattr(type(target), "forward", None)
+    code = source_of(made) if isinstance(target, nn.Module) else ""
+    unpacked = rf"^[ \t#]*\(?([\w, ]+)\)? = {name}\.(?:shape|size\(\))[ \t]*(?:#|$)"
+    arranged = rf"rearrange\({name}, ?[\"']([\w ]+?) ?->"
+    for said in re.findall(unpacked, code, re.MULTILINE) + re.findall(arranged, code):
+        words = re.findall(r"\w+", said.lower())
+        fits = (one for one in SAID if len(one.axes) == len(words))
+        layout = next((one for one in fits if all(map(_is_called, one.axes, words))), None)
+        if layout is not None:
+            return layout
+    return None
+
+
+def _is_called(axis: str, word: str) -> bool:
+    """Whether people call an axis so; anything that is not used goes under `_`."""
+    return word == "_" or re.fullmatch(AXES[axis], word) is not None
