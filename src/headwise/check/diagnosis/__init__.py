@@ -37,7 +37,7 @@ from .static_checks import (
     shared_heads,
     softmax_astray,
 )
-from .traced_scale import traced_scale
+from .traced_scale import is_scaled_right, traced_scale
 from .traced_tokens import traced_tokens
 from .variants import Variant, error, rebuild
 
@@ -96,6 +96,8 @@ def run(subject: Target) -> list[Finding]:
         done = {one.rule for one in findings if one.severity == "error"}
         right = any((one.rule, one.severity) == ("definition", "passed") for one in findings)
         read = [*read_off(thing, *(rule for rule in READ if not (right and rule in GIVEN)))]
+        if any(one.rule == "scale" for one in read) and is_scaled_right(subject):
+            read = [one for one in read if one.rule != "scale"]
         sure = {one.rule for one in read}  # whatever was made up
         findings = [replace(one, ground="any") if one.rule in sure else one for one in findings]
         return [*(one for one in read if not done & READ[one.rule]), *findings]

@@ -37,8 +37,10 @@ def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     for target, value in given:  # which goes by the same name once it is divided
         if word_of(target) in wholes and word_of(value) != word_of(target):
             wholes.pop(word_of(target))
+    loads = (one for one in nodes(ast.Attribute, source.tree) if isinstance(one.ctx, ast.Load))
+    read = {one.attr for one in loads}
     for target, value in given:
-        whole = _root_of(value, wholes)
+        whole = _root_of(value, wholes) if not of_self(target) or of_self(target) in read else ""
         scales = SCALES.search(word_of(target).lower()) or _scaled(value)
         if whole and scales and wholes[whole]:
             yield "whole", value.lineno, {"whole": whole, "one": wholes[whole]}
@@ -70,12 +72,11 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
     """`self.query(x).view(B, H, T, D)`: a projection that is cut into heads by a view alone."""
     if not isinstance(kind, ast.ClassDef):
         return
-    made = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
-    linear = {
-        of_self(target)
-        for target, value in made
-        if isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
-    } - {""}
+    linear, others = set[str](), set[str]()
+    for target, value in (pair for node in nodes(ast.Assign, source.tree) for pair in pairs(node)):
+        made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
+        (linear if made else others).add(of_self(target))
+    linear -= {*others, ""}
     for function in nodes(ast.FunctionDef, kind):
         held = [pair for node in nodes(ast.Assign, function) for pair in pairs(node)]
         for call in nodes(ast.Call, function):

@@ -188,12 +188,23 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def traced_scale(subject: Target) -> list[Finding]:
-    """The scale that scores are seen to be given, where it is a known mistake."""
-    x = subject.input()
+def _traced(subject: Target, x: Tensor) -> TracedScale:
     trace = TracedScale(x.shape[1])
     with contextlib.suppress(Exception), torch.no_grad(), trace:
         subject(x)
+    return trace
+
+
+def is_scaled_right(subject: Target) -> bool:
+    """Whether scores are seen to be divided by the root of what they are summed over."""
+    scores = _traced(subject, subject.input()).scores
+    return scores is not None and math.isclose(scores[0].by, scores[0].width ** -0.5, rel_tol=1e-4)
+
+
+def traced_scale(subject: Target) -> list[Finding]:
+    """The scale that scores are seen to be given, where it is a known mistake."""
+    x = subject.input()
+    trace = _traced(subject, x)
     if trace.astray is not None:
         return [found("softmax", "queries", line=quoted(trace.astray))]
     if trace.scores is None:

@@ -148,12 +148,14 @@ def _is_even(rows: Tensor, axis: int) -> bool:
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
-    """Which rows of numbers differ, but for rounding."""
-    return ((one - other).abs() > 1e-5 * one.abs().max()).any(-1)
+    """Which numbers differ, but for rounding."""
+    return (one - other).abs() > 1e-5 * one.abs().max()
 
 
-def _changed(subject: Target, x: Tensor, role: str, token: int, feature: int | None) -> Tensor:
-    """`[H, T]`: which rows of the first sequence change with a token of it."""
+def _changed(
+    subject: Target, x: Tensor, role: str, token: int, feature: int | slice = slice(None)
+) -> Tensor:
+    """`[H, T, D]`: which numbers of the first sequence change with a token of it."""
     other = x.clone()
     other[0, token, feature] += 1.0
     before, after = _rows(subject, x, role), _rows(subject, other, role)
@@ -166,7 +168,7 @@ def _is_split_by_view(subject: Target, x: Tensor, role: str) -> bool:
     """Whether a token lies in as many neighbouring rows of `[H, T]` as there are heads."""
     tokens = x.shape[1]
     for token in range(tokens):
-        rows = _changed(subject, x, role, token, None)
+        rows = _changed(subject, x, role, token).any(-1)
         heads, flat = rows.shape[0], rows.flatten().nonzero().flatten().tolist()
         if heads == 1 or flat != [*range(token * heads, (token + 1) * heads)]:
             return False
@@ -180,11 +182,21 @@ def _is_scrambled(subject: Target, x: Tensor, role: str) -> bool:
     seen = dict[tuple[int, int], list[int]]()
     for feature in range(0, width, max(1, width // FEATURES)):
         for token in (0, tokens // 2):
-            rows = _changed(subject, x, role, token, feature).any(0)
+            rows = _changed(subject, x, role, token, feature).any(-1).any(0)
             seen[token, feature] = rows.nonzero().flatten().tolist()
     read_on = {place: [(place[1] * tokens + place[0]) // width] for place in seen}
     read_back = {place: [(place[0] * width + place[1]) % tokens] for place in seen}
-    return seen in (read_on, read_back)
+    return seen in (read_on, read_back) or _is_read_on(subject, x, role)
+
+
+def _is_read_on(subject: Target, x: Tensor, role: str) -> bool:
+    """The same behind a projection: number n of what is read on comes from token n modulo T."""
+    tokens = x.shape[1]
+    for token in range(tokens):
+        numbers = _changed(subject, x, role, token).transpose(0, 1).flatten()
+        if not torch.equal(numbers, torch.arange(len(numbers)) % tokens == token):
+            return False
+    return True
 
 
 def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
@@ -205,7 +217,7 @@ def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
             return out + nudge
 
         with Heads(moved):
-            lands = _differs(usual, subject(x))[0].nonzero().flatten().tolist()
+            lands = _differs(usual, subject(x))[0].any(-1).nonzero().flatten().tolist()
         if lands != [place // heads]:
             return False
     return True

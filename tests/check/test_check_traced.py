@@ -1,0 +1,194 @@
+"""Mistakes that single tokens show on their way into the heads and out, whatever the weights, and
+the orders of axes that the code itself names."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.target.layouts import said_layout
+from headwise.check.target.resolve import resolve
+
+
+class OfMap(nn.Module):
+    """Attention over the places of a map, between convolutions and gates, so that no weights can be
+    read; subclasses go wrong in one place."""
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.wide = num_heads, channels // num_heads
+        self.norm = nn.GroupNorm(1, channels)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.gate, self.out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.flatten(2).mT
+
+    def cut(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def normed(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def joined(self, heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        parts = self.qkv(self.norm(x)).sigmoid().chunk(3, 1)
+        q, k, v = (self.cut(self.rows(part)) for part in parts)
+        q, k = self.normed(q), self.normed(k)
+        heads = (q @ k.mT / self.wide**0.5).softmax(-1) @ v
+        joined = self.joined(heads).mT.reshape(b, c, h, w)
+        return x + self.out(joined * self.gate(x).tanh())
+
+
+class Cut(OfMap):
+    def cut(self, rows: Tensor) -> Tensor:
+        return rows.reshape(len(rows), self.num_heads, -1, self.wide)
+
+
+class Joined(OfMap):
+    def joined(self, heads: Tensor) -> Tensor:
+        return heads.reshape(len(heads), heads.shape[2], -1)
+
+
+class Scrambled(OfMap):
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1, x.shape[1])
+
+
+class OverTokens(OfMap):
+    def normed(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=-2)
+
+
+class OverFeatures(OfMap):
+    def normed(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=-1)
+
+
+class ByEinsum(OfMap):
+    """Split and merged within the products, and right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        parts = self.qkv(self.norm(x)).sigmoid().chunk(3, 1)
+        q, k, v = (self.rows(part).unflatten(-1, (self.num_heads, -1)) for part in parts)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / self.wide**0.5
+        heads = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
+        return x + self.out(heads.mT.reshape(b, c, h, w) * self.gate(x).tanh())
+
+
+class Together(OfMap):
+    """Heads in the batch's axis, for one product of all."""
+
+    def cut(self, rows: Tensor) -> Tensor:
+        return super().cut(rows).flatten(0, 1)
+
+    def joined(self, heads: Tensor) -> Tensor:
+        return super().joined(heads.unflatten(0, (-1, self.num_heads)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule", "said"),
+    [
+        (Cut, "head-split", "read on as [B, H, T, D]"),
+        (Joined, "head-merge", "without the transpose"),
+        (Scrambled, "definition", "features of one token get into several"),
+        (OverTokens, "definition", "normalised over the tokens"),
+    ],
+)
+def test_single_tokens_show_it(layer: type[OfMap], rule: str, said: str) -> None:
+    verdict = check(layer)
+    assert verdict.errors[0].rule == rule, str(verdict)
+    assert said in verdict.errors[0].message
+
+
+@pytest.mark.parametrize("layer", [OfMap, OverFeatures, ByEinsum, Together])
+def test_what_is_right_shows_nothing(layer: type[OfMap]) -> None:
+    assert check(layer).passed, str(check(layer))
+
+
+# --- axes by their names --------------------------------------------------------------------------
+
+
+def _unpacking(line: str, name: str = "x") -> str | None:
+    """The layout that a forward pass with this line is taken to want."""
+    file, code = f"<{line}>", f"def forward(self, {name}):\n    {line}\n    return {name}\n"
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    space: dict[str, object] = {}
+    exec(compile(code, file, "exec"), space)
+    made = type("Made", (nn.Module,), {"forward": space["forward"]})
+    found = said_layout(made(), name)
+    return None if found is None else found.axes
+
+
+@pytest.mark.parametrize(
+    ("line", "axes"),
+    [
+        ("b, c, h, w = x.shape", "BEHW"),
+        ("B, C, H, W = x.size()", "BEHW"),
+        ("(n, h, w, _) = x.shape  # channels last", "BHWE"),
+        ("batch_size, channels, height, width = x.shape", "BEHW"),
+        ("b, t, d = x.shape", "BTE"),
+        ("n, b, c = x.shape", "TBE"),
+        ("_, n, _ = x.shape", "BTE"),
+        ("b, c, n = x.shape", "BET"),
+        ("b, c, t, h, w = x.shape", "BE1HW"),
+        ("# b, c, h, w = x.shape", "BEHW"),
+        ("x = rearrange(x, 'b c h w -> b (h w) c')", "BEHW"),
+        ("one, two, three = x.shape", None),
+        ("b, h, t, d = x.shape", None),
+        ("b, t = x.shape[:2]", None),
+        ("b, c, h, w = mask.shape", None),
+    ],
+)
+def test_axes_are_read_off_their_names(line: str, axes: str | None) -> None:
+    assert _unpacking(line) == axes
+
+
+def test_axes_that_the_code_names_are_no_guess() -> None:
+    subject = resolve(OfMap)
+    assert subject.caller.layout.axes == "BEHW"
+    assert subject.guesses == []
+
+
+class ToMap(OfMap):
+    """A second input, of tokens, beside a map."""
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        b, m, d = z.shape  # noqa: RUF059
+        b, c, h, w = x.shape
+        x = x.reshape(b, c, h * w).transpose(1, 2)
+        return z + (z @ x.mT / c**0.5).softmax(-1) @ x
+
+
+def test_another_input_may_have_other_axes() -> None:
+    assert check(ToMap).passed, str(check(ToMap))
+
+
+class Vector(nn.Module):
+    """Asks for a GPU, whatever there is."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in parts)
+        scale = torch.tensor(q.shape[-1], device="cuda").sqrt().to(x)
+        heads = (q @ k.mT / scale).softmax(-1) @ v
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_left_out() -> None:
+    assert check(Vector).passed, str(check(Vector))
