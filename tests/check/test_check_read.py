@@ -208,6 +208,15 @@ class RightlyBuilt(Attending):
         super().__init__(width, bias, dropout_rate)
 
 
+class MaskDropped(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.inner = Right(width, heads)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.inner(x, mask=None)
+
+
 class DropoutForBias(Attending):
     def __init__(self, width: int, dropout_rate: float = 0.1) -> None:
         super().__init__(width, dropout_rate)
@@ -221,6 +230,7 @@ class DropoutForBias(Attending):
         (KeysTwice, "roles", "nothing reads value"),
         (TimesMask, "mask", "scores are multiplied by mask"),
         (TimesMaskLate, "mask", "weights are multiplied by both_mask"),
+        (MaskDropped, "mask", "mask is taken and never read"),
         (SmallFill, "mask", "filled with -1e-09"),
         (DropoutForBias, "runs", "given dropout_rate for bias"),
         (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
@@ -823,3 +833,42 @@ class KeptBeside(Projected):
 
 def test_a_store_of_keys_is_no_weight() -> None:
     assert check(KeptBeside).passed
+
+
+class NoMaskWillDo(Projected):
+    """Its mask can be neither of truth values nor of numbers."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            scores = scores.masked_fill(1 - mask[:, None], -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_no_dtype_suits_is_a_mistake() -> None:
+    verdict = check(NoMaskWillDo)
+    assert [one.rule for one in verdict.errors] == ["mask"], str(verdict)
+    assert "With the mask mask the call fails" in verdict.errors[0].message
+
+
+class RowsOfItsOwn(Projected):
+    """Keys and values of its own stand before those of the input, and the scale is the whole
+    width's."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.null_k, self.null_v = (nn.Parameter(torch.randn(1, 1, width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, wide = x.shape
+        k = torch.cat((self.null_k.expand(b, -1, -1), self.w_k(x)), 1)
+        v = torch.cat((self.null_v.expand(b, -1, -1), self.w_v(x)), 1)
+        q, k, v = (self.split(rows) for rows in (self.w_q(x), k, v))
+        weights = (q @ k.mT * wide**-0.5).softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_the_scale_is_followed_past_rows_of_its_own() -> None:
+    verdict = check(RowsOfItsOwn)
+    assert verdict.errors[0].rule == "scale", str(verdict)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.check import check
 from headwise.check.target.resolve import resolve
-from headwise.check.target.uses import use_of
+from headwise.check.target.uses import documented, use_of
 
 
 class Base(nn.Module):
@@ -153,3 +153,29 @@ class Remembers(Base):
 
 def test_a_cache_that_is_written_to_is_no_weight() -> None:
     assert check(Remembers)["registered"].severity == "passed"
+
+
+class Documented(Base):
+    """Right attention.
+
+    K:      number of attention heads
+    d:      dimension of each attention output
+    """
+
+    def __init__(
+        self,
+        K: int,
+        d: int,
+        lost: float = 0.5,  # share of the dropout
+    ) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(lost)
+        self.build(K * d, K, d)
+
+
+def test_what_is_written_of_an_argument_tells_what_it_is() -> None:
+    told = {name: documented(Documented, name) for name in ("K", "d", "lost", "none")}
+    assert [use and use.role for use in told.values()] == ["heads", "head_dim", "dropout", None]
+    subject = resolve(Documented)
+    assert (subject.num_heads, subject.embed_dim) == (3, 24)
+    assert check(Documented).passed, str(check(Documented))

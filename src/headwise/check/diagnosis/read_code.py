@@ -173,6 +173,18 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
                 yield "scores", line.lineno, {"name": mask}
 
 
+def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks that forward takes and never reads, while it hands on None in their place:
+    `self.attention(x, x, x, mask=None)`."""
+    for function in nodes(ast.FunctionDef, part):
+        given = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+        unread = [one for one in given - names(*function.body) if is_mask(one)]
+        for call in nodes(ast.Call, function) if function.name == "forward" and unread else ():
+            for one in call.keywords:
+                if is_mask(one.arg or "") and ast.unparse(one.value) == "None":
+                    yield "dropped", call.lineno, {"name": unread[0]}
+
+
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Arguments that are None by default, and used where nothing has asked yet whether they are,
     though another line asks."""
@@ -278,7 +290,7 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
-    "mask": (multiplied_masks, small_fills),
+    "mask": (multiplied_masks, small_fills, dropped_masks),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (summed_apart,),

@@ -78,9 +78,10 @@ class TracedScale(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = bare_name(func)
         made, weights = self._made(name, args, kwargs), self._weighed(name, args)
-        if name == "softmax" and args and self.tokens == args[0].shape[-1] in args[0].shape[:-1]:
+        if name == "softmax" and args:
             self._note(self._of(args[0]))
-            weights = 1.0, None
+            square = self.tokens == args[0].shape[-1] in args[0].shape[:-1]
+            weights = (1.0, None) if square else weights
         elif name == FUSED:
             self._note(made)
         result = func(*args, **kwargs)
@@ -125,6 +126,9 @@ class TracedScale(TorchFunctionMode):
             return Multiplied()
         if name in KEEPS:
             return self._of(first)
+        if name == "cat":  # rows of its own beside those of the input
+            known = [one for part in first if (one := self._of(part)) is not None]
+            return known[0] if known and all(map(known[0].is_like, known)) else None
         if name == "where":
             return self._of(second) or self._of((*args, None, None)[2])
         if name == "einsum" and isinstance(first, str):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,7 +23,12 @@ HIDDEN = 2
 """The key that is hidden in the second sequence; lengths hide all from the fifth on."""
 SLIPS = (AttributeError, NameError)
 """Errors of misspelt names, whatever goes in."""
-FILLS_NOTHING = ("masked_fill() received an invalid", "masked_fill_() received an invalid")
+REFUSED = re.compile(
+    r"masked_fill_?\(\) received an invalid|only supports boolean masks|with a bool tensor"
+)
+"""What PyTorch says where a fill has no value, or a mask of this dtype will not do."""
+MISFIT = re.compile("must match the size|number of dimensions|broadcast")
+"""What it says where shapes do not fit."""
 BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 
@@ -132,14 +138,14 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
         seen = _best(ctx, name)
         if seen is None:
             said.append(name)
+        elif seen.error:
+            return found(rule, "fails", name=name, error=seen.error)
         elif not seen.right and ctx.subject.caller.streams:
             return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
         elif seen.right:
             return passed(rule, f"What it hides counts for nothing: {seen.form}.")
         elif seen.single:
             return found(rule, "single", name=name, form=seen.form, error=seen.single)
-        elif seen.error:
-            return found(rule, "fails", name=name, error=seen.error)
         elif not seen.any:
             return found(rule, "ignored", name=name)
         else:
@@ -153,30 +159,38 @@ def _best(ctx: ProbeContext, name: str) -> Effect | None:
     if name in ctx.effects:
         return ctx.effects[name]
     best: Effect | None = None
-    errors: list[Exception] = []
+    errors: list[tuple[str, Exception]] = []
     for form, alone in _forms(ctx.subject.caller, name):
         try:
             seen = _effect(ctx, form, alone)
         except Failed as failure:
-            errors.append(failure.error)
+            errors.append((form.kind, failure.error))
             continue
         if best is None or _rank(seen) > _rank(best):
             best = seen
         if seen.right:
             break
-    if best is None and errors and all(_is_slip(error) for error in errors):
-        best = Effect(MaskForm(name, "may"), any=False, error=told(errors[0]))
+    if best is None and (error := _slip(errors)) is not None:
+        best = Effect(MaskForm(name, "may"), any=False, error=told(error))
     if best is None:
         best = _alone(ctx, name)
     ctx.effects[name] = best
     return best
 
 
+def _slip(errors: Sequence[tuple[str, Exception]]) -> Exception | None:
+    """The error of a name that is misspelt, a fill that has no value, or a line that no dtype suits
+    where a shape does; what is looked for on a tensor may be there on masks of
+    another class."""
+    slips = {kind: error for kind, error in errors if _is_slip(error)}
+    rest = [str(error) for kind, error in errors if not _is_slip(error)]
+    every = {"may", "ones"} <= {*slips} if rest else bool(slips)
+    return next(iter(slips.values())) if every and all(map(MISFIT.search, rest)) else None
+
+
 def _is_slip(error: Exception) -> bool:
-    """Whether a name is misspelt, or a fill has no value; what is looked for on a tensor may be
-    there on masks of another class."""
     misspelt = isinstance(error, SLIPS) and not isinstance(getattr(error, "obj", None), Tensor)
-    return misspelt or str(error).startswith(FILLS_NOTHING)
+    return misspelt or REFUSED.search(str(error)) is not None
 
 
 def _alone(ctx: ProbeContext, name: str) -> Effect | None:

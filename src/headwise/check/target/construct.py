@@ -35,7 +35,7 @@ from .sizes import (
     invented,
     shown,
 )
-from .uses import Use, is_unread, use_of
+from .uses import Use, documented, is_unread, use_of
 
 
 def build(
@@ -148,9 +148,11 @@ class _Constructor:
 
     def _use(self, name: str, role: str | None) -> Use | None:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
-        if role not in (None, "head_dim") or (use := use_of(self.factory, name)) is None:
+        short = len(name) == 1 and (told := documented(self.factory, name)) is not None
+        if role not in (None, "head_dim") and not short:
             return None
-        if role == "head_dim" and not use.divided:
+        use = told if short else use_of(self.factory, name) or documented(self.factory, name)
+        if use is None or (role == "head_dim" and not use.divided):
             return None
         self.used[name] = use.role
         return use

@@ -278,6 +278,7 @@ FILLS: Mapping[str, Options] = {
         lambda place: place.source if place.keys is None else place.keys,
         lambda place: place.source[:, None],
         lambda place: place.source,
+        lambda place: place.source[:, 0],
     ),
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),

@@ -1,4 +1,5 @@
-"""Read off the code of a constructor what an argument is for whose name tells nothing.
+"""Read off the code of a constructor, or off what is written about it, what an argument is for
+whose name tells nothing.
 
 `nn.Linear(units, …)` takes the width of the input, `units // num_heads` divides a width, and
 `rate` is a dropout where `nn.Dropout(rate)` takes it. What is handed on is what the next one takes
@@ -11,6 +12,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +20,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from .names import building_role
+from .signatures import source_of
 from .sizes import Unknown
 
 WIDTHS = {"width", "head_dim", "kv_width", "out_width"}
 """Roles of what is divided among heads."""
 DEEP = 3
 """How many constructors an argument is followed through."""
+
+
+TOLD = (
+    ("head_dim", r"(dim|size|width|features|channels).*\b(each|per|every|single|one)\b|head.?dim"),
+    ("heads", r"(number|num|no\.?|count|#) of .*\bheads|\bhead (number|count)"),
+    ("dropout", r"drop.?out"),
+    ("window", r"window"),
+    ("context", r"(sequence|context|maximum|max) .*(length|len|size|tokens|positions)"),
+    ("width", r"(dim|size|width|number of).*"),
+)
+"""What people write of an argument of each role, the plainest first."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,24 @@ def use_of(factory: Callable[..., Any], name: str, deep: int = DEEP) -> Use | No
     """
     found = [*_uses(factory, name, deep)]
     return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
+
+
+def documented(factory: Callable[..., Any], name: str) -> Use | None:
+    """What the docstring or a comment says of an argument: `K: number of attention heads`.
+
+    >>> class Layer:
+    ...     def __init__(self, K, d): ...
+    >>> documented(Layer, "K")
+    """
+    kind = _written(factory)
+    code = "" if kind is None else source_of(kind)
+    after = rf"^[ \t#*:-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
+    beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
+    for said in re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE):
+        for role, words in TOLD if " " in said else ():
+            if re.search(words, said.lower()):
+                return Use(role, sure=False)
+    return None
 
 
 def is_unread(factory: Callable[..., Any], name: str) -> bool:
