@@ -122,10 +122,11 @@ def _axes(side: str) -> set[str]:
 
 
 def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Functions that drop numbers, and are not told whether this is training."""
-    for function in nodes(ast.FunctionDef, part):
-        if "training" in ast.unparse(part):
-            return
+    """Methods that drop numbers, and are not told whether this is training."""
+    for function in nodes(ast.FunctionDef, part) if isinstance(part, ast.ClassDef) else ():
+        asked = (*nodes(ast.Attribute, function), *nodes(ast.Name, function))
+        if any("training" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in asked):
+            continue
         for call in nodes(ast.Call, function):
             name = ast.unparse(call.func)
             given = {one.arg: one.value for one in call.keywords}
@@ -135,6 +136,6 @@ def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Sai
                 yield "untold", call.lineno, {"call": FUSED, "what": what}
             elif name in ("F.dropout", "torch.nn.functional.dropout", "functional.dropout"):
                 share = call.args[1] if len(call.args) > 1 else share
-                if len(call.args) < 3 and not isinstance(share, ast.Constant):
+                if len(call.args) < 3 and isinstance(share, ast.Attribute):
                     words = {"call": "F.dropout", "what": "`training=self.training`"}
                     yield "untold", call.lineno, words

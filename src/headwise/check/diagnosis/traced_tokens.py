@@ -120,8 +120,9 @@ def traced_tokens(subject: Target) -> list[Finding]:
                 return [found("definition", "scrambled", line=lines_of(trial, x, "head-split"))]
             if role != "v" and _is_even(rows, -2) and not _is_even(rows, -1):
                 return [found("definition", "normalised", line=lines_of(trial, x, "definition"))]
-        if _is_merged_by_view(trial, x):
-            return [found("head-merge", "traced", line=lines_of(trial, x, "head-merge"))]
+        for way, is_so in (("traced", _is_merged_by_view), ("astray", _is_merged_astray)):
+            if is_so(trial, x):
+                return [found("head-merge", way, line=lines_of(trial, x, "head-merge"))]
     return []
 
 
@@ -199,6 +200,20 @@ def _is_read_on(subject: Target, x: Tensor, role: str) -> bool:
     return True
 
 
+def _lands(subject: Target, x: Tensor, place: tuple[Any, ...]) -> list[int]:
+    """The tokens whose outputs change with some of what the heads give, `[B, H, T, D]`."""
+
+    def moved(out: Tensor) -> Tensor:
+        nudge = torch.zeros_like(out)
+        nudge.reshape(len(x), -1, *out.shape[-2:])[place] = 1.0
+        return out + nudge
+
+    with Heads():
+        usual = subject(x)
+    with Heads(moved):
+        return _differs(usual, subject(x))[0].any(-1).nonzero().flatten().tolist()
+
+
 def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
     """Whether row t of head h lands in the token that `[H, T]` has there when it is read on as
     `[T, H]`."""
@@ -206,18 +221,15 @@ def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
     if rows is None or rows.shape[1] in (1, x.shape[1]):
         return False
     heads, tokens = rows.shape[1:3]
-    with Heads():
-        usual = subject(x)
-    for place in range(heads * tokens):
-        head, token = divmod(place, tokens)
+    places = [(place, (0, *divmod(place, tokens))) for place in range(heads * tokens)]
+    return all(_lands(subject, x, place) == [n // heads] for n, place in places)
 
-        def moved(out: Tensor, head: int = head, token: int = token) -> Tensor:
-            nudge = torch.zeros_like(out)
-            nudge.reshape(len(x), heads, tokens, -1)[0, head, token] = 1.0
-            return out + nudge
 
-        with Heads(moved):
-            lands = _differs(usual, subject(x))[0].any(-1).nonzero().flatten().tolist()
-        if lands != [place // heads]:
-            return False
-    return True
+def _is_merged_astray(subject: Target, x: Tensor) -> bool:
+    """Whether a single head's `[T, E]` is turned to `[E, T]` and read on as `[T, E]` again."""
+    rows = _rows(subject, x, "out")
+    if rows is None or rows.shape[1] != 1:
+        return False
+    tokens, width = rows.shape[2:]
+    places = [(t, n) for t in (0, tokens - 1) for n in range(0, width, max(1, width // FEATURES))]
+    return all(_lands(subject, x, (0, 0, t, n)) == [(n * tokens + t) // width] for t, n in places)

@@ -103,11 +103,11 @@ def _run(
         try:
             try:
                 exec(code, known)
-            except Exception:
+            except (Exception, SystemExit):
                 if not imports or not _load_imported(statement, known["__package__"]):
                     raise
                 exec(code, known)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             spared = spare and not isinstance(statement, DEFINITIONS)
             excused = spared or isinstance(error, ImportError) or names(statement) & lost
             if "*" in given or not (imports or excused):

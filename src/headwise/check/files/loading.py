@@ -89,18 +89,20 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
             spec.loader.exec_module(module)
         else:
             exec(code, vars(module))
-    except SystemExit as error:
-        raise Broken(left(error, path, IMPORTING)) from None
     except MemoryError:
         raise
     except BaseException as error:
+        leaves = isinstance(error, SystemExit)
+        if leaves and not _of_another(error, path):
+            raise Broken(left(error, path, IMPORTING)) from None
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
         module = None
         if code is None and not isinstance(error, KeyboardInterrupt):
             module = alone(path, name, source, told(error), _of_another(error, path))
         if module is None or not candidates(module):
-            raise Broken(_failed_import(error, path)) from None
+            failed = left(error, path, IMPORTING) if leaves else _failed_import(error, path)
+            raise Broken(failed) from None
     _usual_settings()
     return module
 
@@ -205,7 +207,7 @@ def thing_name(thing: Any, name: str | None) -> str:
 # --- what can go wrong on import ------------------------------------------------------------------
 
 
-def left(error: SystemExit, path: Path, phase: str) -> Finding:
+def left(error: BaseException, path: Path, phase: str) -> Finding:
     """A finding on code that asked Python to end."""
     return found("file-exit", "left", phase=phase, line=_line_of(error, path))
 

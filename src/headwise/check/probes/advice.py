@@ -97,7 +97,7 @@ def init(ctx: ProbeContext) -> Finding | None:
     module = ctx.subject.module
     parameters = () if module is None else module.named_parameters()
     matrices = [(n, p.detach()) for n, p in parameters if p.ndim >= 2]
-    positive = [n for n, p in matrices if p.numel() > 3 and p.min() >= 0 and p.max() > p.min()]
+    positive = [n for n, p in matrices if p.numel() > 3 and 0 <= p.min() < p.max() < 10 * p.mean()]
     if not matrices:
         return None
     if not positive:

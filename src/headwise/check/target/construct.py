@@ -35,7 +35,7 @@ from .sizes import (
     invented,
     shown,
 )
-from .uses import Use, documented, is_unread, use_of
+from .uses import Use, as_config, documented, is_unread, use_of
 
 
 def build(
@@ -151,7 +151,10 @@ class _Constructor:
         short = len(name) == 1 and (told := documented(self.factory, name)) is not None
         if role not in (None, "head_dim") and not short:
             return None
-        use = told if short else use_of(self.factory, name) or documented(self.factory, name)
+        ways = (use_of, documented, as_config)
+        use = (
+            told if short else next((one for way in ways if (one := way(self.factory, name))), None)
+        )
         if use is None or (role == "head_dim" and not use.divided):
             return None
         self.used[name] = use.role

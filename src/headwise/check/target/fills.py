@@ -92,7 +92,8 @@ def _dims(target: Any, dim: int) -> list[int]:
 
     said: list[int] = []
     if isinstance(target, torch.nn.Module):
-        said = [int(n) for n in numbers_in(target, r"rot\w*_?dim|rotary_ndims") if 1 < n < dim]
+        names = r"rot\w*_?dim|rope\w*_dim|rotary_ndims"
+        said = [int(n) for n in numbers_in(target, names) if n > 1]
         shares = numbers_in(target, r"partial_rotary_factor|rotary_percent|rope_percent")
         said += [int(n * dim) // 2 * 2 for n in shares if 0 < n < 1]
     return [*dict.fromkeys([*said, dim, dim // 2 // 2 * 2])]
@@ -305,6 +306,7 @@ FILLS: Mapping[str, Options] = {
         lambda place: torch.tensor([0, place.x.shape[-2]], dtype=torch.int32, device=place.x.device)
     ),
     "other": _made(lambda place: torch.zeros_like(place.x)),
+    "span": _constant((-1, 0), (-1, -1), None, LENGTH),
     "frames": _constant(1),
     "height": _made(lambda place: _sides(place)[0]),
     "width": _made(lambda place: _sides(place)[1]),

@@ -111,7 +111,7 @@ def first_call(subject: Target) -> None:
     if (subject.guesses or made_up) and not own:  # own is wrong whatever goes in
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
-        if "count" in subject.roles:  # outputs of its own number, perhaps
+        if "count" in subject.roles or "H" in usual.axes:  # outputs of its own number, perhaps
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     raise not_run(f"x {shape}", error) from error
@@ -241,19 +241,23 @@ def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
 
 
 def _steady_form(subject: Target) -> None:
-    """Of the forms of a mask that hides nothing, the first that goes in with other sizes, too: axes
-    of one size may be taken for each other."""
+    """Of the forms of a mask that hides nothing, the first that goes in with other sizes, too, and
+    with each sequence alone gives the same: axes may be taken for each other."""
     form = subject.open_form
     if form is None or subject.room is not None:
         return
     others = (MaskForm(form.argument, form.kind, shape) for shape in ALL_SHAPES)
+    first: MaskForm | None = None
     for one in (form, *others):
         subject.open_form = one
         with contextlib.suppress(Exception):
             for tokens, batch in SIZES:
                 subject.result(subject.input(tokens, batch))
-            return
-    subject.open_form = form
+            first = first or one
+            x = subject.input()
+            if torch.allclose(subject(x)[:1].nan_to_num(), subject(x[:1]).nan_to_num(), atol=1e-4):
+                return
+    subject.open_form = first or form
 
 
 def _choose_table(subject: Target) -> None:
@@ -382,8 +386,10 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
 
 
-def how_to_call(subject: Target, error: BaseException) -> ValueError:
-    """That somebody has to say how it is called."""
+def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
+    """That somebody has to say how it is called; or what is wrong where nothing else would do."""
+    if (lacks := not_there(error)) is not None:
+        return lacks
     if isinstance(error, ImportError) and error.name:
         return ValueError(
             f"check({subject.name}): its call wants what could not be imported here: "
@@ -402,6 +408,17 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError:
         f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
         f"{told(error)}{install(error)}"
     )
+
+
+def not_there(error: BaseException | None) -> Broken | None:
+    """That a package of the file's own lacks the part that is imported of it."""
+    name = (error.name if isinstance(error, ImportError) else None) or ""
+    package = name.rpartition(".")[0]
+    folders = [*getattr(sys.modules.get(package), "__path__", ())]
+    if error is None or not folders or not is_users(folders[0]):
+        return None
+    words = {"name": name, "package": package, "error": str(error), "line": ""}
+    return Broken(found("file-import", "part", **words))
 
 
 def install(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from .call_adapter import Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
 from .copies import copied
-from .first_call import first_call, install, refuses
+from .first_call import first_call, install, not_there, refuses
 from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
 from .names import building_role, calling_role
@@ -90,7 +90,7 @@ def resolve(
     try:
         subject = _of_callable(thing, args, arguments, request)
     except Broken as broken:
-        if not lost:
+        if not lost or broken.finding.rule == "file-import":
             raise
         raise ValueError(
             f"check({name_of(thing)}): it speaks of {', '.join(lost)}, which could not be imported "
@@ -258,6 +258,9 @@ def _of_factory(
             way = "super" if BEFORE.search(str(error)) else "fails"
             raise Broken(found("builds", way, label=label, error=told(error))) from error
         if isinstance(target, nn.Module):
+            half = {torch.bfloat16, torch.float16}
+            if half & {one.dtype for one in target.parameters()}:  # others may be of another dtype
+                target.float()
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
             if odd:
                 raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
@@ -321,6 +324,8 @@ def _of_factory(
         )
         if fault is None or not asked or (given and not missing):
             raise
+        if (lacks := not_there(fault)) is not None:
+            raise lacks from fault
         raise ValueError(
             f"check({label}): I do not know how to build this: give its arguments, as in "
             f"hw.check({label}, {_asked(factory)}), or a layer that is built. With what I made up "

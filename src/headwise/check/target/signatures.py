@@ -17,6 +17,17 @@ from torch import nn
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a class or function; none where Python does not tell. What a class hands
     on with `**kwargs` is what its base class takes, or what another one wants that it builds."""
+    if (
+        schema := getattr(factory, "schema", None)
+    ) is not None:  # a method of a script of PyTorch's
+        return [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
+            )
+            for one in schema.arguments[1:]
+        ]
     try:
         own = inspect.signature(factory).parameters
     except (TypeError, ValueError):

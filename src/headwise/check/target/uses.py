@@ -83,6 +83,21 @@ def documented(factory: Callable[..., Any], name: str) -> Use | None:
     return None
 
 
+def as_config(factory: Callable[..., Any], name: str) -> Use | None:
+    """Whether the code takes only fields of an argument: then it is a configuration, whatever it is
+    called.
+
+    >>> class Layer:
+    ...     def __init__(self, flavour): ...
+    >>> as_config(Layer, "flavour")
+    """
+    kind = _written(factory)
+    code = "" if kind is None else source_of(kind)
+    own = re.sub(r"^_\w+?(?=__)", "", name)  # Python's own name for `__C` in a class
+    fields = re.findall(rf"(?<![.\w]){own}\.([A-Za-z]\w*)(?![\w(.])", code)
+    return Use("config", sure=False) if len(set(fields)) > 1 else None
+
+
 def is_unread(factory: Callable[..., Any], name: str) -> bool:
     """Whether a constructor at most keeps an argument under a name that nothing reads.
 
