@@ -196,7 +196,7 @@ class Forgets(Needs):
 
 class NoCall(nn.Module):
     def __init__(self, width: int) -> None:
-        super.__init__()
+        super.__init__()  # pyright: ignore[reportCallIssue]
 
 
 def test_keywords_are_read_and_constructors_that_forget_them_are_named() -> None:

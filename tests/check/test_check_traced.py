@@ -159,8 +159,12 @@ def test_axes_that_the_code_names_are_no_guess() -> None:
     assert subject.guesses == []
 
 
-class ToMap(OfMap):
+class ToMap(nn.Module):
     """A second input, of tokens, beside a map."""
+
+    def __init__(self, channels: int, num_heads: int = 1) -> None:
+        super().__init__()
+        self.num_heads = num_heads
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         b, m, d = z.shape  # noqa: RUF059

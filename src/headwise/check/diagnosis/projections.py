@@ -183,7 +183,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def _linear(owner: nn.Module) -> Tensor | None:
     """The weight of a module that computes `x @ weight + bias`, turned where it has to be."""
-    weight = owner.weight.detach()
+    weight = dict(owner.named_parameters(recurse=False))["weight"].detach()
     if isinstance(owner, nn.Linear):
         return weight.T
     if weight.ndim == 3 and weight.shape[2] == 1:

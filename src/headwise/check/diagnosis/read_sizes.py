@@ -26,7 +26,8 @@ def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """A root of the width that the same class divides among its heads, where scores are scaled."""
     if not isinstance(kind, ast.ClassDef):
         return
-    given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
+    every = (pair for node in nodes(ast.Assign, kind) for pair in pairs(node))
+    given = [(target, value) for target, value in every if value is not None]
     wholes: dict[str, str] = {}
     for target, value in given:
         divides = isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv | ast.Div)

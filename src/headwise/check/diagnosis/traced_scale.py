@@ -127,7 +127,7 @@ class TracedScale(TorchFunctionMode):
         if name in KEEPS:
             return self._of(first)
         if name == "cat":  # rows of its own beside those of the input
-            known = [one for part in first if (one := self._of(part)) is not None]
+            known = [one for part in first or () if (one := self._of(part)) is not None]
             return known[0] if known and all(map(known[0].is_like, known)) else None
         if name == "where":
             return self._of(second) or self._of((*args, None, None)[2])

@@ -35,7 +35,7 @@ class Product:
         """A factor with its features last, where they are one axis."""
         if len(features) != 1:
             return None
-        axis = self.letters[side].index(*features)
+        axis = self.letters[side].index(min(features))
         return self.sides[side].detach().movedim(axis, -1).clone()
 
 
@@ -96,7 +96,7 @@ class Heads(TorchFunctionMode):
             features = out & (two - one if weighs[0] else one - two)
             if weighs[0] != weighs[1] and len(features) == 1:
                 self.rows["v"] = product.rows(weighs.index(False), features)
-                return self._given(result, product.letters[2].index(*features))
+                return self._given(result, product.letters[2].index(min(features)))
         return result
 
     def _given(self, out: Tensor, axis: int) -> Tensor:

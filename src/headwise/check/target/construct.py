@@ -148,13 +148,11 @@ class _Constructor:
 
     def _use(self, name: str, role: str | None) -> Use | None:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
-        short = len(name) == 1 and (told := documented(self.factory, name)) is not None
-        if role not in (None, "head_dim") and not short:
+        told = documented(self.factory, name)
+        if role not in (None, "head_dim") and not (told and len(name) == 1):
             return None
-        ways = (use_of, documented, as_config)
-        use = (
-            told if short else next((one for way in ways if (one := way(self.factory, name))), None)
-        )
+        short = told if len(name) == 1 else None
+        use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
         if use is None or (role == "head_dim" and not use.divided):
             return None
         self.used[name] = use.role

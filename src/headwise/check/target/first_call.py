@@ -199,9 +199,10 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
     """Calls with as many tokens as the errors speak of, and with no other number; and where x has
     other axes, with the tokens of a square map, of a window's size if there is one."""
     known, areas = _known_sizes(subject), _areas(subject)
-    maps = bool(errors) and _OTHER_AXES.search(str(errors[0])) is not None
+    other = bool(errors) and _OTHER_AXES.search(str(errors[0])) is not None
+    maps = (layout,) if "H" in layout.axes else MAPS if other else ()
     for sizes in ((), areas or AREAS):
-        yield from (Way(axes, size, only=True) for size in sizes if maps for axes in MAPS)
+        yield from (Way(axes, size, only=True) for size in sizes for axes in maps)
         said = dict.fromkeys(size for error in errors for size in _sizes_in(error))
         new = [size for size in said if size <= LONGEST and size not in known][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
@@ -306,6 +307,8 @@ _OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
     r"number of dims|must be \d-?D|No query sequence|to have \d+ channels"
 )
+_OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel size|too small")
+"""What is said where a map's sides do not suit."""
 _SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
 
 
@@ -342,6 +345,8 @@ def _of_guess(subject: Target, error: BaseException) -> bool:
         return False
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     if not frames or _OTHER_AXES.search(str(error)) or refuses(error):
+        return True
+    if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
         return True
     sizes = set(_sizes_in(error))
     if TOKENS in sizes and sizes - _known_sizes(subject):

@@ -29,7 +29,7 @@ class Layout:
             height = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
             x = x.unflatten(1, (height, -1))
         turned = x.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
-        turned = turned.contiguous()
+        turned = turned if self.axes == "BTE" else turned.contiguous()
         return turned if self._extra is None else turned.unsqueeze(self._extra)
 
     def back(self, y: Tensor) -> Tensor:

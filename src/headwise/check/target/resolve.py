@@ -258,12 +258,12 @@ def _of_factory(
             way = "super" if BEFORE.search(str(error)) else "fails"
             raise Broken(found("builds", way, label=label, error=told(error))) from error
         if isinstance(target, nn.Module):
-            half = {torch.bfloat16, torch.float16}
-            if half & {one.dtype for one in target.parameters()}:  # others may be of another dtype
-                target.float()
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
             if odd:
                 raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
+            half = {torch.bfloat16, torch.float16}
+            if half & {one.dtype for one in target.parameters()}:  # others may be of another dtype
+                target.float()
         if not widths:
             widths.append(input_width(target) if isinstance(target, nn.Module) else None)
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
