@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from ..findings.verdict import Finding
+from ..target.call_faults import refuses
 from ..target.checked_target import Broken, Target
 from ..target.construct import words_of
-from ..target.first_call import refuses
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
+from .call_faults import how_to_call, not_run
 from .checked_target import BATCH, TOKENS, Broken, Target
 from .construct import name_of
 from .fills import left_out
-from .first_call import how_to_call, mixes, not_run
+from .first_call import mixes
 from .learnt import learn
 from .masking import learn_causality
 from .names import building_role, calling_role, parts_of

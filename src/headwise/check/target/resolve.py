@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,23 +17,16 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
-from .construct import Unsaid, build, facts, input_width, matrix_width, name_of
+from .checked_target import BATCH, TOKENS, Broken, Target, told
+from .construct import build, facts, input_width, matrix_width, name_of
 from .copies import copied
-from .first_call import first_call, install, not_there, refuses
+from .first_call import first_call
 from .functions import holding, of_function, weights_taken
 from .masking import learn_causality
 from .names import building_role, calling_role
+from .retries import SECONDS, UNMADE, asked_for, blamed, other_sizes
 from .signatures import signature
 from .sizes import BuildSizes, shown
-
-TRIES, SECONDS = 4, 8.0
-"""How many values are tried for arguments whose names tell nothing; after how long no other sizes
-are."""
-TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
-"""What Python says where a class is built with too few arguments."""
-BEFORE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
-"""What is said where a constructor forgot that of its base class, or how to call it."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +233,7 @@ def _of_factory(
     wanted = {name: getattr(own, name) for name in ("embed_dim", "num_heads", "num_kv_heads")}
     said = arguments | {name: n for name, n in wanted.items() if n is not None and name in names}
 
-    def make(seed: int = request.seed, **changes: Any) -> Target:
+    def make(request: Request, /, seed: int = request.seed, **changes: Any) -> Target:
         changes = request.sizes.changes | changes
         sizes = replace(request.sizes, changes=changes)
         own = {name: v for name, v in said.items() if building_role(name) not in changes}
@@ -255,7 +245,7 @@ def _of_factory(
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("check("):
                 raise
-            way = "super" if BEFORE.search(str(error)) else "fails"
+            way = "super" if UNMADE.search(str(error)) else "fails"
             raise Broken(found("builds", way, label=label, error=told(error))) from error
         if isinstance(target, nn.Module):
             odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
@@ -280,7 +270,13 @@ def _of_factory(
             raise Broken(found("builds", "result", label=label, kind=kind))
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
-            return replace(subject, factory=make, arguments=named, roles=roles, made_up=guessed)
+            return replace(
+                subject,
+                factory=functools.partial(make, request),
+                arguments=named,
+                roles=roles,
+                made_up=guessed,
+            )
         known = facts(target)
         if sizes.plain:  # a configuration may speak of several layers
             roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
@@ -297,40 +293,23 @@ def _of_factory(
                 raise
             raise ValueError(
                 f"check({name}): I made up {', '.join(guessed)}, and with it the call fails: give "
-                f"what is meant: hw.check({label}, {_asked(factory)}). {broken.finding.message}"
+                f"what is meant: hw.check({label}, {asked_for(factory)}). {broken.finding.message}"
             ) from broken.__cause__
-        return replace(subject, factory=make, arguments=named, made_up=guessed)
+        return replace(
+            subject, factory=functools.partial(make, request), arguments=named, made_up=guessed
+        )
 
-    until = time.process_time() + SECONDS
     try:
-        return make()
+        return make(request)
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
-        others = _other_sizes(own, first, given)
-        if not given:
-            others = chain(_own_width(own, widths), _flags_spoken(factory, own, first), others)
-        for sizes in others:
+        until = time.process_time() + SECONDS
+        for sizes in other_sizes(factory, own, first, given, widths):
             if time.process_time() > until:
                 break
-            request = replace(request, sizes=sizes)
             with contextlib.suppress(Broken, ValueError):
-                return make()
-        fault = first.__cause__
-        missing = isinstance(fault, ImportError)  # a package that is not there
-        asked = (
-            not _is_its_own(fault, {p.name for p in signature(factory)})
-            if fault and _builds(first)
-            else _is_unset(fault)
-        )
-        if fault is None or not asked or (given and not missing):
-            raise
-        if (lacks := not_there(fault)) is not None:
-            raise lacks from fault
-        raise ValueError(
-            f"check({label}): I do not know how to build this: give its arguments, as in "
-            f"hw.check({label}, {_asked(factory)}), or a layer that is built. With what I made up "
-            f"for them it fails: {told(fault)}{install(fault)}"
-        ) from fault
+                return make(replace(request, sizes=sizes))
+        raise blamed(first, factory, given) from first.__cause__
 
 
 def _inner(module: nn.Module) -> Iterator[nn.Module]:
@@ -338,77 +317,6 @@ def _inner(module: nn.Module) -> Iterator[nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from (child, *_inner(child))
-
-
-def _builds(first: Exception) -> bool:
-    return isinstance(first, Broken) and first.finding.rule == "builds"
-
-
-def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildSizes]:
-    """The width of the input that was built first, whatever was asked for: a number of its file,
-    perhaps, which the heads must share."""
-    for width in widths:
-        if width is not None and width != own.settle(False).embed_dim:
-            yield replace(own, embed_dim=width)
-
-
-def _flags_spoken(
-    factory: Callable[..., Any], own: BuildSizes, first: Exception
-) -> Iterator[BuildSizes]:
-    """Flags the other way of which a constructor speaks where it refuses what it was given."""
-    fault = first.__cause__
-    if fault is None or not _builds(first) or not refuses(fault):
-        return
-    line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
-    for parameter in signature(factory):
-        if isinstance(parameter.default, bool) and re.search(rf"\b{parameter.name}\b", line):
-            yield replace(own, changes={parameter.name: not parameter.default})
-
-
-def _other_sizes(own: BuildSizes, first: Exception, given: bool) -> Iterator[BuildSizes]:
-    """Other sizes to build it with: some insist on such numbers, or on those of their own
-    configuration; and what no name tells is tried, where nothing else is left."""
-    if not given and not isinstance(first, Unsaid):
-        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
-            yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
-        yield replace(own, embed_dim=64)  # groups of 32 channels, perhaps
-    fault = first.__cause__
-    if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
-        yield replace(own, every=True)
-    if isinstance(first, Unsaid) or not given:
-        yield from (replace(own, tried=n) for n in range(TRIES))
-
-
-def _is_unset(fault: BaseException | None) -> bool:
-    """Whether a module lacks an attribute, which other arguments may set."""
-    return isinstance(getattr(fault, "obj", None), nn.Module)
-
-
-def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
-    """Whether a constructor, or what it built, may have failed because an argument was left out."""
-    of_none = isinstance(fault, TypeError) and "NoneType" in str(fault)
-    return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
-
-
-def _is_its_own(fault: BaseException, given: set[str]) -> bool:
-    """Whether a name is not there, or taken, or a line of somebody's file builds something of it
-    with too few arguments or does not hand on what is `given`: whatever a constructor gets."""
-    owner = getattr(fault, "obj", None)
-    line = traceback.extract_tb(fault.__traceback__)[-1]
-    if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
-        return True
-    if isinstance(fault, KeyError) and fault.args[0] in given:
-        return True
-    if BEFORE.search(str(fault)) or (
-        isinstance(fault, KeyError) and "already exists" in str(fault)
-    ):
-        return True
-    return isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
-
-
-def _asked(factory: Callable[..., Any]) -> str:
-    names = [p.name for p in signature(factory) if p.default is p.empty and p.kind <= 1]
-    return ", ".join(f"{name}=…" for name in names)
 
 
 def _settled(

@@ -1,0 +1,162 @@
+"""Whose fault it is that a call fails, the layer's or that of a guess, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+
+from torch import nn
+
+from ..findings.rules import found
+from .call_adapter import Caller, UnusableResult
+from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
+from .introspect import numbers_in
+
+LONGEST = 256
+"""The most tokens that are tried because an error speaks of them."""
+AREAS = (16, 10)
+"""Tokens of the windows that a constructor gets here."""
+
+OTHER_AXES = re.compile(
+    r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
+    r"number of dims|must be \d-?D|No query sequence|to have \d+ channels"
+)
+_OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel size|too small")
+"""What is said where a map's sides do not suit."""
+_SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
+
+
+def axis_too_many(error: BaseException) -> bool:
+    """Whether a result has an axis of 1 that x lacks: x, then, may lack one too."""
+    return re.search(r"shape \[\d+, (\d+, 1|1, \d+), \d+\]", str(error)) is not None
+
+
+def sizes_in(error: BaseException) -> list[int]:
+    """The sizes of two tensors that an error says do not fit each other."""
+    return [int(n) for pair in _SIZES.findall(str(error)) for n in pair if n]
+
+
+def known_sizes(subject: Target) -> set[int]:
+    """The sizes that its tensors may have by right, whatever number of tokens it insists on."""
+    known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
+    wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c}
+    return wide - {TOKENS**2, *areas_of(subject)}
+
+
+def areas_of(subject: Target) -> list[int]:
+    """How many tokens the windows and maps have that it speaks of."""
+    pattern = "window|map_size|height|grid|resolution|image_size|block_size"
+    sides = () if subject.module is None else numbers_in(subject.module, pattern)
+    squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
+    return [*dict.fromkeys([*squares, *AREAS * ("window" in subject.roles)])]
+
+
+def of_guess(subject: Target, error: BaseException) -> bool:
+    """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
+    argument that was left out; or comes from a library, of whose layer x alone is no call; or the
+    layer itself refuses."""
+    if isinstance(error, UnusableResult):
+        return False
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if not frames or OTHER_AXES.search(str(error)) or refuses(error):
+        return True
+    if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
+        return True
+    sizes = set(sizes_in(error))
+    if TOKENS in sizes and sizes - known_sizes(subject):
+        return True
+    return bool(spoken(subject.caller, error))
+
+
+def is_miscalled(subject: Target, error: BaseException) -> bool:
+    """Whether a line of the target's own file calls a layer of PyTorch's, or something of the same
+    file, with arguments that it does not take or without some that it wants."""
+    if "must derive from BaseException" in str(error):  # raised where it should be returned
+        return True
+    said = re.match(r"(\w+)[\w.]*\(\) (got an unexpected|missing|takes)", str(error))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [frame for frame in frames if is_users(frame.f_code.co_filename)]
+    if not isinstance(error, TypeError) or said is None or not users or subject.made_up:
+        return False
+    file, known = users[-1].f_code.co_filename, users[-1].f_globals
+    own = getattr(known.get(said[1]), "__module__", "") == known.get("__name__")
+    called = frames[-1].f_code.co_filename in (file, nn.Module.__call__.__code__.co_filename)
+    return called and (own or hasattr(nn, said[1]))
+
+
+def spoken(caller: Caller, error: BaseException) -> list[str]:
+    """The arguments that were left out and that the failing line of somebody's file speaks of."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if is_users(f.filename)] or [
+        f for f in every if "/torch/" not in f.filename
+    ]
+    words = set(re.findall(r"\w+", frames[-1].line or "")) if frames else set[str]()
+    left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
+    return [name for name in left if name in words]
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an error is raised on purpose: by a `raise` or an `assert`, or for a package that is
+    not there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = frames[-1].line or "" if frames else ""
+    if isinstance(getattr(error, "obj", None), nn.Module):  # which raises it for its attributes
+        return False
+    return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
+
+
+def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
+    """That somebody has to say how it is called; or what is wrong where nothing else would do."""
+    if (lacks := not_there(error)) is not None:
+        return lacks
+    if isinstance(error, ImportError) and error.name:
+        return ValueError(
+            f"check({subject.name}): its call wants what could not be imported here: "
+            f"{told(error)}{install(error)}"
+        )
+    caller = subject.caller
+    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
+    call = f"lambda layer, x: layer({given})"
+    if caller.guessed:
+        return ValueError(
+            f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
+            f"worked out; say how to call it: hw.check(…, call={call})"
+        )
+    return ValueError(
+        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
+        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
+        f"{told(error)}{install(error)}"
+    )
+
+
+def not_there(error: BaseException | None) -> Broken | None:
+    """That a package of the file's own lacks the part that is imported of it."""
+    name = (error.name if isinstance(error, ImportError) else None) or ""
+    package = name.rpartition(".")[0]
+    folders = [*getattr(sys.modules.get(package), "__path__", ())]
+    if error is None or not folders or not is_users(folders[0]):
+        return None
+    words = {"name": name, "package": package, "error": str(error), "line": ""}
+    return Broken(found("file-import", "part", **words))
+
+
+def install(error: BaseException) -> str:
+    """What to type where a package is not there; nothing where it is, but not that part of it."""
+    missing = ((error.name if isinstance(error, ImportError) else None) or "").split(".")[0]
+    there = not missing or missing in sys.modules
+    return "" if there else f"; it wants a package: pip install {missing}"
+
+
+def not_run(what: str, error: BaseException) -> Broken:
+    """A first call that fails, with what its error says of the reason."""
+    text, way = str(error), "other"
+    if "mat1 and mat2" in text or "size mismatch" in text:
+        way = "matrices"
+    elif ("view" in text and "contiguous" in text) or "view size" in text:
+        way = "view"
+    elif "must match" in text or "shape" in text or "expected" in text.lower():
+        way = "shapes"
+    elif isinstance(error, (NameError, AttributeError)):
+        way = "name"
+    return Broken(found("runs", way, what=what, error=told(error)))

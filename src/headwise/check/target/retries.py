@@ -1,0 +1,133 @@
+"""What else to build a layer with where the first arguments fail, and whose fault it is where all
+do."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .call_faults import install, not_there, refuses
+from .checked_target import Broken, is_users, told
+from .construct import Unsaid, name_of
+from .signatures import signature
+from .sizes import BuildSizes
+
+TRIES, SECONDS = 4, 8.0
+"""How many values are tried for arguments whose names tell nothing; after how long no other sizes
+are."""
+TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
+"""What Python says where a class is built with too few arguments."""
+UNMADE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
+"""What is said where a constructor forgot that of its base class, or how to call it."""
+
+
+def other_sizes(
+    factory: Callable[..., Any],
+    own: BuildSizes,
+    first: Exception,
+    given: bool,
+    widths: Sequence[int | None],
+) -> Iterator[BuildSizes]:
+    """Other sizes to build it with: some insist on such numbers, or on those of their own
+    configuration; and what no name tells is tried, where nothing else is left.
+
+    Args:
+        own: what was asked for.
+        first: what the first try raised.
+        given: whether somebody said a size or how it is called, which nothing else replaces.
+        widths: of the input as it was built, where it was.
+    """
+    if not given:
+        yield from _own_width(own, widths)
+        yield from _flags_spoken(factory, own, first)
+    if not given and not isinstance(first, Unsaid):
+        for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
+            yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
+        yield replace(own, embed_dim=64)  # groups of 32 channels, perhaps
+    fault = first.__cause__
+    if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
+        yield replace(own, every=True)
+    if isinstance(first, Unsaid) or not given:
+        yield from (replace(own, tried=n) for n in range(TRIES))
+
+
+def blamed(first: Exception, factory: Callable[..., Any], given: bool) -> Exception:
+    """What to raise where no sizes will do: the first failure where it is the layer's own, else a
+    question for its arguments."""
+    fault = first.__cause__
+    missing = isinstance(fault, ImportError)  # a package that is not there
+    names = {parameter.name for parameter in signature(factory)}
+    own = _is_its_own(fault, names) if fault and _builds(first) else not _is_unset(fault)
+    if fault is None or own or (given and not missing):
+        return first
+    if (lacks := not_there(fault)) is not None:
+        return lacks
+    label = name_of(factory)
+    return ValueError(
+        f"check({label}): I do not know how to build this: give its arguments, as in "
+        f"hw.check({label}, {asked_for(factory)}), or a layer that is built. With what I made up "
+        f"for them it fails: {told(fault)}{install(fault)}"
+    )
+
+
+def asked_for(factory: Callable[..., Any]) -> str:
+    """The arguments that have to be given, as they would be typed."""
+    names = [p.name for p in signature(factory) if p.default is p.empty and p.kind <= 1]
+    return ", ".join(f"{name}=…" for name in names)
+
+
+def _builds(first: Exception) -> bool:
+    return isinstance(first, Broken) and first.finding.rule == "builds"
+
+
+def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildSizes]:
+    """The width of the input that was built first, whatever was asked for: a number of its file,
+    perhaps, which the heads must share."""
+    for width in widths:
+        if width is not None and width != own.settle(False).embed_dim:
+            yield replace(own, embed_dim=width)
+
+
+def _flags_spoken(
+    factory: Callable[..., Any], own: BuildSizes, first: Exception
+) -> Iterator[BuildSizes]:
+    """Flags the other way of which a constructor speaks where it refuses what it was given."""
+    fault = first.__cause__
+    if fault is None or not _builds(first) or not refuses(fault):
+        return
+    line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
+    for parameter in signature(factory):
+        if isinstance(parameter.default, bool) and re.search(rf"\b{parameter.name}\b", line):
+            yield replace(own, changes={parameter.name: not parameter.default})
+
+
+def _is_unset(fault: BaseException | None) -> bool:
+    """Whether a module lacks an attribute, which other arguments may set."""
+    return isinstance(getattr(fault, "obj", None), nn.Module)
+
+
+def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
+    """Whether a constructor, or what it built, may have failed because an argument was left out."""
+    of_none = isinstance(fault, TypeError) and "NoneType" in str(fault)
+    return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
+
+
+def _is_its_own(fault: BaseException, given: set[str]) -> bool:
+    """Whether a name is not there, or taken, or a line of somebody's file builds something of it
+    with too few arguments or does not hand on what is `given`: whatever a constructor gets."""
+    owner = getattr(fault, "obj", None)
+    line = traceback.extract_tb(fault.__traceback__)[-1]
+    if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
+        return True
+    if isinstance(fault, KeyError) and (fault.args[0] in given or "already exists" in str(fault)):
+        return True
+    unmade = UNMADE.search(str(fault)) is not None
+    return (
+        unmade or isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
+    )
