@@ -149,9 +149,9 @@ class _Constructor:
     def _use(self, name: str, role: str | None) -> Use | None:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
         told = documented(self.factory, name)
-        if role not in (None, "head_dim") and not (told and len(name) == 1):
+        short = told if told and len(name) == 1 and told.role != role else None
+        if role not in (None, "head_dim") and not short:
             return None
-        short = told if len(name) == 1 else None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
         if use is None or (role == "head_dim" and not use.divided):
             return None

@@ -104,7 +104,8 @@ def _flags_spoken(
     line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
     for parameter in signature(factory):
         if isinstance(parameter.default, bool) and re.search(rf"\b{parameter.name}\b", line):
-            yield replace(own, changes={parameter.name: not parameter.default})
+            changes = {parameter.name: not parameter.default}
+            yield from (replace(own, changes=changes, tried=tried) for tried in (None, 1))
 
 
 def _is_unset(fault: BaseException | None) -> bool:
