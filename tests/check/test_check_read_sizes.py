@@ -222,3 +222,64 @@ class ForTheClass(Sized):
 
 def test_one_token_may_attend_alone() -> None:
     assert check(ForTheClass).passed, str(check(ForTheClass))
+
+
+class Listed(Sized):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.parts = [nn.Linear(width, self.head_dim) for _ in range(num_heads)]
+
+
+class ListedAndHandedOn(Sized):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.parts = [nn.Linear(width, width) for _ in range(2)]
+        self.known = nn.ModuleList(self.parts)
+
+
+def test_layers_in_a_plain_list_are_read() -> None:
+    assert [one.rule for one in read_off(Listed)] == ["registration"]
+    assert [*read_off(ListedAndHandedOn)] == []
+
+
+class Positions(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, width)
+
+    def forward(self, tokens: int) -> Tensor:
+        return self.table.weight[:tokens]
+
+
+class WithItsOwn(Sized):
+    """What stands there by default has a width of its own."""
+
+    def __init__(
+        self,
+        width: int = 36,
+        num_heads: int = 4,
+        positions: nn.Module = Positions(36),  # noqa: B008
+    ) -> None:
+        super().__init__(width, num_heads)
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions(x.shape[1]))
+
+
+def test_a_module_that_is_there_by_default_keeps_its_width() -> None:
+    verdict = check(WithItsOwn)
+    assert verdict.passed, str(verdict)
+    assert verdict.subject == "WithItsOwn()"
+
+
+class DataOfNone(Sized):
+    def __init__(self, width: int, num_heads: int = 3, bias: bool = False) -> None:
+        super().__init__(width, num_heads)
+        self.last = nn.Linear(width, width, bias=bias)
+        nn.init.zeros_(self.last.bias.data)
+
+
+def test_a_constructor_that_fails_with_its_own_defaults_is_a_mistake() -> None:
+    (one,) = check(DataOfNone).errors
+    assert one.rule == "builds"

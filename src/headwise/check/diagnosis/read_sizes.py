@@ -8,6 +8,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from torch import nn
+
 from ..files.syntax import Source, nodes, pairs
 from ..target.names import building_role
 from .call_lines import FUSED
@@ -42,7 +44,8 @@ def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     read = {one.attr for one in loads}
     for target, value in given:
         whole = _root_of(value, wholes) if not of_self(target) or of_self(target) in read else ""
-        scales = SCALES.search(word_of(target).lower()) or _scaled(value)
+        made = isinstance(value, ast.BinOp) and SCORES.search(word_of(target).lower())
+        scales = made or SCALES.search(word_of(target).lower()) or _scaled(value)
         if whole and scales and wholes[whole]:
             yield "whole", value.lineno, {"whole": whole, "one": wholes[whole]}
 
@@ -120,6 +123,25 @@ def _axes(side: str) -> set[str]:
     """The axes of one side of an equation: words, as `einops` has them, or letters."""
     words = side.split()
     return set(words) if any(len(one) > 1 for one in words) and len(words) > 1 else {*side} - {" "}
+
+
+def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Layers that a constructor keeps in a plain list and hands on to nothing that knows them."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
+        made = [value.elt] if isinstance(value, ast.ListComp) else getattr(value, "elts", [])
+        kinds = [known.get(word_of(getattr(one, "func", None))) for one in made]
+        layers = [
+            LAYERS.fullmatch(ast.unparse(getattr(one, "func", one)))
+            or (isinstance(own, type) and issubclass(own, nn.Module))
+            for one, own in zip(made, kinds, strict=True)
+        ]
+        name = of_self(target)
+        handed = re.search(rf"\w\([^()]*self\.{name}\b(?!\()", ast.unparse(kind))
+        plain = name and isinstance(value, ast.List | ast.ListComp)
+        if plain and layers and all(layers) and not handed:
+            yield "read", target.lineno, {"name": name}
 
 
 def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -109,6 +109,8 @@ def traced_tokens(subject: Target) -> list[Finding]:
     features that are normalised over the tokens."""
     trial = subject.randomised()
     x = trial.input()
+    if min(x.shape[1:]) < 3:  # of one token or two, anything fits
+        return []
     with contextlib.suppress(Exception), torch.no_grad():  # the probes say what a call raises
         for role in "qkv":
             rows = _rows(trial, x, role)
@@ -185,17 +187,24 @@ def _is_scrambled(subject: Target, x: Tensor, role: str) -> bool:
         for token in (0, tokens // 2):
             rows = _changed(subject, x, role, token, feature).any(-1).any(0)
             seen[token, feature] = rows.nonzero().flatten().tolist()
+    if all(rows == [token] for (token, _), rows in seen.items()):
+        return False
     read_on = {place: [(place[1] * tokens + place[0]) // width] for place in seen}
     read_back = {place: [(place[0] * width + place[1]) % tokens] for place in seen}
     return seen in (read_on, read_back) or _is_read_on(subject, x, role)
 
 
 def _is_read_on(subject: Target, x: Tensor, role: str) -> bool:
-    """The same behind a projection: number n of what is read on comes from token n modulo T."""
-    tokens = x.shape[1]
+    """The same behind a projection, for all heads or in each: number n of what is read on comes
+    from token n modulo T."""
+    tokens, together, apart = x.shape[1], True, True
     for token in range(tokens):
-        numbers = _changed(subject, x, role, token).transpose(0, 1).flatten()
-        if not torch.equal(numbers, torch.arange(len(numbers)) % tokens == token):
+        changed = _changed(subject, x, role, token)  # [H, T, D]
+        for numbers in changed.flatten(1):
+            apart &= torch.equal(numbers, torch.arange(len(numbers)) % tokens == token)
+        numbers = changed.transpose(0, 1).flatten()
+        together &= torch.equal(numbers, torch.arange(len(numbers)) % tokens == token)
+        if not (together or apart):
             return False
     return True
 
@@ -232,4 +241,6 @@ def _is_merged_astray(subject: Target, x: Tensor) -> bool:
         return False
     tokens, width = rows.shape[2:]
     places = [(t, n) for t in (0, tokens - 1) for n in range(0, width, max(1, width // FEATURES))]
-    return all(_lands(subject, x, (0, 0, t, n)) == [(n * tokens + t) // width] for t, n in places)
+    astray = {(t, n): (n * tokens + t) // width for t, n in places}
+    lands = (_lands(subject, x, (0, 0, *place)) == [row] for place, row in astray.items())
+    return any(row != t for (t, _), row in astray.items()) and all(lands)

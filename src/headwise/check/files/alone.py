@@ -7,8 +7,10 @@ that speaks of them is judged by what they would have done.
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -120,8 +122,11 @@ def _run(
 
 def _stand_in(name: str, error: BaseException) -> Any:
     """What a name gets whose import failed: PyTorch's own where one that sets initial weights is
-    called so, as `trunc_normal_`."""
+    called so, as `trunc_normal_`; where transformers keeps it now, `Conv1D` among them."""
     own = getattr(init, name, None) if name.endswith("_") else None
+    if own is None and str(getattr(error, "name", "")).startswith("transformers."):
+        with contextlib.suppress(ImportError):
+            own = getattr(import_module("transformers.pytorch_utils"), name, None)
     return own or Absent(name, error)
 
 

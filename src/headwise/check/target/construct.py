@@ -176,6 +176,8 @@ class _Constructor:
     def work_out(self, sizes: BuildSizes) -> dict[str, Any]:
         """The arguments by name: those that are given, and those that their names tell."""
         kwargs, rest, unknown, free = {}, dict(self.given), [], False
+        # a module that is there by default has a width of its own
+        movable = not any(isinstance(one.default, nn.Module) for one in self.parameters)
         for parameter in self.parameters[len(self.args) :]:
             name, role = parameter.name, building_role(parameter.name)
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -207,7 +209,9 @@ class _Constructor:
                     self.invented[name] = choice
             elif use and use.value is not Unknown:
                 kwargs[name] = use.value
-            elif role is not None and (required or _gives_way(role, parameter, sizes)):
+            elif role is not None and (
+                required or (movable and _gives_way(role, parameter, sizes))
+            ):
                 value = sizes.value(role)
                 if role == "window":
                     self.choices = max(self.choices, len(WINDOWS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,15 @@ def said_layout(target: Any, name: str) -> Layout | None:
     for said in re.findall(unpacked, code, re.MULTILINE) + re.findall(arranged, code):
         words = re.findall(r"\w+", said.lower())
         fits = (one for one in SAID if len(one.axes) == len(words))
-        layout = next((one for one in fits if all(map(_is_called, one.axes, words))), None)
+        layout = next((one for one in fits if _are_called(one.axes, words)), None)
         if layout is not None:
             return layout
     return None
 
 
-def _is_called(axis: str, word: str) -> bool:
-    """Whether people call an axis so; anything that is not used goes under `_`."""
-    return word == "_" or re.fullmatch(AXES[axis], word) is not None
+def _are_called(axes: str, words: Sequence[str]) -> bool:
+    """Whether people call axes so; anything that is not used goes under `_`, and beside height and
+    width the features under anything."""
+    free = "E" * ("H" in axes)
+    pairs = zip(axes, words, strict=True)
+    return all(w == "_" or a in free or re.fullmatch(AXES[a], w) is not None for a, w in pairs)

@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -62,8 +63,9 @@ def blamed(first: Exception, factory: Callable[..., Any], given: bool) -> Except
     question for its arguments."""
     fault = first.__cause__
     missing = isinstance(fault, ImportError)  # a package that is not there
-    names = {parameter.name for parameter in signature(factory)}
-    own = _is_its_own(fault, names) if fault and _builds(first) else not _is_unset(fault)
+    own = (
+        _is_its_own(fault, signature(factory)) if fault and _builds(first) else not _is_unset(fault)
+    )
     if fault is None or own or (given and not missing):
         return first
     if (lacks := not_there(fault)) is not None:
@@ -119,15 +121,20 @@ def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
     return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
 
 
-def _is_its_own(fault: BaseException, given: set[str]) -> bool:
+def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -> bool:
     """Whether a name is not there, or taken, or a line of somebody's file builds something of it
-    with too few arguments or does not hand on what is `given`: whatever a constructor gets."""
+    with too few arguments or does not hand on its own: whatever a constructor gets."""
+    given = {parameter.name for parameter in parameters}
     owner = getattr(fault, "obj", None)
     line = traceback.extract_tb(fault.__traceback__)[-1]
     if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
         return True
     if isinstance(fault, KeyError) and (fault.args[0] in given or "already exists" in str(fault)):
         return True
+    spoken = {one.name for one in parameters if one.default is one.empty or one.default is None}
+    of_none = "'NoneType' object has no attribute" in str(fault)
+    if of_none and is_users(line.filename) and not spoken & {*re.findall(r"\w+", line.line or "")}:
+        return True  # of something that its own defaults leave out
     unmade = UNMADE.search(str(fault)) is not None
     return (
         unmade or isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
