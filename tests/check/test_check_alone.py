@@ -204,3 +204,27 @@ def test_a_line_that_fails_behind_a_lost_import_hides_no_definition(tmp_path: Pa
     verdict = check(load(write(tmp_path, layer=LOST + "1 / 0\n" + RIGHT)).Attention)
     assert verdict["definition"].severity == "passed"
     assert "lost_thing" in verdict.notes[-1]
+
+
+def test_what_transformers_keeps_elsewhere_now_is_taken_from_there(tmp_path: Path) -> None:
+    text = f"from transformers.modeling_utils import Conv1D\n{RIGHT}"
+    text = text.replace("nn.Linear(dim, 3 * dim)", "Conv1D(3 * dim, dim)")
+    module = load(write(tmp_path, layer=text))
+    assert check(module.Attention).passed
+
+
+def test_a_file_beside_it_that_leaves_python_is_left_out(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, options="import sys\nsys.exit(2)\n", layer=f"from .options import A\n{RIGHT}"
+    )
+    verdict = check(load(path).Attention)
+    assert verdict.passed
+    assert "SystemExit" in " ".join(verdict.notes)
+
+
+def test_a_part_that_its_own_package_lacks_is_a_mistake(tmp_path: Path) -> None:
+    text = f"from pack.turning import turn\n{RIGHT}".replace("self.qkv(x)", "turn(self.qkv(x))")
+    module = load(write(tmp_path, layer=text))
+    (one,) = check(module.Attention).errors
+    assert one.rule == "file-import"
+    assert "no pack.turning in your own pack" in one.hint
