@@ -283,3 +283,20 @@ class DataOfNone(Sized):
 def test_a_constructor_that_fails_with_its_own_defaults_is_a_mistake() -> None:
     (one,) = check(DataOfNone).errors
     assert one.rule == "builds"
+
+
+def attention_with_weights_of_its_own(x: Tensor, num_heads: int, odd: float) -> Tensor:
+    project = nn.Linear(x.shape[-1], x.shape[-1])
+    rows = project(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return (rows @ rows.mT * odd).softmax(-1) @ rows
+
+
+def make_layers(width: int) -> nn.Module:
+    first = nn.Linear(width, width)
+    return nn.Sequential(first, nn.Linear(width, width))
+
+
+def test_layers_that_a_call_makes_are_read() -> None:
+    (one,) = read_off(attention_with_weights_of_its_own)
+    assert (one.rule, "project is made anew" in one.message) == ("registration", True)
+    assert [*read_off(make_layers)] == []

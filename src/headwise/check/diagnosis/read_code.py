@@ -42,7 +42,14 @@ from .read_pieces import (
     word_of,
     words_in,
 )
-from .read_sizes import always_dropped, listed_layers, summed_apart, viewed_heads, whole_roots
+from .read_sizes import (
+    always_dropped,
+    listed_layers,
+    made_anew,
+    summed_apart,
+    viewed_heads,
+    whole_roots,
+)
 
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
@@ -294,7 +301,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (summed_apart,),
-    "registration": (listed_layers,),
+    "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
     "runs": (late_tests, missing, undefined_names, no_methods, swapped),

@@ -144,6 +144,17 @@ def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
             yield "read", target.lineno, {"name": name}
 
 
+def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Layers with weights that a call makes and uses at once: `proj = nn.Linear(…)` in forward."""
+    for function in nodes(ast.FunctionDef, part):
+        used = {word_of(call.func) for call in nodes(ast.Call, function)} - {""}
+        for node in nodes(ast.Assign, function) if function.name != "__init__" else ():
+            for target, value in pairs(node):
+                made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
+                if made and isinstance(target, ast.Name) and target.id in used:
+                    yield "anew", node.lineno, {"name": target.id}
+
+
 def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Methods that drop numbers, and are not told whether this is training."""
     for function in nodes(ast.FunctionDef, part) if isinstance(part, ast.ClassDef) else ():
