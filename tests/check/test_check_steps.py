@@ -615,6 +615,120 @@ def test_the_line_at_fault_is_told(
     assert re.search(rf"line {line}\b", told, re.IGNORECASE), told
 
 
+DROP = "weights = self.dropout(weights)\n        return weights @ values"
+AGAIN = "\n        context = self.dropout(context)"
+LATE = "context = (self.dropout(weights) @ values)"
+WHOLE = "sequence_length, num_tokens + sequence_length), -torch.inf)"
+CURES = [  # the step, what is changed, into what, the line told of, by its code, and words
+    ("per_head", "queries = self", "x *= 1.1\n        queries = self", "x *= 1.1", "the caller's"),
+    ("per_head", "values = self", "x.mul_(2)\n        values = self", "x.mul_", "written into"),
+    (
+        "per_head",
+        "return self.dropout(weights) @ values",
+        DROP.replace("(weights)", "(scores)"),
+        "(scores)",
+        "Did you mean `weights = self.dropout(weights)`?",
+    ),
+    ("per_head", "values = self", "keys = self", "keys = self.W_v", "did you mean `values` there?"),
+    ("per_head", "self.W_key(x)", "self.W_key(x),", "keys =", "makes a tuple: take it away"),
+    ("per_head", "queries = self", "x = queries = self", "x = q", "needs `x` as it was given"),
+    (
+        "per_head",
+        "torch.softmax(scores / keys.shape[-1] ** 0.5, dim=-1)",
+        "scores",
+        "weights =",
+        "",
+    ),
+    (
+        "per_head",
+        "self.dropout(weights)",
+        "nn.Dropout(0.1)(weights)",
+        "nn.Dropout(0.1)",
+        "each call",
+    ),
+    ("per_head", "self.W_query = nn", "self.W_querys = nn", "self.W_querys", "mean `W_query`?"),
+    (
+        "per_head",
+        "return torch.cat([head(x) for head in self.heads], dim=-1)",
+        "outs = []\n        for head in self.heads:\n            outs.append(head(x))\n"
+        "            return torch.cat(outs, dim=-1)",
+        "return torch.cat",
+        "indent it as far as the `for`",
+    ),
+    ("split", ".reshape(B", ".view(B", "context =", "write `.reshape(…)`"),
+    (
+        "split",
+        LATE,
+        f"context = weights @ values{AGAIN}",
+        "self.dropout(context)",
+        "it is at work in",
+    ),
+    (
+        "scalar",
+        "scores = [dot(query[hs : hs + head_dim]",
+        "part = query[hs : hs + 3]\n        scores = [dot(part",
+        "part = ",
+        "k[hs : hs + head_dim])`, over",
+    ),
+    ("scalar", "top = max(", "top = min(", "top = min", "exp overflows"),
+    ("scalar", "(score - top).exp()", "Value((score - top).exp().data)", "exps = [", "the graph"),
+    ("gpt2", "scores + mask", "scores * mask", "weights =", ""),
+    (
+        "gpt2",
+        "weights = torch.softmax(scores + mask",
+        "scores = scores * mask\n        weights = torch.softmax(scores",
+        "scores = scores *",
+        "Add the mask: `scores + causal_mask(…)`",
+    ),
+    (
+        "gpt2",
+        " / key.shape[-1] ** 0.5",
+        "",
+        "scores = query",
+        "Nothing divides the scores",
+    ),
+    (
+        "gpt2",
+        WHOLE,
+        f"num_tokens + {WHOLE}",
+        "mask = torch.full",
+        "gives [5, 5]; it should be [3, 5]",
+    ),
+    ("gpt2", "triu(num_tokens + 1)", "triu(1)", ".triu(1)", "not aligned to the end"),
+    ("gpt2", "-torch.inf)\n", "-1e9)\n", "-1e9", "rather than -inf"),
+    (
+        "gpt2",
+        "mask.to(device, dtype)",
+        "mask.to(device)",
+        "mask = torch.full",
+        "gives torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "code", "words"), CURES)
+def test_a_slip_is_told_with_its_line_and_its_cure(
+    name: str, old: str, new: str, code: str, words: str, follow: Follow
+) -> None:
+    text = filled(name, (old, new))
+    lines = [n for n, one in enumerate(text.splitlines(), 1) if code in one]
+    first = follow(name, text).findings[0]
+    told = f"{first.message} {first.hint}"
+    assert any(re.search(rf"line {line}\b", told, re.IGNORECASE) for line in lines), told
+    assert words in told
+
+
+def test_blanks_wait_for_what_headwises_code_in_them_uses(follow: Follow) -> None:
+    only = (*(blank.strip() for blank in LINEARS), "self.mask = None", "queries = None")
+    for name in ("per_head", "split"):
+        verdict = follow(
+            name, filled(name, ("context_length), 1)", "context_length), -1)"), only=only)
+        )
+        wrong = [one for one in verdict.errors if one.rule != "step-blanks"]
+        assert [one.rule for one in wrong] == ["step-mask"]
+        assert "`forward` waits for `mask`." in said(verdict)
+
+
 def test_a_mask_after_the_softmax_is_named(follow: Follow) -> None:
     old, new = "torch.softmax(scores + mask, dim=-1)", "torch.softmax(scores, dim=-1) + mask"
     late = "torch.softmax(scores, dim=-1)\n        weights = weights + mask"
@@ -810,6 +924,10 @@ def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> Non
         (["--step", "gpt2", "--new", "gpt2", "mine.py"], "give one of them"),
         (["--step", "gpt2", "here.py", "--d_in", "3"], "leave out d_in"),
         (["--step", "gpt2", "here.py:Name"], "leave out :Name"),
+        (
+            ["--step", "here.py"],
+            "is a file, and no step; the steps are scalar, per_head, split, gpt2",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -840,6 +958,10 @@ def test_a_steps_file_is_followed_by_its_step(
     said = capsys.readouterr().out
     assert "This looks like a file for `--step per_head`." in said
     assert "No placeholder is left" not in said
+    assert main(["check", "--step", "mine.py"]) == 2
+    assert "for this file: headwise check --step per_head mine.py" in capsys.readouterr().err
+    assert main(["check", "--explain", "Scale"]) == 0
+    assert capsys.readouterr().out.startswith("scale: ")
     assert main(["check", "--explain", "rules"]) == 0
     assert "step-mask: The mask hides what comes later" in capsys.readouterr().out
 

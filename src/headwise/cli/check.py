@@ -73,7 +73,7 @@ def check(
     from ..check.files import check_file  # other commands start sooner without these
     from ..check.files.sandbox import Limits
     from ..check.findings.rules import ALL, lesson
-    from ..check.steps import check_step, usual_limits, write_template
+    from ..check.steps import STEPS, check_step, usual_limits, write_template
 
     asked = [
         f"--{name}"
@@ -86,9 +86,15 @@ def check(
         if words or arg:
             raise ValueError(f"--explain {explain}: takes nothing beside it")
         listed = (f"{name}: {rule.says}" for name, rule in ALL.items())
-        print("\n".join(listed) if explain == "rules" else lesson(explain))
+        print("\n".join(listed) if explain.lower() == "rules" else lesson(explain.lower()))
         return 0
     example = f"{asked[0]} {step or new} mine.py" if asked else USUAL
+    if step is not None and not words and Path(step).suffix == ".py":
+        told = _step_of(step).replace("or follow its step", "for this file")
+        raise ValueError(
+            f"--step {step}: is a file, and no step; the steps are {', '.join(STEPS)}"
+            f"{told or f'; as in: headwise check --step split {step}'}"
+        )
     target, given = parsed(words or [], arg or [], example)
     if call is not None and asked:
         raise ValueError(f"{asked[0]}: takes no --call; leave it out")

@@ -6,9 +6,10 @@ be right while the next is still blank: headwise's own code stands in the blanks
 that uses a wrong one waits for it. Once all are right, the whole goes through all rules of `check`.
 
 Where a part is wrong, `watching.py` follows it line by line, `blame.py` finds the first variable
-that does not hold what headwise's own code gives it, and `hints.py` says so. What each part has to
-do stands in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and `scalar.py`; the files
-to start from are in `../templates/`.
+that does not hold what headwise's own code gives it, and `hints.py` says so; slips of the syntax
+that explain it, such as a comma too many, are told by `slips.py`. What each part has to do stands
+in `steps.toml`, and in `gpt2.py`, `gpt2_max.py`, `layers.py` and `scalar.py`; the files to start
+from are in `../templates/`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .gpt2_max import GPT2_MAX
 from .hints import failed, has_self, looked, meant
 from .layers import PER_HEAD, SPLIT
 from .scalar import SCALAR
+from .slips import explained, twice
 
 SIGNS = {ast.Div: "/", ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.MatMult: "@"}
 STEPS: dict[str, Step] = {step.name: step for step in (SCALAR, PER_HEAD, SPLIT, GPT2, GPT2_MAX)}
@@ -163,6 +165,9 @@ def _read(trial: Trial) -> Iterator[Finding]:
             hint = has_self(function)
         if name not in step.imports and (near := meant(trial, name, line)):
             hint = f"Did you mean `{near}`?"
+        function = source.owner_at(line)[1]
+        if function and name not in {"self", *step.imports} and (again := twice(function, name)):
+            hint = again
         yield found("step-imports", "unbound", name=name, line=line, hint=hint)
     if not missing:
         yield passed("step-imports", "Every name that is used is imported or defined.")
@@ -176,6 +181,8 @@ def _read(trial: Trial) -> Iterator[Finding]:
                     more = (
                         f" Line {line} gives a variable that name: write `self.{part.short} = …`."
                     )
+                elif near := _nearly(trial, part):
+                    more = f" {near}"
                 hint = f"{part.hint}{more}"
                 yield found("step-parts", "missing", name=part.short, where=where, hint=hint)
         if left_over := source.blanks(name):
@@ -189,6 +196,17 @@ def _missing(trial: Trial) -> dict[str, int]:
     """Names that nothing gives a meaning to, but for those of parts."""
     parts = {part.name for part in trial.step.parts}
     return {name: line for name, line in trial.source.unbound.items() if name not in parts}
+
+
+def _nearly(trial: Trial, part: StepPart) -> str:
+    """What has nearly the name of a part, and where."""
+    source, owner = trial.source, trial.names.get(part.owner, "")
+    others = {one.rpartition(".")[2] for one in trial.names.values()}
+    known = source.attributes(owner) if owner else {*source.definitions}
+    for near in difflib.get_close_matches(part.short, sorted(known - others), 1, 0.75):
+        line = source.line(f"{owner}.{near}" if owner else near)
+        return f"Line {line} has `{near}`: did you mean `{part.short}`?"
+    return ""
 
 
 def _other_step(trial: Trial) -> str:
@@ -312,7 +330,7 @@ def _needs(trial: Trial, part: StepPart) -> list[str]:
     if source.function(names[part.name]) is None:  # a class or a layer: it is only built
         builds = source.uses(f"{names[part.name]}.__init__") - {part.name}
         return [one for one in trial.waiting if one == part.owner or names[one] in builds]
-    used = source.uses(names[part.name], names.values())
+    used = source.uses(names[part.name], names.values()) | _filled_with(trial, part)
     built = source.mentions(names[part.owner]) if part.owner else set()
     needs = []
     for other in trial.waiting:
@@ -326,15 +344,21 @@ def _needs(trial: Trial, part: StepPart) -> list[str]:
     return needs
 
 
+def _filled_with(trial: Trial, part: StepPart) -> set[str]:
+    """The attributes that headwise's own code in a part's blanks uses."""
+    blanks = (part.fill.get(one.key, "") for one in trial.source.blanks(trial.names[part.name]))
+    return {node.attr for node in nodes(ast.Attribute, *map(ast.parse, blanks))}
+
+
 def _tried(trial: Trial, part: StepPart) -> Iterator[Finding]:
     """What a part's test finds; what it raises is a finding, too."""
     trial.watch = None
     try:
         done = trial.step.tests[part.test](trial, part)
         for one in [done] if isinstance(done, Finding) else done:
-            yield looked(trial, part, one) if part.test != "whole" else one
+            yield explained(trial, part, looked(trial, part, one)) if part.test != "whole" else one
     except MemoryError:
         raise
     except Exception as error:
         if (finding := failed(trial, part, error)) is not None:
-            yield looked(trial, part, finding)
+            yield explained(trial, part, looked(trial, part, finding))

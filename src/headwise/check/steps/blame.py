@@ -26,6 +26,7 @@ from .watching import Given, Plain, Watch, changed, given_by
 HIDDEN = -1e4
 """Scores below it are hidden, with whatever number."""
 MIXED = {"floats", "Values"}
+KEPT = "Take it away: `{name}` stays as it was given. What is made of it gets a name of its own."
 NAN = ": 0 times infinity is NaN, and so are inf - inf and inf // 2."
 
 
@@ -157,12 +158,14 @@ def _first_wrong(watch: Watch, name: str, known: dict[str, Known]) -> tuple[int,
     one = events[time]
     at = _loop_at(watch, one) if _is_short(last, want) else one.line
     blame = _words(watch, one._replace(line=at), last, want, {*known})
+    if time and any(fits(events[time - 1], each, strict) for each in final):
+        blame = blame._replace(hint=anew(watch, name, one, events[time - 1]))
     late = [each.line for each in events[time + 1 :] if not each.is_like(one)]
     more = (
         f" Line {late[0]} comes too late: `{code_at(watch.trial.path, late[0])}`." if late else ""
     )
     hints = (hint + more for made, hint in wrong if fits(one, made, strict))
-    return one.line, blame._replace(hint=next(hints, ""))
+    return one.line, blame._replace(hint=next(hints, blame.hint))
 
 
 def _is_short(got: Given, right: Given) -> bool:
@@ -216,6 +219,31 @@ def holds(node: ast.stmt, line: int) -> bool:
     return node.lineno < line <= (node.end_lineno or line)
 
 
+def anew(watch: Watch, name: str, one: Given, before: Given) -> str:
+    """What to say of a line that drops what is right, and makes it anew of another variable."""
+    here = watch.at(one.line)
+    if not isinstance(here, ast.Assign) or name in names(here.value):
+        return ""
+    known = {"self", *watch.trial.source.bound}
+    used = [each for each in nodes(ast.Name, here.value) if each.id not in known]
+    if len(used) != 1:
+        return ""
+    other, used[0].id = used[0].id, name
+    meant, used[0].id = ast.unparse(here), other
+    return (
+        f"It makes `{name}` anew, of `{other}`, and drops the `{name}` of line {before.line}, "
+        f"which is right. Did you mean `{meant}`?"
+    )
+
+
+def written(watch: Watch) -> Blame | None:
+    """An argument that is changed in place, and so is the caller's."""
+    for name, line in watch.written.items():
+        said = f"`{name}` is the caller's, and is written into ({quoted(watch.trial.path, line)})."
+        return Blame(name, line, said, hint=KEPT.format(name=name))
+    return None
+
+
 # --- words ----------------------------------------------------------------------------------------
 
 
@@ -224,6 +252,8 @@ def _words(watch: Watch, one: Given, last: Given, final: Given, known: set[str])
     got, want, name = one.value, final.value, one.name
     assert want is not None
     at = quoted(watch.trial.path, one.line)
+    if watch.written.get(name) == one.line and (blame := written(watch)):
+        return blame
     if got is None:
         return Blame(name, one.line, f"`{name}` holds something else than numbers ({at}).")
     letters = watch.part.shapes.get(name, "").split()

@@ -17,13 +17,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import check
+from ..files.syntax import quoted
 from ..findings.rules import ALL, found, passed
 from ..findings.verdict import Finding
 from .base import StepPart, Test, Trial, hidden_wrongly, judge_shape, shape_of, step
 from .blame import agrees
 from .hints import laid
 from .naming import from_heads, is_right
-from .watching import watched
+from .watching import Given, watched
 
 # The tutorial's sizes, in which no two axes are alike; and those of the whole.
 B, T, E, H, D = 2, 8, 768, 12, 64
@@ -176,12 +177,52 @@ def _mask(trial: Trial, part: StepPart) -> Finding:
         cached = give(trial, f"{part.short} cached")
         aligned = tuple(cached.shape) == (3, 5) and bool((cached[-1] == 0).all())
     except Exception:
-        aligned = False
+        cached, aligned = None, False
+    if isinstance(cached, Tensor) and tuple(cached.shape) != (3, 5):
+        at = _mask_at(trial, part, lambda one: one.shape == [*cached.shape])
+        said = f"`causal_mask(3, 2)` gives {[*cached.shape]}; it should be [3, 5]{at}."
+        hint = "It does no harm in this step. A row for each new query, a column for each key."
+        return Finding(part.rule, "warning", said, hint)
     if not aligned:
-        return found(part.rule, "cached")
+        return _told_where(found(part.rule, "cached"), _mask_at(trial, part))
     if bool((mask[hidden] > -torch.inf).any()):
-        return found(part.rule, "finite")
+        at = _mask_at(trial, part, _is_low)
+        return _told_where(found(part.rule, "finite"), at)
+    if "outputs" not in trial.made and (got := _other_dtype(trial)) is not None:
+        at = _mask_at(trial, part, lambda one: len(one.shape or ()) == 2)
+        said = f"`causal_mask` is called with dtype=torch.float64, and gives {got}{at}."
+        hint = "Hand it on where the matrix is made: `dtype=dtype, device=device`."
+        return Finding(part.rule, "warning", said, hint)
     return passed(part.rule, f"`{part.short}` hides what comes later with -inf, and nothing else.")
+
+
+def _mask_at(
+    trial: Trial, part: StepPart, is_meant: Callable[[Given], bool] = lambda one: False
+) -> str:
+    """The line that is the first to make something that is meant, or else the one that returns."""
+    watch = trial.watch
+    if watch is None or watch.function is None:
+        return ""
+    lines = [one.line for one in watch.given if is_meant(one)]
+    return f" ({quoted(trial.path, [*lines, watch.line][0])})"
+
+
+def _is_low(one: Given) -> bool:
+    """Whether a matrix, or a number, holds what hides: a number far below 0."""
+    return one.value is not None and bool((one.value.numbers <= -1e4).any())
+
+
+def _told_where(finding: Finding, at: str) -> Finding:
+    return replace(finding, message=f"{finding.message.rstrip('.')}{at}.")
+
+
+def _other_dtype(trial: Trial) -> torch.dtype | None:
+    """What a mask is made of that was to be of float64; None where it is, or takes no dtype."""
+    try:
+        got = trial.get("causal_mask")(3, 0, dtype=torch.float64, device=None).dtype
+    except Exception:  # without this keyword is as good
+        return None
+    return None if got == torch.float64 else got
 
 
 def _forward(trial: Trial, part: StepPart) -> Finding:

@@ -14,6 +14,7 @@ from ..target.checked_target import told
 from .base import StepPart, Trial
 from .blame import Blame, Known, blamed, fits, holds, knowns, sources, twin_gives
 from .filling import innermost
+from .slips import unscaled, without_softmax
 from .watching import Watch, changed, given_by, key_at
 
 LETTERS = {
@@ -35,22 +36,26 @@ def laid(trial: Trial, part: StepPart, named: Finding | None, weak: Finding) -> 
         return looked(trial, part, named or weak)
     if named is None and blame.key == "return":
         return looked(trial, part, replace(weak, hint=trial.step.hint(part, "return")))
-    if named is None:
-        return _finding(trial, part, blame)
+    if named is None or (named.rule == "unused-result" and blame.key != "return"):
+        return finding(trial, part, blame)  # what is unused, for which reason
     changes = [one for one in trial.watch.statements if blame.key in changed(one)]
     own = {line for one in changes for line in range(one.lineno, (one.end_lineno or 0) + 1)}
     lines = _lines(named)
     inside = any(holds(trial.watch.function, one) for one in lines)
     if blame.hint and inside:  # what was named is not what these values say
-        return _finding(trial, part, blame)
+        return finding(trial, part, blame)
     if lines & (own | {blame.line}):
-        return replace(named, hint=named.hint + (blame.more and f".{blame.more}"))
+        also = "" if blame.line in lines else f". See also {quoted(trial.path, blame.line)}"
+        more = blame.more and f"{'' if also.endswith('.') else '.'}{blame.more}"
+        return replace(named, hint=named.hint + also + more)
     if lines & _lines(Finding("", "error", blame.more, "")):
         also = f". It shows in {quoted(trial.path, blame.line)}"
         return replace(named, hint=named.hint + also)
     if blame.key not in row.get("at", ()):
-        return _finding(trial, part, blame)
+        return finding(trial, part, blame)
     hint = re.sub(r" ?Look at line \d+ of .*", "", named.hint)
+    if made := unscaled(trial.watch, blame.key, blame.line) if named.rule == "scale" else 0:
+        return replace(named, hint=f"{hint} Look at {quoted(trial.path, made)}")
     look = f" Look at {quoted(trial.path, blame.line)}{blame.more and '.'}{blame.more}"
     return replace(named, hint=hint + look)
 
@@ -65,6 +70,9 @@ def looked(trial: Trial, part: StepPart, finding: Finding) -> Finding:
     if attribute := re.search(r"`self\.(\w+)`", finding.message):
         line = trial.source.line(f"{trial.names[part.owner or part.name]}.{attribute[1]}") or line
     at, more = (blame.line, blame.more) if blame else (line, "")
+    if blame is None and at and trial.watch is not None and trial.watch.line == at:
+        right = twin_gives(trial)
+        more = sources(trial.watch, at, {*knowns(right, trial.watch)} if right else set())
     look = f" Look at {quoted(trial.path, at)}{more and '.'}{more}" if at else ""
     return replace(finding, hint=(finding.hint + look).strip())
 
@@ -74,13 +82,17 @@ def _lines(finding: Finding) -> set[int]:
     return {int(one) for one in re.findall(r"\bline (\d+)", said, re.IGNORECASE)}
 
 
-def _finding(trial: Trial, part: StepPart, blame: Blame) -> Finding:
+def finding(trial: Trial, part: StepPart, blame: Blame) -> Finding:
     hint, key = blame.hint or trial.step.hint(part, blame.key), blame.key
     if hint == part.hint and key != "return" and key not in part.fill:
         theirs = trial.watch.twin.statements
         own = [ast.unparse(one).splitlines()[0] for one in theirs if key in given_by(one)]
         hint = f"The template has `{own[0]}`." if own else hint
         hint = f"`{key}` is the number of {LETTERS[key]}." if key in LETTERS else hint
+        if key in trial.watch.arguments - {*part.same}:
+            hint = f"What is below needs `{key}` as it was given: give this a name of its own."
+    if not blame.hint and key == "weights" and without_softmax(trial, part):
+        hint = "Nothing here is a softmax: `weights = torch.softmax(…, dim=-1)`, then the dropout."
     return Finding(part.rule, "error", blame.said, f"{hint}{blame.more}".strip())
 
 
@@ -88,7 +100,7 @@ def failed(trial: Trial, part: StepPart, error: BaseException) -> Finding | None
     """A finding on what a part raised; None where headwise's own code in a blank did."""
     watch: Watch | None = trial.watch
     if watch is not None and watch.failed and (blame := blamed(trial)):
-        return _finding(trial, part, blame)
+        return finding(trial, part, blame)
     frames = [one for one in _frames(error) if one.tb_frame.f_code.co_filename == str(trial.path)]
     own = [one for one in frames if not _is_done(trial, part, one.tb_lineno)] or frames
     line = own[-1].tb_lineno if own else 0
@@ -147,6 +159,11 @@ def _cure(trial: Trial, part: StepPart, error: BaseException, line: int) -> str:
     if isinstance(error, AttributeError) and unknown:
         own = trial.source.attributes(trial.source.owner_at(line)[0])
         return "".join(f"Did you mean `{one}`?" for one in _near(unknown[1], own))
+    if "view size is not compatible" in str(error):
+        return (
+            "After a transpose, `view` cannot join axes: write `.reshape(…)`, or `.contiguous()` "
+            "before the `.view(…)`."
+        )
     return ""
 
 

@@ -15,8 +15,9 @@ from .. import check
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from .base import Step, StepPart, Test, Trial, hidden_wrongly, judge_shape, step
-from .blame import agrees, twin
-from .hints import laid
+from .blame import agrees, twin, written
+from .hints import finding, laid
+from .slips import dropped
 from .watching import watched
 
 B, T = 2, 7
@@ -143,10 +144,12 @@ def _forward(trial: Trial, part: StepPart) -> Finding:
         def call(one: Trial, name: str = f"{part.owner}{biased}") -> Any:
             layer = _layer(one, trial, name)
             torch.manual_seed(0)
-            return layer(x)
+            return layer(x.clone())
 
         sizes = {"B": B, "T": T, "H": HEADS, "D": D_HEAD, "d_out": width}
         out = watched(trial, part, sizes, call)
+        if blame := written(trial.watch):
+            return finding(trial, part, blame)
         judged = judge_shape(part, out, given, want, said, name=part.owner, hint=hint)
         if judged.severity == "error":
             return laid(trial, part, None, judged)
@@ -155,7 +158,11 @@ def _forward(trial: Trial, part: StepPart) -> Finding:
         if not biased:
             return laid(trial, part, _named(trial, part), found(part.rule, "other"))
         wrong = laid(trial, part, None, found(part.rule, "other"))
-        return replace(wrong, message=f"In training, {wrong.message}", hint=DROPS)
+        return replace(
+            wrong,
+            message=f"In training, {wrong.message}",
+            hint=DROPS + dropped(trial, wrong.message),
+        )
     return judged
 
 

@@ -101,7 +101,16 @@ def _softmax(trial: Trial, part: StepPart) -> Finding:
         words = {"scores": scores, "got": _shown(got), "total": total, "want": _shown(want)}
         return found(part.rule, "numbers", **words)
     if _cut(trial, out[0], {"scores": given}):
-        return found(part.rule, "cut")
+        last = trial.watch.last.items()
+        known = {
+            name: value
+            for name, (value, _) in last
+            if name in part.shapes and isinstance(value, list)
+        }
+        cut = (name for name, value in known.items() if _cut(trial, value[0], {"scores": given}))
+        line = line_of(trial, part, next(cut, "return"))
+        one = found(part.rule, "cut")
+        return replace(one, hint=f"{one.hint} Look at {quoted(trial.path, line or 0)}")
     large = [0.0, 1000.0, 1001.0]
     try:
         out = watched(trial, part, {}, lambda one: one.get("softmax")(_numbers(one, large)))

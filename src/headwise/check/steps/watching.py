@@ -64,6 +64,8 @@ class Watch:
         self.statements = [*nodes(ast.stmt, *self.body)]
         self.given: list[Given] = []
         self.last: dict[str, tuple[Any, Any]] = {}
+        self.taken: dict[str, Tensor] = {}  # what it was called with
+        self.written: dict[str, int] = {}  # those of them that were changed in place, and where
         self.line = 0
         self.twin: Watch | None = None  # of the same call of the trial's twin
         self.out: Any = None
@@ -99,6 +101,8 @@ class Watch:
         if code.co_name != function.name or code.co_firstlineno != first:
             return None
         self.line, self.last = frame.f_lineno, _values(frame)
+        taken = {name: value for name, (value, _) in self.last.items()}
+        self.taken = {name: one for name, one in taken.items() if isinstance(one, Tensor)}
         return self._follow
 
     def _follow(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -107,6 +111,8 @@ class Watch:
             old = self.last.get(name)
             if old is None or old[0] is not value or old[1] != version:
                 self.given.append(Given.of(self.line, name, value))
+                if old is not None and old[0] is value and value is self.taken.get(name):
+                    self.written.setdefault(name, self.line)
         self.last = values
         if event != "exception":
             self.line = frame.f_lineno
@@ -155,7 +161,8 @@ def key_at(function: Function | None, part: StepPart, line: int) -> str:
     here = around[0] if around else None
     if isinstance(here, ast.Return):
         return "return"
-    met = {name for one in statements if one.lineno < line for name in changed(one)}
+    begun = (one for one in statements if one.lineno < line and not _is_empty(one))
+    met = {name for one in begun for name in changed(one)}
     keys = [key for key in (part.shapes or part.fill) if key != "return"]
     new = keys[max((n for n, key in enumerate(keys, 1) if key in met), default=0) :]
     own = [key for key in new if here is not None and key in changed(here)]
@@ -188,6 +195,12 @@ def changed(statement: ast.stmt) -> set[str]:
         own = {one.id for one in items if isinstance(one, ast.Name)}
         return own | names(*targets, context=ast.Store)
     return _filled(statement) if isinstance(statement, ast.Expr) else set()
+
+
+def _is_empty(statement: ast.stmt) -> bool:
+    """Whether a statement gives a list that is still to be filled: `joined = []`."""
+    value = getattr(statement, "value", None)
+    return isinstance(value, ast.List) and not value.elts
 
 
 def given_by(statement: ast.stmt | None) -> set[str]:
