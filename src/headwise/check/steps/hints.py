@@ -89,7 +89,9 @@ def finding(trial: Trial, part: StepPart, blame: Blame) -> Finding:
         own = [ast.unparse(one).splitlines()[0] for one in theirs if key in given_by(one)]
         hint = f"The template has `{own[0]}`." if own else hint
         hint = f"`{key}` is the number of {LETTERS[key]}." if key in LETTERS else hint
-        if key in trial.watch.arguments - {*part.same}:
+        here = trial.watch.at(blame.line)
+        named = names(here, context=ast.Store) if isinstance(here, ast.Assign) else set[str]()
+        if key in named & trial.watch.arguments - {*part.same}:
             hint = f"What is below needs `{key}` as it was given: give this a name of its own."
     if not blame.hint and key == "weights" and without_softmax(trial, part):
         hint = "Nothing here is a softmax: `weights = torch.softmax(…, dim=-1)`, then the dropout."
