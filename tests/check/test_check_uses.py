@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise.check import check
 from headwise.check.target.resolve import resolve
+from headwise.check.target.signatures import signature
 from headwise.check.target.uses import documented, use_of
 
 
@@ -179,3 +180,32 @@ def test_what_is_written_of_an_argument_tells_what_it_is() -> None:
     subject = resolve(Documented)
     assert (subject.num_heads, subject.embed_dim) == (3, 24)
     assert check(Documented).passed, str(check(Documented))
+
+
+class WithASchema(Base):
+    """An attribute by a name that scripts of PyTorch have as well."""
+
+    schema: ClassVar[dict[str, str]] = {"width": "int"}
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.build(width, num_heads, width // num_heads)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
+def test_only_a_script_is_taken_for_one() -> None:
+    script = torch.jit.script(nn.MultiheadAttention(24, 3))
+    names = [one.name for one in signature(script.forward)]
+    assert names[:5] == ["query", "key", "value", "key_padding_mask", "need_weights"]
+    assert check(WithASchema).passed, str(check(WithASchema))
+
+
+class KeyOfNothing(Base):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        raise KeyError
+
+
+def test_an_error_that_says_nothing_is_asked_about() -> None:
+    with pytest.raises(ValueError, match="I do not know how to build this"):
+        check(KeyOfNothing)

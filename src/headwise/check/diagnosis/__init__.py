@@ -94,7 +94,7 @@ def run(subject: Target) -> list[Finding]:
         early = [*_unused(subject, judged), *lists, *([] if lists else dropping)]
         findings = [*early, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
-        right = any((one.rule, one.severity) == ("definition", "passed") for one in findings)
+        right = _is_right(findings)
         read = [*read_off(thing, *(rule for rule in READ if not (right and rule in GIVEN)))]
         if any(one.rule == "scale" for one in read) and is_scaled_right(subject):
             read = [one for one in read if one.rule != "scale"]
@@ -108,12 +108,17 @@ def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
     """Results that nothing takes. Where the definition gives the same output, and no mask could
     make another of them, such a line is only of no use."""
     findings = [*read_off(subject.caller.target, "unused-result")]
-    right = any((one.rule, one.severity) == ("definition", "passed") for one in judged)
+    right = _is_right(judged)
     masked = subject.caller.named("mask") or subject.caller.named("padding")
     for number, one in enumerate(findings):
         if right and not (masked and HIDING.search(one.hint)):
             findings[number] = replace(one, severity="warning")
     return findings or dropout_lost(subject)
+
+
+def _is_right(findings: list[Finding]) -> bool:
+    """Whether the definition gives the same numbers."""
+    return any((one.rule, one.severity) == ("definition", "passed") for one in findings)
 
 
 def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:

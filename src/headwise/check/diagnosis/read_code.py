@@ -81,14 +81,9 @@ def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     where `v = v.view(…)` was meant."""
     for name, lost, statement in overwritten(part):
         others = {one for one in names(statement.value) if qkv_of(one)}
-        roles = {qkv_of(one) for one in others}
-        if (
-            qkv_of(name)
-            and called_of_self(lost.value)
-            and len(roles) == 1
-            and qkv_of(name) not in roles
-        ):
-            words = {"part": LONG[qkv_of(name)], "name": name, "other": min(others)}
+        role, roles = qkv_of(name), {qkv_of(one) for one in others}
+        if role and called_of_self(lost.value) and len(roles) == 1 and role not in roles:
+            words = {"part": LONG[role], "name": name, "other": min(others)}
             yield "lost", statement.lineno, words
 
 

@@ -55,7 +55,7 @@ def _product(name: str, args: Any) -> Product | None:
     return Product((left, right), (one, two, out)) if fits else None
 
 
-class Heads(TorchFunctionMode):
+class TracedHeads(TorchFunctionMode):
     """Records what the first attention of a call multiplies, and may change what its heads give.
 
     Attributes:
@@ -104,6 +104,44 @@ class Heads(TorchFunctionMode):
         return self.change(out.movedim(axis, -1)).movedim(-1, axis)
 
 
+class Followed:
+    """A call on x, and what of it changes with a token of the input or of a head's output.
+
+    Attributes:
+        rows: `[B, H, T, D]` of q, k, v and the heads' output, in which heads and sequences may have
+            been one axis, `[B · H, T, D]`; None where they have others.
+    """
+
+    def __init__(self, subject: Target, x: Tensor) -> None:
+        self.subject, self.x = subject, x
+        self.out, self.rows = self._call(x, TracedHeads())
+
+    def _call(self, x: Tensor, heads: TracedHeads) -> tuple[Tensor, dict[str, Tensor | None]]:
+        with heads:
+            out = self.subject(x)
+        return out, {role: _headed(rows, x) for role, rows in heads.rows.items()}
+
+    def changed(self, role: str, token: int, feature: int | slice = slice(None)) -> Tensor:
+        """`[H, T, D]`: which numbers of the first sequence change with a token of it."""
+        x = self.x.clone()
+        x[0, token, feature] += 1.0
+        before, after = self.rows[role], self._call(x, TracedHeads())[1][role]
+        assert before is not None
+        assert after is not None
+        return _differs(before, after)[0]
+
+    def lands(self, place: tuple[int, ...]) -> list[int]:
+        """The tokens whose outputs change with some of what the heads give, `[B, H, T, D]`."""
+
+        def moved(out: Tensor) -> Tensor:
+            nudge = torch.zeros_like(out)
+            nudge.reshape(len(self.x), -1, *out.shape[-2:])[place] = 1.0
+            return out + nudge
+
+        out, _ = self._call(self.x, TracedHeads(moved))
+        return _differs(self.out, out)[0].any(-1).nonzero().flatten().tolist()
+
+
 def traced_tokens(subject: Target) -> list[Finding]:
     """Heads that a reshape alone splits or merges, tokens and features that one confuses, and
     features that are normalised over the tokens."""
@@ -112,30 +150,21 @@ def traced_tokens(subject: Target) -> list[Finding]:
     if min(x.shape[1:]) < 3:  # of one token or two, anything fits
         return []
     with contextlib.suppress(Exception), torch.no_grad():  # the probes say what a call raises
+        call = Followed(trial, x)
         for role in "qkv":
-            rows = _rows(trial, x, role)
+            rows = call.rows.get(role)
             if rows is None or rows.shape[1] == x.shape[1]:
                 continue
-            if _is_split_by_view(trial, x, role):
+            if _is_split_by_view(call, role):
                 return [found("head-split", "traced", line=lines_of(trial, x, "head-split"))]
-            if _is_scrambled(trial, x, role):
+            if _is_scrambled(call, role):
                 return [found("definition", "scrambled", line=lines_of(trial, x, "head-split"))]
             if role != "v" and _is_even(rows, -2) and not _is_even(rows, -1):
                 return [found("definition", "normalised", line=lines_of(trial, x, "definition"))]
         for way, is_so in (("traced", _is_merged_by_view), ("astray", _is_merged_astray)):
-            if is_so(trial, x):
+            if is_so(call):
                 return [found("head-merge", way, line=lines_of(trial, x, "head-merge"))]
     return []
-
-
-def _rows(subject: Target, x: Tensor, role: str) -> Tensor | None:
-    """`[B, H, T, D]` of q, k, v or the heads' output in a call on x; None where it has other axes.
-
-    Heads and sequences may be one axis, as `[B · H, T, D]`."""
-    heads = Heads()
-    with heads:
-        subject(x)
-    return _headed(heads.rows.get(role), x)
 
 
 def _headed(rows: Tensor | None, x: Tensor) -> Tensor | None:
@@ -155,51 +184,43 @@ def _differs(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs() > 1e-5 * one.abs().max()
 
 
-def _changed(
-    subject: Target, x: Tensor, role: str, token: int, feature: int | slice = slice(None)
-) -> Tensor:
-    """`[H, T, D]`: which numbers of the first sequence change with a token of it."""
-    other = x.clone()
-    other[0, token, feature] += 1.0
-    before, after = _rows(subject, x, role), _rows(subject, other, role)
-    assert before is not None
-    assert after is not None
-    return _differs(before, after)[0]
+def _sampled(width: int, *among: int) -> list[tuple[int, int]]:
+    """Some tokens with some of their features each."""
+    features = range(0, width, max(1, width // FEATURES))
+    return [(token, feature) for token in among for feature in features]
 
 
-def _is_split_by_view(subject: Target, x: Tensor, role: str) -> bool:
+def _is_split_by_view(call: Followed, role: str) -> bool:
     """Whether a token lies in as many neighbouring rows of `[H, T]` as there are heads."""
-    tokens = x.shape[1]
-    for token in range(tokens):
-        rows = _changed(subject, x, role, token).any(-1)
+    for token in range(call.x.shape[1]):
+        rows = call.changed(role, token).any(-1)
         heads, flat = rows.shape[0], rows.flatten().nonzero().flatten().tolist()
         if heads == 1 or flat != [*range(token * heads, (token + 1) * heads)]:
             return False
     return True
 
 
-def _is_scrambled(subject: Target, x: Tensor, role: str) -> bool:
+def _is_scrambled(call: Followed, role: str) -> bool:
     """Whether the features of one token lie in several rows: where `[E, T]` is read on as `[T, E]`,
     or the other way."""
-    tokens, width = x.shape[1:]
+    tokens, width = call.x.shape[1:]
     seen = dict[tuple[int, int], list[int]]()
-    for feature in range(0, width, max(1, width // FEATURES)):
-        for token in (0, tokens // 2):
-            rows = _changed(subject, x, role, token, feature).any(-1).any(0)
-            seen[token, feature] = rows.nonzero().flatten().tolist()
+    for token, feature in _sampled(width, 0, tokens // 2):
+        rows = call.changed(role, token, feature).any(-1).any(0)
+        seen[token, feature] = rows.nonzero().flatten().tolist()
     if all(rows == [token] for (token, _), rows in seen.items()):
         return False
-    read_on = {place: [(place[1] * tokens + place[0]) // width] for place in seen}
-    read_back = {place: [(place[0] * width + place[1]) % tokens] for place in seen}
-    return seen in (read_on, read_back) or _is_read_on(subject, x, role)
+    read_on = {(token, n): [(n * tokens + token) // width] for token, n in seen}
+    read_back = {(token, n): [(token * width + n) % tokens] for token, n in seen}
+    return seen in (read_on, read_back) or _is_read_on(call, role)
 
 
-def _is_read_on(subject: Target, x: Tensor, role: str) -> bool:
+def _is_read_on(call: Followed, role: str) -> bool:
     """The same behind a projection, for all heads or in each: number n of what is read on comes
     from token n modulo T."""
-    tokens, together, apart = x.shape[1], True, True
+    tokens, together, apart = call.x.shape[1], True, True
     for token in range(tokens):
-        changed = _changed(subject, x, role, token)  # [H, T, D]
+        changed = call.changed(role, token)  # [H, T, D]
         for numbers in changed.flatten(1):
             apart &= torch.equal(numbers, torch.arange(len(numbers)) % tokens == token)
         numbers = changed.transpose(0, 1).flatten()
@@ -209,38 +230,22 @@ def _is_read_on(subject: Target, x: Tensor, role: str) -> bool:
     return True
 
 
-def _lands(subject: Target, x: Tensor, place: tuple[Any, ...]) -> list[int]:
-    """The tokens whose outputs change with some of what the heads give, `[B, H, T, D]`."""
-
-    def moved(out: Tensor) -> Tensor:
-        nudge = torch.zeros_like(out)
-        nudge.reshape(len(x), -1, *out.shape[-2:])[place] = 1.0
-        return out + nudge
-
-    with Heads():
-        usual = subject(x)
-    with Heads(moved):
-        return _differs(usual, subject(x))[0].any(-1).nonzero().flatten().tolist()
-
-
-def _is_merged_by_view(subject: Target, x: Tensor) -> bool:
+def _is_merged_by_view(call: Followed) -> bool:
     """Whether row t of head h lands in the token that `[H, T]` has there when it is read on as
     `[T, H]`."""
-    rows = _rows(subject, x, "out")
-    if rows is None or rows.shape[1] in (1, x.shape[1]):
+    rows = call.rows.get("out")
+    if rows is None or rows.shape[1] in (1, call.x.shape[1]):
         return False
     heads, tokens = rows.shape[1:3]
-    places = [(place, (0, *divmod(place, tokens))) for place in range(heads * tokens)]
-    return all(_lands(subject, x, place) == [n // heads] for n, place in places)
+    return all(call.lands((0, *divmod(n, tokens))) == [n // heads] for n in range(heads * tokens))
 
 
-def _is_merged_astray(subject: Target, x: Tensor) -> bool:
+def _is_merged_astray(call: Followed) -> bool:
     """Whether a single head's `[T, E]` is turned to `[E, T]` and read on as `[T, E]` again."""
-    rows = _rows(subject, x, "out")
+    rows = call.rows.get("out")
     if rows is None or rows.shape[1] != 1:
         return False
     tokens, width = rows.shape[2:]
-    places = [(t, n) for t in (0, tokens - 1) for n in range(0, width, max(1, width // FEATURES))]
-    astray = {(t, n): (n * tokens + t) // width for t, n in places}
-    lands = (_lands(subject, x, (0, 0, *place)) == [row] for place, row in astray.items())
-    return any(row != t for (t, _), row in astray.items()) and all(lands)
+    astray = {(t, n): (n * tokens + t) // width for t, n in _sampled(width, 0, tokens - 1)}
+    lands = (call.lands((0, 0, *place)) == [row] for place, row in astray.items())
+    return any(row != token for (token, _), row in astray.items()) and all(lands)

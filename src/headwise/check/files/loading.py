@@ -92,14 +92,14 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     except MemoryError:
         raise
     except BaseException as error:
-        leaves = isinstance(error, SystemExit)
-        if leaves and not _of_another(error, path):
+        leaves, of_another = isinstance(error, SystemExit), _of_another(error, path)
+        if leaves and not of_another:
             raise Broken(left(error, path, IMPORTING)) from None
         if NO_MEMORY.search(str(error)):
             raise MemoryError from error
         module = None
         if code is None and not isinstance(error, KeyboardInterrupt):
-            module = alone(path, name, source, told(error), _of_another(error, path))
+            module = alone(path, name, source, told(error), of_another)
         if module is None or not candidates(module):
             failed = left(error, path, IMPORTING) if leaves else _failed_import(error, path)
             raise Broken(failed) from None

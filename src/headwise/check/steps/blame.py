@@ -77,7 +77,7 @@ def agrees(trial: Trial, out: Any) -> bool:
     return not isinstance(want, Tensor) or torch.allclose(out, want, rtol=1e-3, atol=1e-4)
 
 
-class Known(NamedTuple):
+class Expected(NamedTuple):
     """What a variable may hold in the end, the twin's own value first, and on its way."""
 
     final: list[Given]
@@ -93,7 +93,7 @@ def blamed(trial: Trial) -> Blame | None:
     watch, right = trial.watch, twin_gives(trial)
     if right is None or not watch.statements:
         return None
-    known = knowns(right, watch)
+    known = expectations(right, watch)
     firsts = [one for name in known if (one := _first_wrong(watch, name, known)) is not None]
     if firsts:
         return min(firsts, key=lambda one: one[0])[1]
@@ -104,9 +104,9 @@ def blamed(trial: Trial) -> Blame | None:
     return Blame("return", watch.line, f"{said} ({at}).", sources(watch, watch.line, {*known}))
 
 
-def knowns(right: Watch, watch: Watch) -> dict[str, Known]:
+def expectations(right: Watch, watch: Watch) -> dict[str, Expected]:
     """What each variable of the twin may hold."""
-    part, last, known = right.part, right.last, dict[str, Known]()
+    part, last, known = right.part, right.last, dict[str, Expected]()
     scope = vars(right.trial.module) | {name: value for name, (value, _) in last.items()}
 
     def made(name: str, texts: Sequence[str]) -> Iterator[Given]:
@@ -123,10 +123,10 @@ def knowns(right: Watch, watch: Watch) -> dict[str, Known]:
         ways = [*own[:-1], *made(name, part.ways.get(name, ()))]
         hints = part.wrong.get(name, {})
         wrong = [(one, hint) for text, hint in hints.items() for one in made(name, [text])]
-        known[name] = Known(final, ways, wrong)
+        known[name] = Expected(final, ways, wrong)
     for letter, size in watch.sizes.items():
         if letter.isupper():
-            known.setdefault(letter, Known([Given.of(0, letter, size)], []))
+            known.setdefault(letter, Expected([Given.of(0, letter, size)], []))
 
     def is_judged(name: str) -> bool:
         value = known[name].final[0].value if known[name].final else None
@@ -135,7 +135,7 @@ def knowns(right: Watch, watch: Watch) -> dict[str, Known]:
     return {name: one for name, one in known.items() if is_judged(name)}
 
 
-def _first_wrong(watch: Watch, name: str, known: dict[str, Known]) -> tuple[int, Blame] | None:
+def _first_wrong(watch: Watch, name: str, known: dict[str, Expected]) -> tuple[int, Blame] | None:
     """The line in which a variable went wrong for good, and the blame for it."""
     final, ways, wrong = known[name]
     theirs = (one for one in watch.given if one.line not in watch.trial.ours)

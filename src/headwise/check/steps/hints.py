@@ -12,7 +12,7 @@ from ..files.syntax import Function, names, nodes, quoted
 from ..findings.verdict import Finding
 from ..target.checked_target import told
 from .base import StepPart, Trial
-from .blame import Blame, Known, blamed, fits, holds, knowns, sources, twin_gives
+from .blame import Blame, Expected, blamed, expectations, fits, holds, sources, twin_gives
 from .filling import innermost
 from .slips import unscaled, without_softmax
 from .watching import Watch, changed, given_by, key_at
@@ -72,7 +72,7 @@ def looked(trial: Trial, part: StepPart, finding: Finding) -> Finding:
     at, more = (blame.line, blame.more) if blame else (line, "")
     if blame is None and at and trial.watch is not None and trial.watch.line == at:
         right = twin_gives(trial)
-        more = sources(trial.watch, at, {*knowns(right, trial.watch)} if right else set())
+        more = sources(trial.watch, at, {*expectations(right, trial.watch)} if right else set())
     look = f" Look at {quoted(trial.path, at)}{more and '.'}{more}" if at else ""
     return replace(finding, hint=(finding.hint + look).strip())
 
@@ -118,14 +118,14 @@ def failed(trial: Trial, part: StepPart, error: BaseException) -> Finding | None
     said, more = f"`{part.short}` fails: {said}.", ""
     hint = _hint(trial, part, line)
     if watch is not None and watch.line == line:
-        known = knowns(right, watch) if (right := twin_gives(trial)) else {}
+        known = expectations(right, watch) if (right := twin_gives(trial)) else {}
         for name in given_by(watch.at(line)) & {*known} & {*part.shapes}:
             hint = trial.step.hint(part, name) if _is_way(watch, known[name]) else hint
         more = sources(watch, line, {*known})
     return Finding(part.rule, "error", said, cure or hint + more)
 
 
-def _is_way(watch: Watch, known: Known) -> bool:
+def _is_way(watch: Watch, known: Expected) -> bool:
     """Whether a variable, at the end, is still on its way."""
     own = [one for one in watch.given if one.name == known.final[0].name]
     return bool(own) and not any(fits(own[-1], right, False) for right in known.final)

@@ -222,6 +222,43 @@ def _heads_of(thing: Any) -> int | None:
     return None if roles & {"heads", "config"} else 1
 
 
+def _built(
+    factory: Callable[..., Any], args: tuple[Any, ...], own: dict[str, Any], sizes: BuildSizes
+) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What `build` gives, in a dtype that all of it has.
+
+    Raises:
+        ValueError: an argument that has to be asked for, or what it gives computes nothing.
+        Broken: it cannot be built, or what it gives cannot be called or listed.
+    """
+    label = name_of(factory)
+    try:
+        made = build(factory, args, own, sizes)
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("check("):
+            raise
+        way = "super" if UNMADE.search(str(error)) else "fails"
+        raise Broken(found("builds", way, label=label, error=told(error))) from error
+    target = made[0]
+    if isinstance(target, nn.Module):
+        odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
+        if odd:
+            raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
+        half = {torch.bfloat16, torch.float16}
+        if half & {one.dtype for one in target.parameters()}:  # others may be of another dtype
+            target.float()
+    elif not callable(target):
+        kind = type(target).__name__
+        public = (getattr(target, one) for one in dir(target) if not one.startswith("_"))
+        other = not hasattr(target, "forward") and any(map(callable, public))
+        if isinstance(target, Tensor) or other:  # a mask or a table, say: no mistake
+            raise ValueError(
+                f"check({label}): it gives a {kind} for sizes; name what computes attention"
+            )
+        raise Broken(found("builds", "result", label=label, kind=kind))
+    return made
+
+
 def _of_factory(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
@@ -238,45 +275,17 @@ def _of_factory(
         sizes = replace(request.sizes, changes=changes)
         own = {name: v for name, v in said.items() if building_role(name) not in changes}
         own |= {name: changes[name] for name in changes if name in names}
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                target, named, roles, made_up = build(factory, args, own, sizes)
-        except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("check("):
-                raise
-            way = "super" if UNMADE.search(str(error)) else "fails"
-            raise Broken(found("builds", way, label=label, error=told(error))) from error
-        if isinstance(target, nn.Module):
-            odd = [type(one) for one in (target, *_inner(target)) if type(one).__hash__ is None]
-            if odd:
-                raise Broken(found("builds", "unhashable", label=label, name=odd[0].__name__))
-            half = {torch.bfloat16, torch.float16}
-            if half & {one.dtype for one in target.parameters()}:  # others may be of another dtype
-                target.float()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            target, named, roles, made_up = _built(factory, args, own, sizes)
         if not widths:
             widths.append(input_width(target) if isinstance(target, nn.Module) else None)
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
-        if not callable(target):
-            kind = type(target).__name__
-            methods = [one for one in dir(target) if not one.startswith("_")]
-            other = not hasattr(target, "forward") and any(
-                callable(getattr(target, m)) for m in methods
-            )
-            if isinstance(target, Tensor) or other:  # a mask or a table, say: no mistake
-                raise ValueError(
-                    f"check({label}): it gives a {kind} for sizes; name what computes attention"
-                )
-            raise Broken(found("builds", "result", label=label, kind=kind))
+        again = functools.partial(make, request)
+        made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": guessed}
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
-            return replace(
-                subject,
-                factory=functools.partial(make, request),
-                arguments=named,
-                roles=roles,
-                made_up=guessed,
-            )
+            return replace(subject, roles=roles, **made)
         known = facts(target)
         if sizes.plain:  # a configuration may speak of several layers
             roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
@@ -295,9 +304,7 @@ def _of_factory(
                 f"check({name}): I made up {', '.join(guessed)}, and with it the call fails: give "
                 f"what is meant: hw.check({label}, {asked_for(factory)}). {broken.finding.message}"
             ) from broken.__cause__
-        return replace(
-            subject, factory=functools.partial(make, request), arguments=named, made_up=guessed
-        )
+        return replace(subject, **made)
 
     try:
         return make(request)

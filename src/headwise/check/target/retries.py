@@ -129,13 +129,13 @@ def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -
     line = traceback.extract_tb(fault.__traceback__)[-1]
     if is_users(line.filename) and "*" not in (line.line or "") and TOO_FEW.search(str(fault)):
         return True
-    if isinstance(fault, KeyError) and (fault.args[0] in given or "already exists" in str(fault)):
-        return True
+    of_key = isinstance(fault, KeyError) and (
+        bool(given & {*map(str, fault.args)}) or "already exists" in str(fault)
+    )
     spoken = {one.name for one in parameters if one.default is one.empty or one.default is None}
     of_none = "'NoneType' object has no attribute" in str(fault)
     if of_none and is_users(line.filename) and not spoken & {*re.findall(r"\w+", line.line or "")}:
         return True  # of something that its own defaults leave out
-    unmade = UNMADE.search(str(fault)) is not None
-    return (
-        unmade or isinstance(fault, NameError) or isinstance(owner, nn.Module | ModuleType | type)
-    )
+    if of_key or UNMADE.search(str(fault)) or isinstance(fault, NameError):
+        return True
+    return isinstance(owner, nn.Module | ModuleType | type)

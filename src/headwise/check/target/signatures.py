@@ -11,23 +11,15 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
 def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a class or function; none where Python does not tell. What a class hands
     on with `**kwargs` is what its base class takes, or what another one wants that it builds."""
-    if (
-        schema := getattr(factory, "schema", None)
-    ) is not None:  # a method of a script of PyTorch's
-        return [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
-            )
-            for one in schema.arguments[1:]
-        ]
+    if isinstance(factory, torch.ScriptMethod):
+        return _of_script(factory)
     try:
         own = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -49,6 +41,16 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     ]
     rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
     return [*(p for p in own.values() if p not in rest), *more, *rest]
+
+
+def _of_script(method: torch.ScriptMethod) -> list[inspect.Parameter]:
+    """The parameters of a method that PyTorch has compiled, but for the module itself."""
+    empty, kind = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = (
+        (one.name, one.default_value if one.has_default_value() else empty)
+        for one in method.schema.arguments[1:]
+    )
+    return [inspect.Parameter(name, kind, default=value) for name, value in defaults]
 
 
 @functools.lru_cache(maxsize=64)

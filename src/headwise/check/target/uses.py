@@ -72,8 +72,7 @@ def documented(factory: Callable[..., Any], name: str) -> Use | None:
     ...     def __init__(self, K, d): ...
     >>> documented(Layer, "K")
     """
-    kind = _written(factory)
-    code = "" if kind is None else source_of(kind)
+    code = source_of(_written(factory))
     after = rf"^[ \t#*:-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
     for said in re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE):
@@ -91,8 +90,7 @@ def as_config(factory: Callable[..., Any], name: str) -> Use | None:
     ...     def __init__(self, flavour): ...
     >>> as_config(Layer, "flavour")
     """
-    kind = _written(factory)
-    code = "" if kind is None else source_of(kind)
+    code = source_of(_written(factory))
     own = re.sub(r"^_\w+?(?=__)", "", name)  # Python's own name for `__C` in a class
     fields = re.findall(rf"(?<![.\w]){own}\.([A-Za-z]\w*)(?![\w(.])", code)
     return Use("config", sure=False) if len(set(fields)) > 1 else None
