@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
-from .layouts import SINGLE, USUAL, Layout
+from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
 from .signatures import signature, source_of
 
@@ -136,6 +136,8 @@ class Caller:
         if not self.function:
             self._guess(self.positional[:1])
         self.inputs = self._inputs([name for name in names if self.required(name)])
+        one = self.inputs if len(self.inputs) == 1 and not self.function else ()
+        self.listed = [role for name in one for role in listed(self.target, name)]
         if len(self.inputs) == 1 and not self.named("value"):  # of (Q, K): values are made of K
             pairs = [n for n in self.named("key") if n not in self.inputs]
             self.roles |= dict.fromkeys(pairs, "context")
@@ -281,6 +283,9 @@ class Caller:
             for number, (name, tensor) in enumerate(zip(self.inputs, feeds, strict=True)):
                 if cross or number == 0 or self.required(name):
                     values[name] = tensor
+        elif self.listed:
+            parts = dict(zip(("query", "key", "value"), feeds, strict=True))
+            values[self.inputs[0]] = [parts[role] for role in self.listed]
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]
         place = place or Place(feeds[0], feeds[1], self.start)
@@ -291,7 +296,7 @@ class Caller:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])
         if not self.inputs:  # nothing is known of the signature
             return self.target(*(feeds if self.function else feeds[:1]), **values)
-        args: list[Tensor] = []
+        args: list[Any] = []
         for name in self.positional:
             if name not in self.inputs or name not in values:
                 break

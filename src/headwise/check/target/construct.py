@@ -76,7 +76,7 @@ def build(
                 raise min(errors, key=_how_vague) from None
     named = made.placed | kwargs
     roles = _by_role(made.under_roles(flat(named)), made.names)
-    for name, value in asked(named):
+    for name, value in made.under_roles(asked(named)):
         roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented

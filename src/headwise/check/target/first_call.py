@@ -8,6 +8,7 @@ mistake of the layer's author. Where nothing goes in, somebody has to say how.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from .checked_target import BATCH, TOKENS, Broken, Target
 from .fills import FILLS, OPTIONAL, Fill, left_out
 from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, USUAL, Layout, said_layout
 from .learnt import learn
+from .unknowns import fails_anyway
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -43,6 +45,14 @@ SIZES = ((TOKENS, BATCH), (3, 4), (1, BATCH))
 """Tokens and sequences that a form of a mask is tried with."""
 WAYS, SECONDS = 150, 3.0
 """How many tables are tried on a call, and for how long calls are tried."""
+
+
+WANTED = (
+    re.compile(r"\(\d+x(?P<came>\d+) and (?P<wanted>\d+)x\d+\)"),
+    re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<came>\d+) channels"),
+    re.compile(r"shape=\[(?P<wanted>\d+)\].* size ?\[.*, (?P<came>\d+)\]"),
+)
+"""How errors speak of as many features as came, and as many as are wanted."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,11 @@ class Way:
         subject.room, subject.only, subject.open_form = self.room, self.only, self.form
 
 
-def first_call(subject: Target) -> None:
+def first_call(subject: Target, widened: bool = False) -> None:
     """Find how it is called: the layout of x, what other arguments get, the width of the output.
+
+    Args:
+        widened: whether the width of x was taken from what its layers want.
 
     Raises:
         Broken: the call fails, and nothing in it was made up.
@@ -110,17 +123,36 @@ def first_call(subject: Target) -> None:
         subject.notes += _notes(subject)
         return
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
+    if not widened and (width := _other_width(subject, errors)):
+        own_width, subject.embed_dim = subject.embed_dim, width
+        with contextlib.suppress(Broken, ValueError):
+            return first_call(subject, widened=True)
+        subject.embed_dim = own_width
     Way(usual).set(subject)
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
     if (subject.guesses or made_up) and not own:  # own is wrong whatever goes in
+        if (sure := fails_anyway(subject)) is not None:
+            raise not_run(f"x {shape}, whatever else is given", sure) from sure
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         if "count" in subject.roles or "H" in usual.axes:  # outputs of its own number, perhaps
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     raise not_run(f"x {shape}", error) from error
+
+
+def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None:
+    """The width of x that its layers speak of, where nobody said it and none fits."""
+    told = "width" in subject.roles or not subject.roles or subject.caller.custom is not None
+    for error in errors if not told else ():
+        for said in (pattern.search(str(error)) for pattern in WANTED):
+            came, wanted = map(int, said.group("came", "wanted")) if said else (1, 0)
+            width, rest = divmod(subject.embed_dim * wanted, came)
+            if not rest and width > subject.embed_dim:
+                return width
+    return None
 
 
 def _tried(subject: Target) -> Result:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from .signatures import source_of
+from .names import calling_role
+from .signatures import signature, source_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ MAPS = Layout("BEHW"), Layout("BHWE")
 AXES = {
     "B": r"b|n|bs|bsz|bsize|batch|batch_?size|n_?batch(es)?|num_batch(es)?",
     "T": r"t|l|s|n|seq|len|seq_?len(gth)?|length|num_?tokens|n_?tokens|tokens|time|timesteps|"
-    r"sequence",
+    r"sequence|(n_?|num_)?nodes|num_vert(ex|ices)|(n_|num_)patches|posn|(query|q)_len",
     "E": r"c|d|e|f|ch|chan|channels?|dim|d_?model|n_embd|embed_?dim|hidden(_size|_dim)?|"
     r"n_?channels|in_channels|num_channels|features|emb(_size)?",
     "H": r"h|height|rows",
@@ -75,7 +76,8 @@ SAID = USUAL, TIME_FIRST, Layout("BET"), *MAPS, Layout("BE1HW"), Layout("B1HWE")
 
 def said_layout(target: Any, name: str) -> Layout | None:
     """The axes of an input as its code names them: from `b, c, h, w = x.shape` or
-    `rearrange(x, "b c h w -> …")`.
+    `rearrange(x, "b c h w -> …")`, else from what is written about it, `x: [B, C, H, W]`, or of
+    what is made of it.
 
     >>> class Layer(nn.Module):
     ...     def forward(self, x): ...
@@ -83,15 +85,67 @@ def said_layout(target: Any, name: str) -> Layout | None:
     """
     made = getattr(type(target), "forward", None)
     code = source_of(made) if isinstance(target, nn.Module) else ""
-    unpacked = rf"^[ \t#]*\(?([\w, ]+)\)? = {name}\.(?:shape|size\(\))[ \t]*(?:#|$)"
-    arranged = rf"rearrange\({name}, ?[\"']([\w ]+?) ?->"
-    for said in re.findall(unpacked, code, re.MULTILINE) + re.findall(arranged, code):
-        words = re.findall(r"\w+", said.lower())
-        fits = (one for one in SAID if len(one.axes) == len(words))
-        layout = next((one for one in fits if _are_called(one.axes, words)), None)
-        if layout is not None:
+    unpacked = r"^[ \t#]*\(?([\w, ]+)\)? = {}\.(?:shape|size\(\))[ \t]*(?:#|$)"
+    arranged = r"rearrange\({}, ?[\"']([\w ]+?) ?->"
+    for pattern in (unpacked, arranged):
+        for said in re.findall(pattern.format(name), code, re.MULTILINE):
+            if (layout := _of_words(re.findall(r"\w+", said.lower()))) is not None:
+                return layout
+    for said in written_axes(target, name):
+        if (layout := _of_words(said)) is not None and layout is not USUAL:
+            return layout
+    others = "|".join(one.name for one in signature(made) if one.name != name) if made else ""
+    for said in re.findall(unpacked.format(rf"(?!(?:{others})\b)\w+"), code, re.MULTILINE):
+        layout = _of_words(re.findall(r"\w+", said.lower()))
+        if layout is not None and "H" in layout.axes:  # as nothing but a map is cut
             return layout
     return None
+
+
+def written_axes(target: Any, name: str) -> Iterator[list[str]]:
+    """The axes of an argument, in words, as docstrings, comments and annotations give them:
+    `x: [batch, seq_len, dim]`, `Float[Tensor, "b t d"]`."""
+    if not isinstance(target, nn.Module):
+        return
+    made = getattr(type(target), "forward", None)
+    lines = source_of(made).splitlines()
+    comments = [line.partition("#")[2] for line in lines if "#" in line]
+    texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
+    said = rf"(?<![\w.]){name}\b[^\[(\n]{{0,60}}[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
+    for text in texts:
+        for axes in re.findall(said, text or ""):
+            yield re.findall(r"\w+", axes.lower())
+    typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
+    for axes in re.findall(typed, "\n".join(lines)):
+        yield axes.lower().split()
+
+
+def _of_words(words: Sequence[str]) -> Layout | None:
+    """The layout whose axes people call so."""
+    fits = (one for one in SAID if len(one.axes) == len(words))
+    return next((one for one in fits if _are_called(one.axes, words)), None)
+
+
+def listed(target: Any, name: str) -> list[str]:
+    """The roles of what an input holds where its code takes it for a list of queries, keys and
+    values: from `q, k, v = inputs` or `q = inputs[0]`; nothing where it does not.
+
+    >>> class Layer(nn.Module):
+    ...     def forward(self, inputs): ...
+    >>> listed(Layer(), "inputs")
+    []
+    """
+    made = getattr(type(target), "forward", None)
+    code = source_of(made) if isinstance(target, nn.Module) else ""
+    several = re.findall(rf"^\s*\(?(\w+(?:, *\w+)+)\)? = {name}\s*(?:#|$)", code, re.MULTILINE)
+    single = re.findall(rf"^\s*(\w+) = {name}\[(\d)\]\s*(?:#|$)", code, re.MULTILINE)
+    held = re.findall(r"\w+", several[0]) if several else [one for one, _ in sorted(single, key=_place)]
+    roles = [calling_role(one) or "" for one in held]
+    return roles if set(roles) in ({"query", "key"}, {"query", "key", "value"}) else []
+
+
+def _place(pair: tuple[str, str]) -> str:
+    return pair[1]
 
 
 def _are_called(axes: str, words: Sequence[str]) -> bool:

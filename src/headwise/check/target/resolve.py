@@ -192,7 +192,7 @@ def _of_weights(function: Any, arguments: dict[str, Any], request: Request) -> T
     """The subject for a function that is handed its weights."""
     own, names = request.sizes.settle(False), [*weights_taken(function, arguments)]
     width, heads = own.embed_dim or 24, own.num_heads or 3
-    sizes, roles = replace(own, num_kv_heads=own.num_kv_heads or heads), {"heads": heads}
+    sizes, roles = replace(own, num_kv_heads=own.num_kv_heads or heads), {"heads": heads, "width": width}
     label, faults = f"{name_of(function)}(…, {', '.join(names)})", list[Exception]()
     for turned in (False, True):
         module = holding(function, arguments, sizes, turned)
@@ -310,13 +310,15 @@ def _of_factory(
         return make(request)
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
-        until = time.process_time() + SECONDS
+        until, others = time.process_time() + SECONDS, list[Exception]()
         for sizes in other_sizes(factory, own, first, given, widths):
             if time.process_time() > until:
                 break
-            with contextlib.suppress(Broken, ValueError):
+            try:
                 return make(replace(request, sizes=sizes))
-        raise blamed(first, factory, given) from first.__cause__
+            except (Broken, ValueError) as error:
+                others.append(error)
+        raise blamed(first, others, factory, given) from first.__cause__
 
 
 def _inner(module: nn.Module) -> Iterator[nn.Module]:

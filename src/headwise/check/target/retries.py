@@ -16,12 +16,19 @@ from torch import nn
 from .call_faults import install, not_there, refuses
 from .checked_target import Broken, is_users, told
 from .construct import Unsaid, name_of
+from .names import building_role
 from .signatures import signature
 from .sizes import BuildSizes
 
 TRIES, SECONDS = 4, 8.0
 """How many values are tried for arguments whose names tell nothing; after how long no other sizes
 are."""
+STEADY = (TypeError, AttributeError, KeyError, IndexError, UnboundLocalError)
+"""Errors that no other number would avoid."""
+SIZES = {"width", "heads", "kv_heads", "head_dim", "context", "dropout", "out_width", "bias"}
+"""Roles of arguments that are what their names say."""
+ENOUGH = 3
+"""How many other sizes must fail alike."""
 TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
 """What Python says where a class is built with too few arguments."""
 UNMADE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
@@ -58,14 +65,20 @@ def other_sizes(
         yield from (replace(own, tried=n) for n in range(TRIES))
 
 
-def blamed(first: Exception, factory: Callable[..., Any], given: bool) -> Exception:
+def blamed(
+    first: Exception, others: Sequence[Exception], factory: Callable[..., Any], given: bool
+) -> Exception:
     """What to raise where no sizes will do: the first failure where it is the layer's own, else a
-    question for its arguments."""
+    question for its arguments.
+
+    Args:
+        others: what came of other sizes.
+    """
     fault = first.__cause__
     missing = isinstance(fault, ImportError)  # a package that is not there
-    own = (
-        _is_its_own(fault, signature(factory)) if fault and _builds(first) else not _is_unset(fault)
-    )
+    own = not _is_unset(fault)
+    if fault and _builds(first):
+        own = _is_its_own(fault, signature(factory)) or _is_steady(fault, others, factory)
     if fault is None or own or (given and not missing):
         return first
     if (lacks := not_there(fault)) is not None:
@@ -119,6 +132,24 @@ def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
     """Whether a constructor, or what it built, may have failed because an argument was left out."""
     of_none = isinstance(fault, TypeError) and "NoneType" in str(fault)
     return of_none or (builds and (isinstance(fault, TypeError) or refuses(fault)))
+
+
+def _is_steady(
+    fault: BaseException, others: Sequence[Exception], factory: Callable[..., Any]
+) -> bool:
+    """Whether a line of somebody's file fails alike for all sizes, where names tell what each
+    argument is."""
+    known = (building_role(one.name) for one in signature(factory) if one.default is one.empty)
+    if not isinstance(fault, STEADY) or refuses(fault) or not {*known} <= SIZES:
+        return False
+    places = {_place(one.__cause__) for one in others if _builds(one)}
+    return len(others) >= ENOUGH and places == {_place(fault)} and is_users(_place(fault)[1])
+
+
+def _place(fault: BaseException | None) -> tuple[type, str, int | None]:
+    """Of what kind an error is, and where it was raised."""
+    frames = traceback.extract_tb(fault.__traceback__) if fault else ()
+    return (type(fault), frames[-1].filename, frames[-1].lineno) if frames else (type(fault), "", 0)
 
 
 def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -> bool:

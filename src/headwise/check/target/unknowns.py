@@ -1,0 +1,290 @@
+"""Whether a call fails whatever it is given: tried with values of which nothing is known.
+
+An unknown value goes through every operation and makes unknown ones; where the code asks it a
+question, both answers are tried. An error that comes in spite of that, at a line that holds none,
+is no guess's fault.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .call_faults import of_guess, refuses
+from .checked_target import Target, is_users
+from .fills import Fill, left_out
+from .layouts import SINGLE
+
+ANSWERS, RUNS = 24, 64
+"""How many questions a call may ask of unknown values, and how many ways of answering are tried."""
+PLAIN = {"tokens", "batch", "training", "causal", "use_cache", "weights", "dropout", "start"}
+"""Roles of numbers and flags, which stay what they are."""
+NUMBER = 1.5
+"""What an unknown number is where Python's own functions want one, as `math.sqrt` does."""
+CERTAIN = "whatever it is"
+"""The note on an error that no value of the unknown ones avoids."""
+
+
+class Undecided(Exception):
+    """What comes next depends on something that is not known."""
+
+
+class Unknown:
+    """A number, a shape, or anything else of which nothing is known."""
+
+    def __init__(self, asked: _Answers) -> None:
+        self.__dict__["asked"] = asked
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _made(func, self.asked)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unknown(self.asked)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return Unknown(self.asked)
+
+    def __getitem__(self, key: Any) -> Any:
+        return Unknown(self.asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Unknown(self.asked) for _ in range(_wanted(sys._getframe(1)))])
+
+    def __bool__(self) -> bool:
+        return self.asked.next()
+
+    def __float__(self) -> float:
+        return NUMBER
+
+    def __len__(self) -> int:
+        raise Undecided
+
+    __int__ = __index__ = __len__
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _operation(self: Unknown, *others: Any) -> Any:
+    inside = [one for one in others if isinstance(one, Tensor)]
+    return UnknownTensor.of(self.asked) if inside else Unknown(self.asked)
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor matmul".split():
+    setattr(Unknown, f"__{_name}__", _operation)
+    setattr(Unknown, f"__r{_name}__", _operation)
+for _name in "neg pos abs invert lt le gt ge eq ne".split():
+    setattr(Unknown, f"__{_name}__", _operation)
+
+
+class UnknownTensor(Tensor):
+    """A tensor of which nothing is known, not even its axes."""
+
+    asked: _Answers
+    sure: bool
+    """Whether it is a tensor whatever was given: a function of PyTorch's made it."""
+
+    @classmethod
+    def of(cls, asked: _Answers, sure: bool = True) -> UnknownTensor:
+        made = torch.Tensor._make_subclass(cls, torch.empty(0))  # type: ignore[attr-defined]
+        made.asked, made.sure = asked, sure
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = next(one for one in _unknowns([args, kwargs]))
+        return _made(func, first.asked, args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("asked", "sure"):
+            raise AttributeError(name)
+        if self.sure:
+            raise _certain(AttributeError(f"'Tensor' object has no attribute '{name}'"))
+        return Unknown(self.asked)
+
+
+class _Answers:
+    """The answers to what is asked of unknown values, in order; yes to what is new."""
+
+    def __init__(self, said: list[bool]) -> None:
+        self.said, self.place = said, 0
+
+    def next(self) -> bool:
+        if self.place == len(self.said):
+            self.said.append(True)
+        if self.place >= ANSWERS:
+            raise Undecided
+        self.place += 1
+        return self.said[self.place - 1]
+
+
+class _Spreading(TorchFunctionMode):
+    """Lets functions of PyTorch make unknown values of such."""
+
+    def __init__(self, asked: _Answers) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(True for _ in _unknowns([args, kwargs or {}])):
+            return _made(func, self.asked, args)
+        return func(*args, **kwargs or {})
+
+
+def _unknowns(values: Any) -> Iterator[Any]:
+    """The unknown values among arguments."""
+    if type(values) in (Unknown, UnknownTensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for one in values:
+            yield from _unknowns(one)
+    elif isinstance(values, Mapping):
+        yield from _unknowns([*values.values()])
+    elif isinstance(values, slice):
+        yield from _unknowns([values.start, values.stop, values.step])
+
+
+_OTHER = re.compile(
+    r"^(size|shape|__get__|item|tolist|chunk|split|unbind|tensor_split|max|min|topk|sort|dtype|"
+    r"dim|ndim|numel|stride|is_\w+|equal|allclose|unique|nonzero|multi_head_attention_forward|"
+    r"any|all|__(eq|len|iter|bool|contains|index|int|float)__)$"
+)
+"""What gives no tensor, or several, or one that is asked something."""
+
+
+def _made(func: Callable[..., Any], asked: _Answers, args: Any = ()) -> Any:
+    """What a function of PyTorch makes of unknown values."""
+    name = getattr(func, "__name__", "")
+    if name == "__bool__":
+        return asked.next()
+    if name in ("__len__", "__index__", "__int__"):
+        raise Undecided
+    if name == "__float__":
+        return NUMBER
+    if name == "__iter__":
+        return iter([Unknown(asked) for _ in range(_wanted(_users_frame()))])
+    if name == "einsum" and args and isinstance(args[0], str):
+        _sum_of(args[0])
+    return Unknown(asked) if _OTHER.match(name) else UnknownTensor.of(asked)
+
+
+def _sum_of(equation: str) -> None:
+    """See whether `einsum` takes an equation at all."""
+    sides = equation.replace(" ", "").partition("->")[0].split(",")
+    if "." not in equation:
+        with torch._C.DisableTorchFunction():
+            try:
+                torch.einsum(equation, *(torch.zeros([1] * len(side)) for side in sides))
+            except RuntimeError as error:
+                raise _certain(error) from None
+
+
+def _certain(error: Exception) -> Exception:
+    """An error that comes whatever the unknown value is."""
+    error.add_note(CERTAIN)
+    return error
+
+
+def _users_frame() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _wanted(frame: FrameType) -> int:
+    """How many values a line unpacks: `b, t, e = x.shape`; one where they go into a call."""
+    operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    name = dis.opname[operation]
+    if name == "UNPACK_SEQUENCE":
+        return count
+    if name == "LIST_EXTEND":
+        return 1
+    raise Undecided
+
+
+def fails_anyway(subject: Target) -> BaseException | None:
+    """The error with which every call ends that is not refused, whatever is given for what was made
+    up; None where there is none, or where that cannot be known."""
+    caller = subject.caller
+    if caller.custom is not None or not caller.inputs or subject.module is None:
+        return None
+    asked = [n for n in caller.made_up if caller.roles[n] not in PLAIN]
+    every = [n for n in caller.parameters if n not in caller.inputs and n not in caller.extra]
+    open_ = [n for n in every if caller.fill(n) is left_out and caller.parameters[n].kind <= 3]
+    unset = [n for n in open_ if caller.parameters[n].default is None]
+    for inputs in (False, True):
+        errors = [_always(subject, names, inputs) for names in (asked, [*asked, *unset])]
+        if all(errors):
+            return errors[0]
+    return None
+
+
+def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | None:
+    """The error of every call with unknown values for some arguments, perhaps for x, too."""
+    said: list[bool] = []
+    first: BaseException | None = None
+    for _ in range(RUNS):
+        answers = _Answers(said)
+
+        def unknown(place: Any, answers: _Answers = answers) -> Any:
+            return UnknownTensor.of(answers, sure=False)
+
+        fills: dict[str, Fill] = {**subject.caller.fills, **dict.fromkeys(names, unknown)}
+        caller = replace(subject.caller, fills=fills)
+        x = subject.input()
+        x = x[0] if caller.layout is SINGLE else caller.layout.into(x)
+        given = unknown(None) if inputs else x
+        try:
+            with torch.no_grad(), _Spreading(answers):
+                caller.feed((given, given, given), False)
+            return None
+        except Exception as error:
+            del said[answers.place :]
+            if not refuses(error):
+                if not _is_sure(subject, error):
+                    return None
+                first = first or error
+        while said and not said[-1]:
+            said.pop()
+        if not said:
+            return first
+        said[-1] = False
+    return None
+
+
+def _is_sure(subject: Target, error: BaseException) -> bool:
+    """Whether an error has nothing to do with what is not known."""
+    if CERTAIN in getattr(error, "__notes__", ()):
+        return True
+    text = str(error)
+    if isinstance(error, Undecided) or "Unknown" in text or "dtype" in text:
+        return False
+    if of_guess(subject, error):
+        return False
+    if isinstance(error, NameError):
+        return True
+    frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
+    users = [one for one in frames if is_users(one.f_code.co_filename)]
+    line = traceback.extract_tb(error.__traceback__)[frames.index(users[-1])].line or ""
+    words = set(re.findall(r"\w+", line))
+    known = {**users[-1].f_locals}
+    return not any(True for _ in _unknowns([known[word] for word in words & {*known}]))
