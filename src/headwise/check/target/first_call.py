@@ -121,7 +121,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
         if way.learnt:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
-        return
+        return None
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
     if not widened and (width := _other_width(subject, errors)):
         own_width, subject.embed_dim = subject.embed_dim, width

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -192,7 +191,8 @@ def _of_weights(function: Any, arguments: dict[str, Any], request: Request) -> T
     """The subject for a function that is handed its weights."""
     own, names = request.sizes.settle(False), [*weights_taken(function, arguments)]
     width, heads = own.embed_dim or 24, own.num_heads or 3
-    sizes, roles = replace(own, num_kv_heads=own.num_kv_heads or heads), {"heads": heads, "width": width}
+    sizes = replace(own, num_kv_heads=own.num_kv_heads or heads)
+    roles = {"heads": heads, "width": width}
     label, faults = f"{name_of(function)}(…, {', '.join(names)})", list[Exception]()
     for turned in (False, True):
         module = holding(function, arguments, sizes, turned)
