@@ -284,7 +284,7 @@ class Caller:
                 if cross or number == 0 or self.required(name):
                     values[name] = tensor
         elif self.listed:
-            parts = dict(zip(("query", "key", "value"), feeds, strict=True))
+            parts: dict[str, Tensor] = dict(zip(("query", "key", "value"), feeds, strict=True))
             values[self.inputs[0]] = [parts[role] for role in self.listed]
         elif self.inputs:
             values[self.inputs[0]] = feeds[0]

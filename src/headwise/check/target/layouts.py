@@ -148,10 +148,6 @@ def listed(target: Any, name: str) -> list[str]:
     return roles if set(roles) in ({"query", "key"}, {"query", "key", "value"}) else []
 
 
-def _place(pair: tuple[str, str]) -> str:
-    return pair[1]
-
-
 def _are_called(axes: str, words: Sequence[str]) -> bool:
     """Whether people call axes so; anything that is not used goes under `_`, and beside height and
     width the features under anything."""
