@@ -139,11 +139,8 @@ def listed(target: Any, name: str) -> list[str]:
     code = source_of(made) if isinstance(target, nn.Module) else ""
     several = re.findall(rf"^\s*\(?(\w+(?:, *\w+)+)\)? = {name}\s*(?:#|$)", code, re.MULTILINE)
     single = re.findall(rf"^\s*(\w+) = {name}\[(\d)\]\s*(?:#|$)", code, re.MULTILINE)
-    held = (
-        re.findall(r"\w+", several[0])
-        if several
-        else [one for one, _ in sorted(single, key=_place)]
-    )
+    said = re.findall(r"\w+", several[0]) if several else ()
+    held = said or [one for _, one in sorted((place, one) for one, place in single)]
     roles = [calling_role(one) or "" for one in held]
     return roles if set(roles) in ({"query", "key"}, {"query", "key", "value"}) else []
 
