@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import math
 import re
 import sys
@@ -19,9 +20,12 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import MaskForm, tensors_in
 from ..target.checked_target import Target, told
+from ..target.construct import build
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
+from ..target.signatures import signature
+from ..target.sizes import BuildSizes
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
 
@@ -217,6 +221,8 @@ def cache(ctx: ProbeContext) -> Finding | None:
     for make in drivers:
         try:
             outs = _in_chunks(make(), ctx.x, (3, 2, 1))
+        except Stale:
+            return found("cache", "stale")
         except Exception as error:
             said = said or ("" if isinstance(error, LookupError) else told(error))
             if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
@@ -254,6 +260,10 @@ def _in_chunks(step: Chunk, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(outs, dim=1)
 
 
+class Stale(Exception):
+    """A cache comes back as it went in."""
+
+
 def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
     """Ways to use a cache, as far as names and the first results tell."""
     caller, target = subject.caller, subject.caller.target
@@ -268,8 +278,33 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
         else:
             yield lambda name=name: _handed_back(subject, name, flags)
             yield lambda name=name: _kept(subject, {name: {}}, flags)
-    if flags and not names:
+            for kind in _own_caches(subject):
+                yield lambda name=name, kind=kind: _kept(subject, {name: kind()}, flags)
+    if (flags or caller.named("start")) and not names:
         yield lambda: _kept(subject.fresh(), {}, flags)
+
+
+def _own_caches(subject: Target) -> Iterator[Callable[[], Any]]:
+    """What makes an empty cache of a class of the layer's own file."""
+    home = sys.modules.get(type(subject.caller.target).__module__)
+    sizes = BuildSizes(subject.embed_dim, subject.num_heads, subject.num_kv_heads)
+    sizes = replace(sizes, head_dim=subject.head_dim, context_length=subject.context_length)
+    for name, kind in list(vars(home).items()) if home is not None else ():
+        if inspect.isclass(kind) and "cache" in name.lower() and kind is not KVCache:
+            given = {one.name: 1 for one in signature(kind) if "layer" in one.name}
+            yield lambda kind=kind, given=given: _in_dtype(
+                build(kind, (), given, sizes)[0], subject.dtype
+            )
+
+
+def _in_dtype(cache: Any, dtype: torch.dtype) -> Any:
+    """The same with its numbers in another dtype."""
+    for name, value in vars(cache).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            setattr(cache, name, value.to(dtype))
+        elif isinstance(value, list):
+            value[:] = [one.to(dtype) if isinstance(one, Tensor) else one for one in value]
+    return cache
 
 
 def _called(subject: Target, x: Tensor, past: int, /, **given: Any) -> Any:
@@ -307,7 +342,12 @@ def _handed_back(subject: Target, name: str, flags: dict[str, bool]) -> Chunk:
 
     def step(x: Tensor, first: int) -> Tensor:
         result = _called(subject, x, first, **{name: kept[0]}, **flags)
-        kept[0] = _present(result.raw, result.out, first + x.shape[1])
+        try:
+            kept[0] = _present(result.raw, result.out, first + x.shape[1])
+        except LookupError:
+            if first and _present(result.raw, result.out, first):
+                raise Stale from None
+            raise
         return result.out
 
     return step

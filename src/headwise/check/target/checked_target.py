@@ -388,7 +388,7 @@ def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
         for part in parts:
             inside = vars(value).get("_modules", {}) if isinstance(value, nn.Module) else {}
             value = inside.get(part)  # a module whose __init__ was not called has none
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and isinstance(value.shape, torch.Size):  # else unknown
             yield f"; {name} is {list(value.shape)}"
         elif isinstance(value, nn.Linear):
             yield f"; {name} takes {value.in_features} features"

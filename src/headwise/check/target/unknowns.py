@@ -8,6 +8,7 @@ is no guess's fault.
 from __future__ import annotations
 
 import dis
+import linecache
 import re
 import sys
 import traceback
@@ -111,6 +112,12 @@ class UnknownTensor(Tensor):
         first = next(one for one in _unknowns([args, kwargs]))
         return _made(func, first.asked, args)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Unknown(self.asked) for _ in range(_wanted(sys._getframe(1)))])
+
+    def __len__(self) -> int:
+        raise Undecided
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("asked", "sure"):
             raise AttributeError(name)
@@ -179,10 +186,10 @@ def _made(func: Callable[..., Any], asked: _Answers, args: Any = ()) -> Any:
         raise Undecided
     if name == "__float__":
         return NUMBER
-    if name == "__iter__":
-        return iter([Unknown(asked) for _ in range(_wanted(_users_frame()))])
     if name == "einsum" and args and isinstance(args[0], str):
         _sum_of(args[0])
+    if name == "chunk" and len(args) > 1 and type(args[1]) is int:
+        return tuple(UnknownTensor.of(asked) for _ in range(args[1]))
     return Unknown(asked) if _OTHER.match(name) else UnknownTensor.of(asked)
 
 
@@ -201,13 +208,6 @@ def _certain(error: Exception) -> Exception:
     """An error that comes whatever the unknown value is."""
     error.add_note(CERTAIN)
     return error
-
-
-def _users_frame() -> FrameType:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
 
 
 def _wanted(frame: FrameType) -> int:
@@ -257,10 +257,13 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
             with torch.no_grad(), _Spreading(answers):
                 caller.feed((given, given, given), False)
             return None
+        except Undecided:
+            return None
         except Exception as error:
             del said[answers.place :]
-            if not refuses(error):
-                if not _is_sure(subject, error):
+            certain = CERTAIN in getattr(error, "__notes__", ())
+            if certain or not refuses(error):
+                if not certain and not _is_sure(subject, error):
                     return None
                 first = first or error
         while said and not said[-1]:
@@ -273,18 +276,24 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
 
 def _is_sure(subject: Target, error: BaseException) -> bool:
     """Whether an error has nothing to do with what is not known."""
-    if CERTAIN in getattr(error, "__notes__", ()):
-        return True
     text = str(error)
-    if isinstance(error, Undecided) or "Unknown" in text or "dtype" in text:
+    if "Unknown" in text or "dtype" in text:
         return False
     if of_guess(subject, error):
         return False
     if isinstance(error, NameError):
         return True
     frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
-    users = [one for one in frames if is_users(one.f_code.co_filename)]
-    line = traceback.extract_tb(error.__traceback__)[frames.index(users[-1])].line or ""
-    words = set(re.findall(r"\w+", line))
-    known = {**users[-1].f_locals}
-    return not any(True for _ in _unknowns([known[word] for word in words & {*known}]))
+    number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
+    known = frames[number].f_locals
+    words = re.findall(r"\w+", _failing(traceback.extract_tb(error.__traceback__)[number]))
+    return not any(True for _ in _unknowns([known[word] for word in words if word in known]))
+
+
+def _failing(place: traceback.FrameSummary) -> str:
+    """The part of a line that failed: `torch.sqrt(self.wide)`."""
+    lines = linecache.getlines(place.filename)[(place.lineno or 1) - 1 : place.end_lineno]
+    text, start, end = "".join(lines).encode(), place.colno, place.end_colno
+    if start is None or end is None:
+        return text.decode()
+    return text[start : len(text) - len(lines[-1].encode()) + end].decode()

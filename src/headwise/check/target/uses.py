@@ -73,7 +73,7 @@ def documented(factory: Callable[..., Any], name: str) -> Use | None:
     >>> documented(Layer, "K")
     """
     code = source_of(_written(factory))
-    after = rf"^[ \t#*:-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
+    after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
     for said in re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE):
         for role, words in TOLD if " " in said else ():
