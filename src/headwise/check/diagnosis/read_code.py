@@ -28,6 +28,7 @@ from .read_pieces import (
     goes_into_softmax,
     is_mask,
     is_plain,
+    is_set_beside,
     is_within,
     kind_of,
     masked_product,
@@ -266,14 +267,16 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     set_ |= names(source.tree, context=ast.Store)
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
-    for statement in filter(is_plain, forward.body):
-        for node in nodes(ast.Attribute, statement):
-            name = of_self(node)
-            if not name or name in set_ or hasattr(thing, name):
-                continue
-            near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
-            if near or name in called_of_self(statement):
-                yield "missing", node.lineno, {"name": name}
+    plain = {one for statement in filter(is_plain, forward.body) for one in ast.walk(statement)}
+    for node in nodes(ast.Attribute, *(one for one in kind.body if isinstance(one, INNER))):
+        name = of_self(node)
+        if not name or name in set_ or hasattr(thing, name):
+            continue
+        near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
+        if node in plain and (near or not is_set_beside(name, source.file)):
+            yield "missing", node.lineno, {"name": name}
+        elif not is_set_beside(name, source.file):
+            yield "unset", node.lineno, {"name": name}
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

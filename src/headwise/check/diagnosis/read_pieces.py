@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..files.syntax import Source, names, nodes
@@ -92,6 +93,14 @@ def word_of(node: ast.AST | None) -> str:
 def words_in(*parts: ast.AST) -> set[str]:
     """Names, and attributes of self."""
     return names(*parts) | {of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
+
+
+def is_set_beside(name: str, file: str) -> bool:
+    """Whether a file beside this one gives something an attribute of that name."""
+    given = re.compile(rf"\.{name}\s*(?::[^=\n]+)?=(?!=)|[\"']{name}[\"']")
+    return any(
+        given.search(one.read_text("utf-8", "replace")) for one in Path(file).parent.glob("*.py")
+    )
 
 
 def overwritten(part: ast.stmt) -> Iterator[tuple[str, ast.Assign, ast.Assign]]:

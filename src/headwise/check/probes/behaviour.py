@@ -274,7 +274,8 @@ def gradients(ctx: ProbeContext) -> Finding | None:
         return passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     code = "".join(map(source_of, {type(part) for part in own.module.modules()}))
-    unread = [n for n in missing if len(re.findall(rf"\b{n.split('.')[-1]}\b", code)) == 1]
+    layers = [re.sub(r"\.(weight|bias)$", "", name).split(".")[-1] for name in missing]
+    unread = [one for one in layers if len(re.findall(rf"\b{one}\b", code)) == 1]
     one = found("gradients", "missing", which=which)
     return replace(one, ground="any") if unread else one  # a guess of a call excuses no such thing
 

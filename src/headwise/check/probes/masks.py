@@ -140,12 +140,12 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
             said.append(name)
         elif seen.error:
             return found(rule, "fails", name=name, error=seen.error)
+        elif seen.single:
+            return found(rule, "single", name=name, form=seen.form, error=seen.single)
         elif not seen.right and ctx.subject.caller.streams:
             return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
         elif seen.right:
             return passed(rule, f"What it hides counts for nothing: {seen.form}.")
-        elif seen.single:
-            return found(rule, "single", name=name, form=seen.form, error=seen.single)
         elif not seen.any:
             return found(rule, "ignored", name=name)
         else:

@@ -374,8 +374,11 @@ def words_of(factory: Callable[..., Any], name: str) -> list[str]:
     >>> words_of(Layer, "kind")
     []
     """
-    pattern = rf"\b{name} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
-    words = re.findall(pattern, source_of(factory))
+    code, folded = source_of(factory), r"(?:\.(?:lower|upper)\(\))?"
+    kept = re.findall(rf"(self\.\w+|\w+) = {name}{folded}[ \t]*(?:#|$)", code, re.MULTILINE)
+    spoken = rf"(?<![\w.])(?:{'|'.join(map(re.escape, [name, *kept]))}){folded}"
+    pattern = rf"{spoken} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
+    words = re.findall(pattern, code)
     if not words and dataclasses.is_dataclass(factory):  # whose words others compare
         words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
     return [*dict.fromkeys(words)]

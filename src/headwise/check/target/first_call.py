@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..findings.rules import found
+from ..findings.verdict import Ground
 from .call_adapter import ALL_SHAPES, Caller, MaskForm, Result, UnusableResult
 from .call_faults import (
     AREAS,
@@ -37,7 +38,7 @@ from .checked_target import BATCH, TOKENS, Broken, Target
 from .fills import FILLS, OPTIONAL, Fill, left_out
 from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, USUAL, Layout, said_layout
 from .learnt import learn
-from .unknowns import fails_anyway
+from .unknowns import fails_anyway, is_certain
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -132,9 +133,13 @@ def first_call(subject: Target, widened: bool = False) -> None:
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
-    if (subject.guesses or made_up) and not own:  # own is wrong whatever goes in
-        if (sure := fails_anyway(subject)) is not None:
-            raise not_run(f"x {shape}, whatever else is given", sure) from sure
+    guessed = (subject.guesses or made_up) and not own  # own is wrong whatever goes in
+    sure = fails_anyway(subject)
+    if sure is not None and (guessed or is_certain(sure)):
+        broken = not_run(f"x {shape}, whatever else is given,", sure)
+        ground: Ground = "any" if is_certain(sure) else "call"
+        raise Broken(replace(broken.finding, ground=ground)) from sure
+    if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         if "count" in subject.roles or "H" in usual.axes:  # outputs of its own number, perhaps
@@ -227,10 +232,11 @@ def _ways(caller: Caller) -> Iterator[Way]:
 
 def _learnt(subject: Target, usual: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
     """Calls with what their arguments are learnt to want."""
-    for layout in dict.fromkeys((usual, TIME_FIRST)):
-        Way(layout).set(subject)
+    rooms = [(usual, None), (TIME_FIRST, None), *((usual, area) for area in areas_of(subject))]
+    for layout, room in dict.fromkeys(rooms):
+        Way(layout, room, only=room is not None).set(subject)
         if (fills := learn(subject, spoken(subject.caller, errors[0]))) is not None:
-            yield Way(layout, None, None, fills, learnt=True)
+            yield Way(layout, room, None, fills, room is not None, learnt=True)
 
 
 def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:

@@ -280,6 +280,7 @@ def _of_factory(
             target, named, roles, made_up = _built(factory, args, own, sizes)
         if not widths:
             widths.append(input_width(target) if isinstance(target, nn.Module) else None)
+        made_up |= request.sizes.changes
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         again = functools.partial(make, request)
         made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": guessed}
@@ -298,7 +299,7 @@ def _of_factory(
         try:
             subject = _settled(target, name, width, heads, known, request, roles)
         except Broken as broken:
-            if not guessed:
+            if not guessed or broken.finding.ground == "any":
                 raise
             raise ValueError(
                 f"check({name}): I made up {', '.join(guessed)}, and with it the call fails: give "

@@ -114,7 +114,7 @@ def _flags_spoken(
 ) -> Iterator[BuildSizes]:
     """Flags the other way of which a constructor speaks where it refuses what it was given."""
     fault = first.__cause__
-    if fault is None or not _builds(first) or not refuses(fault):
+    if fault is None or not refuses(fault):
         return
     line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
     for parameter in signature(factory):

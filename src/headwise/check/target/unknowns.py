@@ -36,6 +36,12 @@ CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
 
 
+MISCALLED = re.compile(
+    r"\(\) (got (an unexpected keyword|multiple values)|missing \d+ required|takes \d+ positional)"
+)
+"""What Python says of arguments that a function has not, whatever they are."""
+
+
 class Undecided(Exception):
     """What comes next depends on something that is not known."""
 
@@ -231,11 +237,19 @@ def fails_anyway(subject: Target) -> BaseException | None:
     every = [n for n in caller.parameters if n not in caller.inputs and n not in caller.extra]
     open_ = [n for n in every if caller.fill(n) is left_out and caller.parameters[n].kind <= 3]
     unset = [n for n in open_ if caller.parameters[n].default is None]
-    for inputs in (False, True):
+    for inputs in (True, False):  # what says more comes first
         errors = [_always(subject, names, inputs) for names in (asked, [*asked, *unset])]
         if all(errors):
             return errors[0]
     return None
+
+
+def is_certain(error: BaseException) -> bool:
+    """Whether no number and no value would avoid an error: a name, an argument or a method that is
+    not there."""
+    noted = CERTAIN in getattr(error, "__notes__", ())
+    miscalled = isinstance(error, TypeError) and MISCALLED.search(str(error)) is not None
+    return noted or miscalled or isinstance(error, NameError)
 
 
 def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | None:
@@ -261,9 +275,9 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
             return None
         except Exception as error:
             del said[answers.place :]
-            certain = CERTAIN in getattr(error, "__notes__", ())
-            if certain or not refuses(error):
-                if not certain and not _is_sure(subject, error):
+            noted = CERTAIN in getattr(error, "__notes__", ())
+            if noted or not refuses(error):
+                if not noted and not _is_sure(subject, error):
                     return None
                 first = first or error
         while said and not said[-1]:
@@ -277,11 +291,9 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
 def _is_sure(subject: Target, error: BaseException) -> bool:
     """Whether an error has nothing to do with what is not known."""
     text = str(error)
-    if "Unknown" in text or "dtype" in text:
+    if "Unknown" in text or "dtype" in text or of_guess(subject, error):
         return False
-    if of_guess(subject, error):
-        return False
-    if isinstance(error, NameError):
+    if is_certain(error):
         return True
     frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
     number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
