@@ -36,6 +36,7 @@ from .static_checks import (
     read_off,
     shared_heads,
     softmax_astray,
+    softmax_missing,
 )
 from .traced_scale import is_scaled_right, traced_scale
 from .traced_tokens import traced_tokens
@@ -223,6 +224,7 @@ def _seen_in_a_call(subject: Target) -> list[Finding]:
     """What shows in what a call does, whatever the weights."""
     return (
         softmax_astray(subject)
+        or softmax_missing(subject)
         or empty_triangle(subject)
         or traced_tokens(subject)
         or traced_scale(subject)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -25,6 +26,21 @@ from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, bare_name, quoted, recorded
 from .projections import Projections
 from .read_code import READERS
+
+PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
+LINEAR = PRODUCTS | set(
+    (
+        "linear conv1d conv2d conv3d add sub mul div neg sum mean sqrt rsqrt pow tensor get set "
+        "getitem setitem size dim view reshape transpose permute contiguous flatten unflatten "
+        "squeeze unsqueeze expand repeat repeat_interleave cat stack chunk split unbind float to "
+        "type dropout masked_fill where tril triu ones zeros eye len t shape addmm mm clone detach"
+    ).split()
+)
+"""Functions that bend nothing."""
+BENDS_NOT = re.compile(
+    "linear|galerkin|retention|delta|kernel|polynomial|non_?local|bilinear|memory|hopfield|state"
+)
+"""Names of attention that does without a softmax on purpose."""
 
 
 def dropout_in_eval(subject: Target) -> tuple[list[Finding], bool]:
@@ -108,6 +124,19 @@ def softmax_astray(subject: Target) -> list[Finding]:
     """That a softmax runs over another axis than the keys, whatever its scores are made of."""
     places = [call.place for call in recorded(subject, subject.input()) if call.astray]
     return [found("softmax", "axis", line=quoted(places[0]))] if places else []
+
+
+def softmax_missing(subject: Target) -> list[Finding]:
+    """That scores go to the values as they are, and nothing in a call but sums and products bends
+    them, in an attention that does not speak of doing so."""
+    kinds = {type(subject.caller.target), *map(type, getattr(subject.module, "modules", list)())}
+    if any(BENDS_NOT.search(kind.__name__.lower()) for kind in kinds):
+        return []
+    made = [call for call in recorded(subject, subject.input()) if call.place is not None]
+    scores = [call for call in made if call.square and call.name in PRODUCTS]
+    if not scores or not all(call.name in LINEAR for call in made):
+        return []
+    return [found("softmax", "none", line=quoted(scores[0].place))]
 
 
 def read_off(thing: Any, *rules: str) -> Iterator[Finding]:

@@ -107,7 +107,8 @@ class Target:
         if caller.custom is not None:
             return []
         axes = [f"x as {caller.layout}"] * (caller.layout is not caller.usual)
-        tokens = [] if self.room is None else [f"{self.room} tokens"]
+        told = self.room in (None, self.context_length)  # which its constructor was told
+        tokens = [] if told else [f"{self.room} tokens"]
         form = [self.open_form.argument] if self.open_form else []
         form = [name for name in form if not is_known(name)]  # one of a usual name hides nothing
         return [*dict.fromkeys([*axes, *tokens, *form, *caller.guesses])]

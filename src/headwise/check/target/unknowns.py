@@ -32,6 +32,8 @@ PLAIN = {"tokens", "batch", "training", "causal", "use_cache", "weights", "dropo
 """Roles of numbers and flags, which stay what they are."""
 NUMBER = 1.5
 """What an unknown number is where Python's own functions want one, as `math.sqrt` does."""
+SOME = 3
+"""How often a loop runs that goes on for an unknown number of times."""
 CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
 
@@ -96,6 +98,61 @@ for _name in "add sub mul truediv floordiv mod pow and or xor matmul".split():
     setattr(Unknown, f"__r{_name}__", _operation)
 for _name in "neg pos abs invert lt le gt ge eq ne".split():
     setattr(Unknown, f"__{_name}__", _operation)
+
+
+class UnknownNumber(int):
+    """A whole number of which nothing is known; what is handed to PyTorch must be one."""
+
+    asked: _Answers
+
+    @classmethod
+    def of(cls, asked: _Answers) -> UnknownNumber:
+        made = cls(SOME)
+        made.asked = asked
+        return made
+
+    def __truediv__(self, other: Any) -> Any:
+        return Unknown(self.asked)
+
+    __rtruediv__ = __pow__ = __rpow__ = __truediv__  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return self.asked.next()
+
+    def __int__(self) -> int:
+        raise Undecided
+
+    def __float__(self) -> float:
+        return NUMBER
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _whole(self: UnknownNumber, *others: Any) -> Any:
+    if all(isinstance(one, int) for one in others):
+        return UnknownNumber.of(self.asked)
+    return NotImplemented
+
+
+for _name in "add sub mul floordiv mod".split():
+    setattr(UnknownNumber, f"__{_name}__", _whole)
+    setattr(UnknownNumber, f"__r{_name}__", _whole)
+for _name in "lt le gt ge eq ne".split():
+    setattr(UnknownNumber, f"__{_name}__", _operation)
+for _name in "neg pos abs".split():
+    setattr(UnknownNumber, f"__{_name}__", _whole)
+
+
+class UnknownShape(Unknown):
+    """As many unknown numbers as are wanted."""
+
+    def __getitem__(self, key: Any) -> Any:
+        kind = UnknownShape if isinstance(key, slice) else UnknownNumber.of
+        return kind(self.asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([UnknownNumber.of(self.asked) for _ in range(_wanted(sys._getframe(1)))])
 
 
 class UnknownTensor(Tensor):
@@ -164,7 +221,7 @@ class _Spreading(TorchFunctionMode):
 
 def _unknowns(values: Any) -> Iterator[Any]:
     """The unknown values among arguments."""
-    if type(values) in (Unknown, UnknownTensor):
+    if isinstance(values, Unknown | UnknownNumber | UnknownTensor):
         yield values
     elif isinstance(values, list | tuple):
         for one in values:
@@ -176,8 +233,7 @@ def _unknowns(values: Any) -> Iterator[Any]:
 
 
 _OTHER = re.compile(
-    r"^(size|shape|__get__|item|tolist|chunk|split|unbind|tensor_split|max|min|topk|sort|dtype|"
-    r"dim|ndim|numel|stride|is_\w+|equal|allclose|unique|nonzero|multi_head_attention_forward|"
+    r"^(item|tolist|chunk|split|unbind|tensor_split|max|min|topk|sort|dtype|stride|is_\w+|equal|allclose|unique|nonzero|multi_head_attention_forward|"
     r"any|all|__(eq|len|iter|bool|contains|index|int|float)__)$"
 )
 """What gives no tensor, or several, or one that is asked something."""
@@ -186,6 +242,12 @@ _OTHER = re.compile(
 def _made(func: Callable[..., Any], asked: _Answers, args: Any = ()) -> Any:
     """What a function of PyTorch makes of unknown values."""
     name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(func, "__self__", func).__name__
+    if name in ("device", "ndim", "dim", "numel", "shape", "size"):
+        made = UnknownShape if name == "shape" or len(args) < 2 else UnknownNumber.of
+        made = UnknownNumber.of if name in ("ndim", "dim", "numel") else made
+        return torch.device("cpu") if name == "device" else made(asked)
     if name == "__bool__":
         return asked.next()
     if name in ("__len__", "__index__", "__int__"):
@@ -293,12 +355,12 @@ def _is_sure(subject: Target, error: BaseException) -> bool:
     text = str(error)
     if "Unknown" in text or "dtype" in text or of_guess(subject, error):
         return False
-    if is_certain(error):
-        return True
     frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
     number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
     known = frames[number].f_locals
     words = re.findall(r"\w+", _failing(traceback.extract_tb(error.__traceback__)[number]))
+    if is_certain(error) and "positional" not in text:
+        return True
     return not any(True for _ in _unknowns([known[word] for word in words if word in known]))
 
 
