@@ -107,7 +107,7 @@ class Refuses(Options):
         (OneNorm, "gradients", "With qk_norm=True: No gradient reaches k_norm.weight"),
         (DropsAlways, "deterministic", "With fused=True: "),
         (WidthOfTheInput, "runs", "With head_dim=12: "),
-        (NoSuchGate, "runs", "With kind='gated': "),
+        (NoSuchGate, "runs", "Nothing defines self.gates: what uses it fails"),
     ],
 )
 def test_an_option_that_breaks_a_rule_is_named(layer: type, rule: str, said: str) -> None:
@@ -123,7 +123,7 @@ def test_options_that_work_and_those_refused_are_no_mistake(layer: type) -> None
 
 
 def test_a_layer_that_was_built_has_no_options() -> None:
-    assert check(NoSuchGate(24, 3)).passed
+    assert check(WidthOfTheInput(24, 3)).passed
 
 
 class NeedsLength(nn.Module):

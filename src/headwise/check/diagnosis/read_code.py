@@ -54,6 +54,8 @@ from .read_sizes import (
 
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
+A_MODULE = nn.Module()
+"""What each module has, `training` among it."""
 OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
 WORKED_ON = re.compile(r"score|att(n|ention)|weight|prob|energy|logit")
@@ -270,7 +272,7 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     plain = {one for statement in filter(is_plain, forward.body) for one in ast.walk(statement)}
     for node in nodes(ast.Attribute, *(one for one in kind.body if isinstance(one, INNER))):
         name = of_self(node)
-        if not name or name in set_ or hasattr(thing, name):
+        if not name or name in set_ or hasattr(thing, name) or hasattr(A_MODULE, name):
             continue
         near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
         if node in plain and (near or not is_set_beside(name, source.file)):

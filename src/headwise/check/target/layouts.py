@@ -95,7 +95,7 @@ def said_layout(target: Any, name: str) -> Layout | None:
         if (layout := _of_words(said)) is not None and layout is not USUAL:
             return layout
     others = "|".join(["self", *(one.name for one in signature(made))]) if made else "self"
-    for said in re.findall(unpacked.format(rf"(?!(?:{others})\b)\w+"), code, re.MULTILINE):
+    for said in re.findall(unpacked.format(rf"(?!(?:{others})\b|\w*mask)\w+"), code, re.MULTILINE):
         layout = _of_words(re.findall(r"\w+", said.lower()))
         if layout is not None and "H" in layout.axes:  # as nothing but a map is cut
             return layout
