@@ -89,7 +89,7 @@ class WidthOfTheInput(Options):
 
 class NoSuchGate(Options):
     def gated(self, x: Tensor, heads: Tensor) -> Tensor:
-        return heads * self.gates(x).sigmoid() if self.kind == "gated" else heads
+        return heads * self.unmade_gates(x).sigmoid() if self.kind == "gated" else heads
 
 
 class Refuses(Options):
@@ -107,7 +107,7 @@ class Refuses(Options):
         (OneNorm, "gradients", "With qk_norm=True: No gradient reaches k_norm.weight"),
         (DropsAlways, "deterministic", "With fused=True: "),
         (WidthOfTheInput, "runs", "With head_dim=12: "),
-        (NoSuchGate, "runs", "Nothing defines self.gates: what uses it fails"),
+        (NoSuchGate, "runs", "Nothing defines self.unmade_gates: what uses it fails"),
     ],
 )
 def test_an_option_that_breaks_a_rule_is_named(layer: type, rule: str, said: str) -> None:
