@@ -261,7 +261,7 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     foreign = homes - {nn.Module.__module__, getattr(thing, "__module__", "")}
     attributes = [*nodes(ast.Attribute, source.tree)]
     forward = source.function(f"{kind.name}.forward")
-    if not homes or foreign or forward is None:
+    if foreign or not isinstance(thing, type) or not issubclass(thing, nn.Module):
         return
     set_ = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
     set_ |= {one.name for one in nodes(ast.FunctionDef, source.tree)}
@@ -269,7 +269,8 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     set_ |= names(source.tree, context=ast.Store)
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
-    plain = {one for statement in filter(is_plain, forward.body) for one in ast.walk(statement)}
+    always = filter(is_plain, [] if forward is None else forward.body)
+    plain = {one for statement in always for one in ast.walk(statement)}
     for node in nodes(ast.Attribute, *(one for one in kind.body if isinstance(one, INNER))):
         name = of_self(node)
         if not name or name in set_ or hasattr(thing, name) or hasattr(A_MODULE, name):

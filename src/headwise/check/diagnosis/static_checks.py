@@ -157,7 +157,9 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
     kinds = {thing} if alone else {type(one) for one in parts}
     homes: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for kind in kinds:
-        made = vars(kind).get("forward") or vars(kind).get("__init__") or kind
+        said = vars(kind)
+        others = (one for one in said.values() if isinstance(one, FunctionType))
+        made = said.get("forward") or said.get("__init__") or next(others, kind)
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
         if is_users(file):
             homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)
