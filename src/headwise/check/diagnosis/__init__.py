@@ -64,6 +64,7 @@ HIDING = re.compile(r"mask|fill|inf")
 """What lines say that hide keys."""
 READ = {
     "roles": {"roles"},
+    "mask-fill": {"causal-mask", "mask-fill"},
     "mask": {"causal-mask", "mask-fill"},
     "scale": {"scale"},
     "head-split": {"head-split"},
@@ -92,8 +93,11 @@ def run(subject: Target) -> list[Finding]:
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         thing = subject.caller.target
         judged = _run(subject, bool(lists), drops)
-        early = [*_unused(subject, judged), *lists, *([] if lists else dropping)]
-        findings = [*early, *judged]
+        early = [*_unused(subject, judged), *lists]
+        dropping = [] if lists else dropping
+        wrong = any(one.severity == "error" and one.rule != "definition" for one in judged)
+        # what is wrong in eval mode, too, weighs more than what is dropped there
+        findings = [*early, *judged, *dropping] if wrong else [*early, *dropping, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
         right = _is_right(findings)
         read = [*read_off(thing, *(rule for rule in READ if not (right and rule in GIVEN)))]

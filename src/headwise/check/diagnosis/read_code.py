@@ -151,6 +151,23 @@ def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
+def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Scores that are set to 0 where a mask hides, and go into a softmax: `scores[mask] = 0`."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in ast.walk(function) if isinstance(one, ast.Assign)]
+        lines.sort(key=lambda one: one.lineno)
+        for number, line in enumerate(lines):
+            target, value = line.targets[0], line.value
+            hides = [target.slice] if isinstance(target, ast.Subscript) else []
+            if isinstance(value, ast.Call) and len(value.args) > 1:
+                filled = getattr(value.func, "attr", "").strip("_") == "masked_fill"
+                hides, value = (value.args[-2:-1], value.args[-1]) if filled else ([], value)
+            zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
+            said = [*filter(is_mask, sorted(words_in(*hides)))] if zero and hides else []
+            if said and goes_into_softmax(target_of(line), lines[number + 1 :]):
+                yield "small", line.lineno, {"name": said[0], "value": "0"}
+
+
 def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Masks that scores or weights are multiplied with, and that hide nothing in any other way."""
     for function in nodes(ast.FunctionDef, part):
@@ -298,7 +315,8 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
-    "mask": (multiplied_masks, small_fills, dropped_masks),
+    "mask-fill": (multiplied_masks, small_fills, zero_fills),
+    "mask": (dropped_masks,),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (summed_apart,),

@@ -80,8 +80,7 @@ class TracedScale(TorchFunctionMode):
         made, weights = self._made(name, args, kwargs), self._weighed(name, args)
         if name == "softmax" and args:
             self._note(self._of(args[0]))
-            square = self.tokens == args[0].shape[-1] in args[0].shape[:-1]
-            weights = (1.0, None) if square else weights
+            weights = (1.0, None) if args[0].ndim > 1 else weights
         elif name == FUSED:
             self._note(made)
         result = func(*args, **kwargs)
@@ -112,7 +111,8 @@ class TracedScale(TorchFunctionMode):
         if name in ("matmul", "bmm", "einsum") and self.after is None:
             self.after = taken[0]
             place = next(n for n, one in enumerate(args) if id(one) in self._weights)
-            if name != "einsum" and _over_queries(args[place], first=place == 0):
+            axis = _axis_summed(args, place)
+            if axis is not None and _is_astray(args[place], axis):
                 self.astray = users_line(3)
         return None
 
@@ -170,13 +170,23 @@ def _summed(a: Tensor, equation: str) -> int:
     return math.prod(size for letter, size in sizes if letter not in out)
 
 
-def _over_queries(weights: Tensor, first: bool) -> bool:
-    """Whether a product of matrices, whose first or second factor they are, sums weights over
-    another axis than the one along which they add up to 1."""
-    if weights.shape[-1] != weights.shape[-2] or weights.shape[-1] < 2:
+def _axis_summed(args: Any, place: int) -> int | None:
+    """Over which axis of its factor at that place a product sums, from the end; None where that is
+    not one."""
+    if not isinstance(args[0], str):
+        return -1 if place == 0 else -2
+    sides, _, out = args[0].replace(" ", "").partition("->")
+    letters = [*sides.split(","), ""][place - 1]
+    summed = [n for n, letter in enumerate(letters) if letter not in out and letter != "."]
+    one = len(summed) == 1 and "." not in letters[summed[0] :]
+    return summed[0] - len(letters) if one else None
+
+
+def _is_astray(weights: Tensor, summed: int) -> bool:
+    """Whether weights add up to 1 along another axis than the one that a product sums over."""
+    if weights.ndim < 2 or min(weights.shape[-2:]) < 2 or summed not in (-1, -2):
         return False
-    summed, other = (-1, -2) if first else (-2, -1)
-    return _are_whole(weights, other) and not _are_whole(weights, summed)
+    return _are_whole(weights, -3 - summed) and not _are_whole(weights, summed)
 
 
 def _are_whole(weights: Tensor, axis: int) -> bool:
@@ -235,7 +245,8 @@ def traced_scale(subject: Target) -> list[Finding]:
     if name not in _ROWS:
         return []
     message, hint = (text.format(**words) for text in _ROWS[name])
-    ground: Ground = "weights" if subject.made_up or subject.absent else "any"
+    guessed = name != "nothing" and (subject.made_up or subject.absent)
+    ground: Ground = "weights" if guessed else "any"
     return [Finding("scale", "error", message, hint + quoted(place), ground=ground)]
 
 

@@ -35,7 +35,7 @@ from .call_faults import (
     spoken,
 )
 from .checked_target import BATCH, TOKENS, Broken, Target
-from .fills import FILLS, OPTIONAL, Fill, left_out
+from .fills import FILLS, OPTIONAL, SURE, Fill, left_out
 from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, USUAL, Layout, said_layout
 from .learnt import learn
 from .unknowns import fails_anyway, is_certain
@@ -99,7 +99,10 @@ def first_call(subject: Target, widened: bool = False) -> None:
             result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
-            if own := way == Way(usual, subject.num_heads) and _is_chance(subject):
+            few = way.room is not None and replace(way, form=None) == Way(usual, way.room)
+            if own := few and _is_chance(subject):
+                replace(way, room=None).set(subject)
+                errors[:1] = [error for error in [_fault(subject)] if error] or errors[:1]
                 break
             other = way.layout is not usual or way.learnt
             if other and mixes(subject) != (True, False):
@@ -145,7 +148,10 @@ def first_call(subject: Target, widened: bool = False) -> None:
         if "count" in subject.roles or "H" in usual.axes:  # outputs of its own number, perhaps
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
-    raise not_run(f"x {shape}", error) from error
+    broken = not_run(f"x {shape}", error)
+    if own and subject.room is None:
+        broken.finding = replace(broken.finding, ground="any")
+    raise broken from error
 
 
 def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None:
@@ -172,12 +178,23 @@ def _tried(subject: Target) -> Result:
     return subject.result(subject.input())
 
 
+def _fault(subject: Target) -> Exception | None:
+    """The error of the call that is set; None where it runs."""
+    try:
+        _tried(subject)
+    except Exception as error:
+        return error
+    return None
+
+
 def _is_chance(subject: Target) -> bool:
-    """Whether it runs with as many tokens as it has heads, and with fewer it does not: two axes of
-    one size were taken for each other, where nothing was made up."""
-    if subject.made_up or subject.caller.made_up or subject.caller.custom is not None:
+    """Whether it runs with as many tokens as are given, as many as it has heads perhaps, and with
+    fewer it does not: two axes of one size were taken for each other, where nothing was made up."""
+    caller = subject.caller
+    sure = all(caller.roles[name] in SURE for name in caller.made_up)
+    if subject.made_up or not sure or caller.custom is not None:
         return False
-    for tokens in range(1, subject.num_heads):
+    for tokens in {1, subject.most_tokens - 1}:
         with contextlib.suppress(Exception):
             subject.result(subject.input(tokens=tokens))
             return False

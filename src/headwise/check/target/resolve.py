@@ -319,7 +319,8 @@ def _of_factory(
                 return make(replace(request, sizes=sizes))
             except (Broken, ValueError) as error:
                 others.append(error)
-        raise blamed(first, others, factory, given) from first.__cause__
+        fault = blamed(first, others, factory, given)
+        raise fault from fault.__cause__ or first.__cause__
 
 
 def _inner(module: nn.Module) -> Iterator[nn.Module]:

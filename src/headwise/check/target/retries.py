@@ -74,6 +74,9 @@ def blamed(
     Args:
         others: what came of other sizes.
     """
+    sure = (one for one in others if isinstance(one, Broken) and one.finding.ground == "any")
+    if not isinstance(first, Broken) and (found := next(sure, None)) is not None:
+        return found  # which no guess excuses
     fault = first.__cause__
     missing = isinstance(fault, ImportError)  # a package that is not there
     own = not _is_unset(fault)
