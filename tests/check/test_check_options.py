@@ -203,3 +203,35 @@ def test_weights_that_are_summed_over_the_queries() -> None:
     verdict = check(SumsOverQueries, width=24, heads=1)
     assert verdict.errors[0].rule == "softmax"
     assert "summed over the queries" in verdict.errors[0].message
+
+
+class MayHide(nn.Module):
+    """Causal where it is asked to be."""
+
+    def __init__(self, d_model: int, num_heads: int, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.causal = num_heads, causal
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def later(self, tokens: int) -> Tensor:
+        return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = (parts[:, :, n].transpose(1, 2) for n in range(3))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if self.causal:
+            scores = scores.masked_fill(self.later(x.shape[1]).to(x.device), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class HidesTooLittle(MayHide):
+    def later(self, tokens: int) -> Tensor:
+        return torch.ones(tokens, tokens, dtype=torch.bool).triu(2)
+
+
+def test_a_mask_that_only_an_option_switches_on_is_looked_at() -> None:
+    assert check(MayHide).passed
+    finding = check(HidesTooLittle).errors[0]
+    assert finding.rule == "causal-mask"
+    assert finding.message.startswith("With causal=True: The mask is off by one")

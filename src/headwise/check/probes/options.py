@@ -22,7 +22,7 @@ from ..target.construct import words_of
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
-from .behaviour import finite, gradients
+from .behaviour import causality, finite, gradients, past_used
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext
 from .robustness import deterministic, move, registered, reload, train_eval
@@ -32,6 +32,8 @@ KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 SECONDS = 1.0
 """How long options are tried."""
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
+HIDES_LATER = re.compile(r"^(is_|use_)?causal|autoregressive|unidirectional")
+"""Options that hide later tokens, with no mask from outside."""
 OTHER_KIND = re.compile(r"causal|direction|mask|cross|encod|decod|future|stream|window|local|cache")
 """Options that say who sees whom, or make it another layer."""
 
@@ -45,6 +47,9 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
     end = time.process_time() + SECONDS
+    for changes in _hiding(subject) if "definition" in kept else ():
+        if (one := _leaky(subject, changes)) is not None:
+            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
     tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
     for changes, resized in tried:
         if time.process_time() > end:
@@ -53,6 +58,35 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
         if one is not None and one.rule in kept:
             return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
     return None
+
+
+def _hiding(subject: Target) -> Iterator[dict[str, Any]]:
+    """Flags of the constructor that make it causal, where it is not."""
+    handed = subject.causal or subject.caller.named("mask") or subject.caller.named("causal")
+    for parameter in () if handed else signature(type(subject.module)):
+        if parameter.default is False and HIDES_LATER.search(parameter.name.lower()):
+            yield {parameter.name: True}
+
+
+def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
+    """What is wrong with the mask of the same layer where it is causal."""
+    from ..diagnosis import run as diagnose
+
+    try:
+        other = subject.rebuilt(**changes)
+    except (ValueError, Broken):  # it wants a length, or another call
+        return None
+    if other is None or other.guesses:
+        return None
+    other = _staying(subject, other, changes, causal=True, causal_from="given", mask_form=None)
+    named = [one for one in diagnose(other) if one.severity == "error"]
+    if sharp := [one for one in named if one.rule != "definition"]:
+        return sharp[0]
+    try:
+        seen = (probe(ProbeContext(other)) for probe in (causality, past_used, registered, move))
+        return next((one for one in seen if one is not None and one.severity == "error"), None)
+    except Failed:  # whether the call or the option is at fault cannot be told
+        return None
 
 
 def _options(subject: Target) -> Iterator[dict[str, Any]]:
@@ -104,12 +138,7 @@ def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding 
     if other is None or other.guesses or resized:
         return None
     same = {"causal": subject.causal, "causal_from": "given", "mask_form": subject.mask_form}
-
-    def alike(**more: Any) -> Target:
-        assert subject.factory is not None
-        return replace(subject.factory(**changes, **more), **same)
-
-    ctx = ProbeContext(replace(other, **same, factory=alike))
+    ctx = ProbeContext(_staying(subject, other, changes, **same))
     for probe in KEPT:
         try:
             one = probe(ctx)
@@ -118,6 +147,16 @@ def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding 
         if one is not None and one.severity == "error":
             return one
     return None
+
+
+def _staying(subject: Target, other: Target, changes: dict[str, Any], **same: Any) -> Target:
+    """The subject with another option, which it has also when it is built anew."""
+
+    def alike(**more: Any) -> Target:
+        assert subject.factory is not None
+        return replace(subject.factory(**changes, **more), **same)
+
+    return replace(other, **same, factory=alike)
 
 
 def _is_sure(error: BaseException | None, resized: bool) -> bool:
