@@ -148,3 +148,40 @@ def test_a_first_call_and_a_second_give_the_same() -> None:
     (one,) = check(Remembers).errors
     assert (one.rule, one.message.split(" gives")[0]) == ("deterministic", "The first call")
     assert check(RemembersRightly).passed
+
+
+class MaskedPaths(nn.Module):
+    """Hides where the mask is True; the fused kernel takes the opposite."""
+
+    def __init__(self, d_model: int, num_heads: int, flash: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.flash = num_heads, flash
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def turned(self, hidden: Tensor) -> Tensor:
+        return ~hidden
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in parts)
+        hidden = None if mask is None else mask[:, None, None]
+        if self.flash:
+            seen = None if hidden is None else self.turned(hidden)
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+            heads = scores.softmax(-1) @ v
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class NotTurned(MaskedPaths):
+    def turned(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def test_both_paths_follow_the_same_mask() -> None:
+    assert check(MaskedPaths)["paths"].severity == "passed"
+    finding = check(NotTurned).errors[0]
+    assert finding.rule == "paths"
+    assert "With flash=True the same weights follow another mask" in finding.message

@@ -71,7 +71,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
     if own:
         return _judged(ctx, "padding", own)
     for name in masks:
-        seen = _best(ctx, name)
+        seen = best(ctx, name)
         if seen is not None and seen.right:
             return passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
         for form, alone in _forms(caller, name):
@@ -135,7 +135,7 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
     """The finding on the first mask argument that can be judged."""
     said = []
     for name in names:
-        seen = _best(ctx, name)
+        seen = best(ctx, name)
         if seen is None:
             said.append(name)
         elif seen.error:
@@ -154,7 +154,20 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
     return skipped(rule, f"No form was found in which {', '.join(said)} can be given.")
 
 
-def _best(ctx: ProbeContext, name: str) -> Effect | None:
+def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
+    """Masks that are followed as they are given here, each hiding a key of the last sequence."""
+    caller = ctx.subject.caller
+    for name in (*caller.named("mask"), *caller.named("padding")) if not caller.custom else ():
+        seen = best(ctx, name)
+        if seen is not None and seen.right and seen.form.kind != "lengths":
+            allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+            allowed[-1, :, HIDDEN] = False
+            allowed = allowed.tril() if ctx.subject.causal else allowed
+            given = seen.form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)
+            yield seen.form, {name: given}
+
+
+def best(ctx: ProbeContext, name: str) -> Effect | None:
     """The effect in the form that is understood best; None where no form goes in."""
     if name in ctx.effects:
         return ctx.effects[name]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
+from ..target.call_adapter import SINGLE, MaskForm
 from ..target.checked_target import Broken, Target, is_users, told
 from ..target.construct import signature
+from .masks import HIDDEN, hiding
 from .probe_context import Failed, ProbeContext
 
 FUSED = re.compile(r"flash|sdpa|fused|(memory|mem)_?eff|efficient_att|scaled_dot_product")
@@ -39,6 +41,8 @@ def paths(ctx: ProbeContext) -> Finding | None:
             tried = True
             if not ctx.near(_out(ctx, other), _out(ctx, ctx.exact)):
                 return found("paths", "differs", call=call)
+            if (form := _masked_apart(ctx, other)) is not None:
+                return found("paths", "masked", call=call, form=form)
         except (Broken, Failed) as failure:
             error = failure.__cause__
             if isinstance(error, RuntimeError) and is_own(error):
@@ -46,8 +50,11 @@ def paths(ctx: ProbeContext) -> Finding | None:
     for name in _attributes(ctx):
         with contextlib.suppress(Failed):  # the constructor may have made nothing for that path
             tried = True
-            if not ctx.near(ctx.call(ctx.x, _flipped(ctx.exact, name)), ctx.out):
-                return found("paths", "differs", call=f"self.{name} the other way")
+            call, other = f"self.{name} the other way", _flipped(ctx.exact, name)
+            if not ctx.near(ctx.call(ctx.x, other), ctx.out):
+                return found("paths", "differs", call=call)
+            if (form := _masked_apart(ctx, other)) is not None:
+                return found("paths", "masked", call=call, form=form)
     return passed("paths") if tried else None
 
 
@@ -56,6 +63,20 @@ def _out(ctx: ProbeContext, subject: Target) -> Tensor:
     nothing of masks."""
     own = replace(subject, causal=False, mask_form=None, open_form=ctx.exact.open_form)
     return ctx.call(ctx.x, own)
+
+
+def _masked_apart(ctx: ProbeContext, other: Target) -> MaskForm | None:
+    """A mask that the other path does not follow as this one does; None where it refuses it."""
+    if ctx.tokens <= HIDDEN or ctx.exact.caller.layout is SINGLE:
+        return None
+    for form, given in hiding(ctx):
+        with contextlib.suppress(Failed):
+            outs = (ctx.result(ctx.x, one, **given).out for one in (ctx.exact, other))
+            usual, out = (one.nan_to_num() for one in outs)
+            rows = [n for n in range(ctx.tokens) if n != HIDDEN]
+            if not ctx.near(out[:, rows], usual[:, rows]):
+                return form
+    return None
 
 
 def _flags(subject: Target) -> Iterator[tuple[str, bool]]:
