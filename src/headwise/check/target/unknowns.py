@@ -11,9 +11,11 @@ import dis
 import linecache
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -26,8 +28,9 @@ from .checked_target import Target, is_users
 from .fills import Fill, left_out
 from .layouts import SINGLE
 
-ANSWERS, RUNS = 24, 64
-"""How many questions a call may ask of unknown values, and how many ways of answering are tried."""
+ANSWERS, RUNS, SECONDS = 24, 64, 1.0
+"""How many questions a call may ask of unknown values, how many ways of answering are tried, and
+for how long."""
 PLAIN = {"tokens", "batch", "training", "causal", "use_cache", "weights", "dropout", "start"}
 """Roles of numbers and flags, which stay what they are."""
 NUMBER = 1.5
@@ -36,8 +39,6 @@ SOME = 3
 """How often a loop runs that goes on for an unknown number of times."""
 CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
-
-
 MISCALLED = re.compile(
     r"\(\) (got (an unexpected keyword|multiple values)|missing \d+ required|takes \d+ positional)"
 )
@@ -233,8 +234,8 @@ def _unknowns(values: Any) -> Iterator[Any]:
 
 
 _OTHER = re.compile(
-    r"^(item|tolist|chunk|split|unbind|tensor_split|max|min|topk|sort|dtype|stride|is_\w+|equal|allclose|unique|nonzero|multi_head_attention_forward|"
-    r"any|all|__(eq|len|iter|bool|contains|index|int|float)__)$"
+    r"^(item|tolist|chunk|split|unbind|tensor_split|max|min|topk|sort|dtype|stride|is_\w+|equal|"
+    r"allclose|unique|nonzero|multi_head_attention_forward|any|all|__(eq|contains)__)$"
 )
 """What gives no tensor, or several, or one that is asked something."""
 
@@ -318,7 +319,8 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
     """The error of every call with unknown values for some arguments, perhaps for x, too."""
     said: list[bool] = []
     first: BaseException | None = None
-    for _ in range(RUNS):
+    until = time.process_time() + SECONDS
+    for _ in takewhile(lambda _: time.process_time() < until, range(RUNS)):
         answers = _Answers(said)
 
         def unknown(place: Any, answers: _Answers = answers) -> Any:
@@ -358,10 +360,21 @@ def _is_sure(subject: Target, error: BaseException) -> bool:
     frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
     number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
     known = frames[number].f_locals
-    words = re.findall(r"\w+", _failing(traceback.extract_tb(error.__traceback__)[number]))
     if is_certain(error) and "positional" not in text:
         return True
-    return not any(True for _ in _unknowns([known[word] for word in words if word in known]))
+    code = _failing(traceback.extract_tb(error.__traceback__)[number])
+    values = (_value(name.split("."), known) for name in re.findall(r"[A-Za-z_][\w.]*", code))
+    return not any(True for _ in _unknowns([*values]))
+
+
+def _value(path: list[str], known: Mapping[str, Any]) -> Any:
+    """What a dotted name stands for, as far as it goes."""
+    value = known.get(path[0])
+    for name in path[1:]:
+        if isinstance(value, Unknown | UnknownTensor):
+            return value
+        value = getattr(value, name, None)
+    return value
 
 
 def _failing(place: traceback.FrameSummary) -> str:
