@@ -273,13 +273,14 @@ def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
     for name in names:
         if type(target).__module__.split(".")[0] == "transformers":
             yield lambda name=name: _dynamic_cache(subject, name)
-        elif "KVCache" in str(caller.parameters[name].annotation):
+            continue
+        if "KVCache" in str(caller.parameters[name].annotation):
             yield lambda name=name: _kept(subject, {name: KVCache()}, {})
         else:
             yield lambda name=name: _handed_back(subject, name, flags)
             yield lambda name=name: _kept(subject, {name: {}}, flags)
-            for kind in _own_caches(subject):
-                yield lambda name=name, kind=kind: _kept(subject, {name: kind()}, flags)
+        for kind in _own_caches(subject):
+            yield lambda name=name, kind=kind: _kept(subject, {name: kind()}, flags)
     if (flags or caller.named("start")) and not names:
         yield lambda: _kept(subject.fresh(), {}, flags)
 

@@ -376,7 +376,7 @@ def words_of(factory: Callable[..., Any], name: str) -> list[str]:
     """
     code, folded = source_of(factory), r"(?:\.(?:lower|upper)\(\))?"
     kept = re.findall(rf"(self\.\w+|\w+) = {name}{folded}[ \t]*(?:#|$)", code, re.MULTILINE)
-    spoken = rf"(?<![\w.])(?:{'|'.join(map(re.escape, [name, *kept]))}){folded}"
+    spoken = rf"(?<!\w)(?:{'|'.join(map(re.escape, [name, *kept]))}){folded}"
     pattern = rf"{spoken} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
     words = re.findall(pattern, code)
     if not words and dataclasses.is_dataclass(factory):  # whose words others compare

@@ -99,7 +99,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
             result = _tried(subject)
             if way.form is not None and not bool(result.out.isfinite().all()):
                 raise UnusableResult("is not finite with a mask that hides nothing")
-            few = way.room is not None and replace(way, form=None) == Way(usual, way.room)
+            few = way.room in (subject.num_heads, subject.num_kv_heads or subject.num_heads)
+            few = few and replace(way, form=None) == Way(usual, way.room)
             if own := few and _is_chance(subject):
                 replace(way, room=None).set(subject)
                 errors[:1] = [error for error in [_fault(subject)] if error] or errors[:1]
@@ -188,8 +189,8 @@ def _fault(subject: Target) -> Exception | None:
 
 
 def _is_chance(subject: Target) -> bool:
-    """Whether it runs with as many tokens as are given, as many as it has heads perhaps, and with
-    fewer it does not: two axes of one size were taken for each other, where nothing was made up."""
+    """Whether it runs with as many tokens as it has heads, and with fewer it does not: two axes of
+    one size were taken for each other, where nothing was made up."""
     caller = subject.caller
     sure = all(caller.roles[name] in SURE for name in caller.made_up)
     if subject.made_up or not sure or caller.custom is not None:
