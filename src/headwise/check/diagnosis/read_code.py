@@ -288,7 +288,9 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         return
     always = filter(is_plain, [] if forward is None else forward.body)
     plain = {one for statement in always for one in ast.walk(statement)}
-    for node in nodes(ast.Attribute, *(one for one in kind.body if isinstance(one, INNER))):
+    methods = (one for one in kind.body if isinstance(one, INNER))
+    called = (one for one in methods if getattr(one, "name", "") != "__init__")
+    for node in nodes(ast.Attribute, *called):  # what __init__ lacks shows as it is built
         name = of_self(node)
         if not name or name in set_ or hasattr(thing, name) or hasattr(A_MODULE, name):
             continue

@@ -162,7 +162,7 @@ def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None
         for said in (pattern.search(str(error)) for pattern in WANTED):
             came, wanted = map(int, said.group("came", "wanted")) if said else (1, 0)
             width, rest = divmod(subject.embed_dim * wanted, came)
-            if not rest and width > subject.embed_dim:
+            if not rest and came % subject.embed_dim == 0 and width > subject.embed_dim:
                 return width
     return None
 
