@@ -144,8 +144,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         leaks = [] if leak is None else [_finding(case, subject, right, leak, large=True)]
         if findings or (leak is not None and leak.severity == "error"):
             return findings + leaks
-        unprojected = no_output_projection(subject, case.reading)
-        return [_passed(case.reading, right), *leaks, *unprojected]
+        beside = [*empty_triangle(subject), *no_output_projection(subject, case.reading)]
+        return [_passed(case.reading, right), *leaks, *beside]
     sure = subject.causal_from not in ("seen", "unknown")
     mistaken = named(case, bases, sure)
     if mistaken is not None:

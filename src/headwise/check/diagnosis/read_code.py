@@ -16,7 +16,9 @@ from difflib import get_close_matches
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
+from ..target.names import building_role
 from .read_pieces import (
+    HIDES,
     INNER,
     LONG,
     PLAIN,
@@ -164,7 +166,13 @@ def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 hides, value = (value.args[-2:-1], value.args[-1]) if filled else ([], value)
             zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
             said = [*filter(is_mask, sorted(words_in(*hides)))] if zero and hides else []
-            if said and goes_into_softmax(target_of(line), lines[number + 1 :]):
+            name = target_of(line)  # rows in which all is hidden may be filled with anything
+            hidden = any(
+                target_of(one) == name and HIDES.search(ast.unparse(one))
+                for one in lines
+                if one is not line
+            )
+            if said and not hidden and goes_into_softmax(name, lines[number + 1 :]):
                 yield "small", line.lineno, {"name": said[0], "value": "0"}
 
 
@@ -205,6 +213,21 @@ def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
             for one in call.keywords:
                 if is_mask(one.arg or "") and ast.unparse(one.value) == "None":
                     yield "dropped", call.lineno, {"name": unread[0]}
+
+
+def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks for PyTorch's own layer, which counts [B · H] sequence by sequence, that are repeated
+    head by head: `mask.repeat(self.num_heads, 1, 1)`."""
+    if not isinstance(kind, ast.ClassDef) or "nn.MultiheadAttention(" not in ast.unparse(kind):
+        return
+    for call in nodes(ast.Call, kind):
+        sizes = [ast.unparse(one) for one in call.args]
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        repeats = owner is not None and getattr(call.func, "attr", "") == "repeat"
+        heads = building_role(sizes[0].split(".")[-1], needed=True) if sizes else None
+        masks = [*filter(is_mask, sorted(words_in(owner)))] if repeats and owner else []
+        if masks and heads == "heads" and sizes[1:] == ["1", "1"]:
+            yield "tiled", call.lineno, {"name": masks[0]}
 
 
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -309,7 +332,8 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     for call in nodes(ast.Call, part):
         name, made = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
         given = getattr(made.func, "attr", "") if isinstance(made, ast.Call) else ""
-        if given not in NO_EFFECT or name in own or hasattr(Tensor, name):
+        score = isinstance(made, ast.Name) and WORKED_ON.search(made.id.lower())
+        if not (given in NO_EFFECT or score) or name in own or hasattr(Tensor, name):
             continue
         for meant in get_close_matches(name, dir(Tensor), 1, 0.85):
             yield "method", call.lineno, {"name": name, "meant": meant}
@@ -318,7 +342,7 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
-    "mask": (dropped_masks,),
+    "mask": (dropped_masks, tiled_masks),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (summed_apart,),

@@ -24,7 +24,8 @@ HIDDEN = 2
 SLIPS = (AttributeError, NameError)
 """Errors of misspelt names, whatever goes in."""
 REFUSED = re.compile(
-    r"masked_fill_?\(\) received an invalid|only supports boolean masks|with a bool tensor"
+    r"masked_fill_?\(\) received an invalid|only supports boolean masks|with a bool tensor|"
+    "Boolean value of Tensor with more than one value is ambiguous"
 )
 """What PyTorch says where a fill has no value, or a mask of this dtype will not do."""
 MISFIT = re.compile("must match the size|number of dimensions|broadcast")

@@ -118,7 +118,7 @@ SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 
-GUESSED = ("once", "temperature", "head_dim")
+GUESSED = ("once", "temperature", "head_dim", "sides", "count")
 """Roles whose values are guesses where a name is only like a usual one."""
 ROWS = 512
 """Of an embedding that is handed in: more positions than any probe speaks of."""

@@ -56,6 +56,10 @@ WANTED = (
 """How errors speak of as many features as came, and as many as are wanted."""
 
 
+POOLED = re.compile(rf"shape \[{BATCH}, (1, )?\d+\]$")
+"""What is said of a result without an axis of tokens."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to make the first call; `room` as in `Target`."""
@@ -146,7 +150,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
     if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
-        if "count" in subject.roles or "H" in usual.axes:  # outputs of its own number, perhaps
+        pooled = POOLED.search(str(error)) is not None  # one output for all tokens, or weights
+        if "count" in subject.roles or "H" in usual.axes or pooled:  # outputs of its own number
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     broken = not_run(f"x {shape}", error)

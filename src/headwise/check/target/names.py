@@ -40,12 +40,14 @@ _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_wid
 
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
-    "flag": r"^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
+    "sides": r"resolution|(img|image|video|map|grid)_(size|shape)$",
+    "flag": r"flash|^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
     "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
     "heads": r"heads?$",
     "head_dim": r"head",
+    "count": r"^(max|num|n|nb)_",
     "width": r"^d_|dimension|(^|_)(dim|width|size|channels?|feat(ure)?s?|hidden|emb|embed)(_|$)",
 }
 """Patterns of names that say what they are for, the surest first; only where something must be

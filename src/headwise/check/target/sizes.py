@@ -16,7 +16,15 @@ CONTEXT = 16
 
 USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
 USUAL |= {"eps": 1e-6, "flag": False, "once": 1, "base": 10000.0}
-USUAL |= {"batch": 2, "device": None, "dtype": None, "scale": 1.0, "count": CONTEXT, "window": 4}
+USUAL |= {
+    "batch": 2,
+    "device": None,
+    "dtype": None,
+    "scale": 1.0,
+    "count": CONTEXT,
+    "window": 4,
+    "sides": (4, 4),
+}
 """What other roles get."""
 WINDOWS = (USUAL["window"], (2, 5), (1, 2, 5))
 """What a window is tried with that must be given: its length, or its height and width, perhaps of
