@@ -273,3 +273,48 @@ def test_a_cache_that_never_grows_is_found() -> None:
     finding = check(Stays).errors[0]
     assert finding.rule == "cache"
     assert "no more tokens" in finding.message
+
+
+# --- what only some layers give or take -----------------------------------------------------------
+
+
+class Pooled(Attends):
+    """One output for all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, None)[:, 0]
+
+
+def test_an_output_without_tokens_is_asked_about() -> None:
+    with pytest.raises(ValueError, match="do not know how to call"):
+        check(Pooled)
+
+
+class Tiled(nn.Module):
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        if attn_mask is not None:
+            attn_mask = attn_mask.repeat(self.num_heads, 1, 1)
+        return self.attention(x, x, x, attn_mask=attn_mask)[0]
+
+
+def test_masks_for_pytorchs_layer_are_counted_sequence_by_sequence() -> None:
+    finding = check(Tiled).errors[0]
+    assert finding.rule == "mask"
+    assert "sequence by sequence" in finding.message
+
+
+class NoSoftmax(Attends):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        b, t, _ = x.shape
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.view(b, t, self.num_heads, -1).transpose(1, 2) for part in parts)
+        return self.out((self.scores(q, k) @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+def test_attention_without_a_softmax() -> None:
+    assert check(NoSoftmax).errors[0].rule == "softmax"

@@ -107,7 +107,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
             few = few and replace(way, form=None) == Way(usual, way.room)
             if own := few and _is_chance(subject):
                 replace(way, room=None).set(subject)
-                errors[:1] = [error for error in [_fault(subject)] if error] or errors[:1]
+                if (fault := _fault(subject)) is not None:
+                    errors.insert(0, fault)
                 break
             other = way.layout is not usual or way.learnt
             if other and mixes(subject) != (True, False):
@@ -155,7 +156,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     broken = not_run(f"x {shape}", error)
-    if own and subject.room is None:
+    if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
 
