@@ -55,7 +55,6 @@ WANTED = (
 )
 """How errors speak of as many features as came, and as many as are wanted."""
 
-
 POOLED = re.compile(rf"shape \[{BATCH}, (1, )?\d+\]$")
 """What is said of a result without an axis of tokens."""
 
