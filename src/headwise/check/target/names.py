@@ -40,7 +40,7 @@ _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_wid
 
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
-    "sides": r"resolution|(img|image|video|map|grid)_(size|shape)$",
+    "sides": r"_resolution$|(img|image|video|map|grid)_(size|shape)$",
     "flag": r"flash|^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
     "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
