@@ -292,8 +292,8 @@ def undefined_names(part: ast.stmt, source: Source, known: Known) -> Iterator[Sa
 
 
 def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """What every call of forward takes from self, and nothing in the file defines or could set: a
-    method, or an attribute that is spelled nearly as another."""
+    """What methods take from self, and nothing in the file or beside it defines or could set; where
+    every call of forward takes it, one that is spelled nearly as another is enough."""
     if not isinstance(kind, ast.ClassDef):
         return
     thing = known.get(kind.name)
@@ -309,8 +309,8 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     set_ |= names(source.tree, context=ast.Store)
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
-    always = filter(is_plain, [] if forward is None else forward.body)
-    plain = {one for statement in always for one in ast.walk(statement)}
+    reached = filter(is_plain, [] if forward is None else forward.body)
+    plain = {one for statement in reached for one in ast.walk(statement)}
     methods = (one for one in kind.body if isinstance(one, INNER))
     called = (one for one in methods if getattr(one, "name", "") != "__init__")
     for node in nodes(ast.Attribute, *called):  # what __init__ lacks shows as it is built
@@ -318,10 +318,9 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         if not name or name in set_ or hasattr(thing, name) or hasattr(A_MODULE, name):
             continue
         near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
-        if node in plain and (near or not is_set_beside(name, source.file)):
-            yield "missing", node.lineno, {"name": name}
-        elif not is_set_beside(name, source.file):
-            yield "unset", node.lineno, {"name": name}
+        always = node in plain
+        if (near and always) or not is_set_beside(name, source.file):
+            yield "missing" if always else "unset", node.lineno, {"name": name}
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

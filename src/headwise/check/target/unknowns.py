@@ -279,6 +279,10 @@ def _certain(error: Exception) -> Exception:
     return error
 
 
+def _is_noted(error: BaseException) -> bool:
+    return CERTAIN in getattr(error, "__notes__", ())
+
+
 def _wanted(frame: FrameType) -> int:
     """How many values a line unpacks: `b, t, e = x.shape`; one where they go into a call."""
     operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
@@ -310,9 +314,8 @@ def fails_anyway(subject: Target) -> BaseException | None:
 def is_certain(error: BaseException) -> bool:
     """Whether no number and no value would avoid an error: a name, an argument or a method that is
     not there."""
-    noted = CERTAIN in getattr(error, "__notes__", ())
     miscalled = isinstance(error, TypeError) and MISCALLED.search(str(error)) is not None
-    return noted or miscalled or isinstance(error, NameError)
+    return _is_noted(error) or miscalled or isinstance(error, NameError)
 
 
 def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | None:
@@ -339,7 +342,7 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
             return None
         except Exception as error:
             del said[answers.place :]
-            noted = CERTAIN in getattr(error, "__notes__", ())
+            noted = _is_noted(error)
             if noted or not refuses(error):
                 if not noted and not _is_sure(subject, error):
                     return None
