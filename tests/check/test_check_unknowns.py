@@ -165,11 +165,21 @@ class Unpacked(Listed):
         return super().forward([query, key, value])
 
 
+class AlsoListed(Wider):
+    """It takes a list where a condition holds, and a tensor elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            q, k, v = x
+            x = q + k + v
+        return super().forward(x)
+
+
 def test_queries_keys_and_values_may_come_as_a_list() -> None:
     assert listed(Listed(24, 3), "inputs") == ["query", "key", "value"]
     assert listed(Unpacked(24, 3), "inputs") == ["value", "key", "query"]
-    assert listed(Attends(24, 3), "x") == []
-    for kind in (Listed, Unpacked):
+    assert listed(Attends(24, 3), "x") == listed(AlsoListed(3, 8), "x") == []
+    for kind in (Listed, Unpacked, AlsoListed):
         assert check(kind).passed, str(check(kind))
 
 

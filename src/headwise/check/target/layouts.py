@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +131,8 @@ def _of_words(words: Sequence[str]) -> Layout | None:
 
 def listed(target: Any, name: str) -> list[str]:
     """The roles of what an input holds where its code takes it for a list of queries, keys and
-    values: from `q, k, v = inputs` or `q = inputs[0]`; nothing where it does not.
+    values, whatever else is handed in: `q, k, v = inputs` or `q = inputs[0]` that stands under no
+    condition; nothing where it does not.
 
     >>> class Layer(nn.Module):
     ...     def forward(self, inputs): ...
@@ -136,13 +140,29 @@ def listed(target: Any, name: str) -> list[str]:
     []
     """
     made = getattr(type(target), "forward", None)
-    code = source_of(made) if isinstance(target, nn.Module) else ""
-    several = re.findall(rf"^\s*\(?(\w+(?:, *\w+)+)\)? = {name}\s*(?:#|$)", code, re.MULTILINE)
-    single = re.findall(rf"^\s*(\w+) = {name}\[(\d)\]\s*(?:#|$)", code, re.MULTILINE)
-    said = re.findall(r"\w+", several[0]) if several else ()
-    held = said or [one for _, one in sorted((place, one) for one, place in single)]
-    roles = [calling_role(one) or "" for one in held]
-    return roles if set(roles) in ({"query", "key"}, {"query", "key", "value"}) else []
+    code = textwrap.dedent(source_of(made) if isinstance(target, nn.Module) else "")
+    with contextlib.suppress(SyntaxError):
+        for function in ast.parse(code).body:
+            roles = [calling_role(one) or "" for one in _held(function, name)]
+            if set(roles) in ({"query", "key"}, {"query", "key", "value"}):
+                return roles
+    return []
+
+
+def _held(function: ast.stmt, name: str) -> list[str]:
+    """The names that a function's own lines, in no block, give to what an input holds."""
+    single = dict[int, str]()
+    for one in getattr(function, "body", ()):
+        match one:
+            case ast.Assign([ast.Tuple(names)], ast.Name(read)) if read == name:
+                return [one.id for one in names if isinstance(one, ast.Name)]
+            case ast.Assign(
+                [ast.Name(held)], ast.Subscript(ast.Name(read), ast.Constant(int(place)))
+            ) if read == name:
+                single[place] = held
+            case _:
+                pass
+    return [held for _, held in sorted(single.items())]
 
 
 def _are_called(axes: str, words: Sequence[str]) -> bool:
