@@ -169,6 +169,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
 
 def _case(subject: Target, drops: bool) -> Case:
     """The case; where its number of heads cannot be right, with as many as its scores have."""
+    if subject.caller.pooled:
+        raise Unreadable("it gives one output for all tokens")
     with contextlib.suppress(Unreadable):
         return case_of(subject, drops)
     heads = heads_seen(subject) or subject.num_heads

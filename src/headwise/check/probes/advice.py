@@ -123,7 +123,7 @@ def buffer(ctx: ProbeContext) -> Finding | None:
 def parameter_count(ctx: ProbeContext) -> Finding | None:
     """As many parameters as projections of these widths have."""
     module, subject = ctx.subject.module, ctx.subject
-    if module is None:
+    if module is None or subject.caller.pooled:
         return None
     bending = (one for one in module.modules() if BENT.search(type(one).__name__))
     norms = {id(p) for one in bending for p in one.parameters()}

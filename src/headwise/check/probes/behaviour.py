@@ -58,7 +58,8 @@ def shape(ctx: ProbeContext) -> Finding | None:
     if out.dtype != x.dtype:
         names = (str(t.dtype).removeprefix("torch.") for t in (x, out))
         return found("shape", "dtype", dtype=next(names), out=next(names))
-    return passed("shape")
+    pooled = "Whatever the batch and the number of tokens, there is one output for all of them."
+    return passed("shape", pooled) if ctx.exact.caller.pooled else passed("shape")
 
 
 def finite(ctx: ProbeContext) -> Finding | None:
@@ -233,7 +234,7 @@ def bent(ctx: ProbeContext) -> str:
 
 def order(ctx: ProbeContext) -> Finding | None:
     """The last token does not notice in which order the others stand."""
-    if ctx.tokens < 3:
+    if ctx.tokens < 3 or ctx.exact.caller.pooled:  # one token may stand for all
         return None
     swapped = ctx.x[:, [*range(ctx.tokens - 2, -1, -1), ctx.tokens - 1]]
     if ctx.near(ctx.call(swapped)[:, -1], ctx.out[:, -1]):

@@ -107,7 +107,8 @@ class Caller:
 
     `fills` are how arguments are made that nobody gave, where it is not in the first way of their
     role; `proven` are those of them that numbers have shown to be right; `start` is the position
-    of the first token, and `usual` the layout that the target itself says.
+    of the first token, and `usual` the layout that the target itself says. A `pooled` output is
+    one for all tokens, and stands for the output of each.
     """
 
     target: Callable[..., Any]
@@ -122,6 +123,7 @@ class Caller:
     usual: Layout = USUAL
     proven: frozenset[str] = frozenset()
     settled: bool = False
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         parameters = signature(getattr(self.target, "forward", self.target))
@@ -325,6 +327,12 @@ class Caller:
             raise UnusableResult(f"returns {said}")
         tensors = [(t, self.layout.back(t) if t.ndim == turned else _apart(t, x)) for t in found]
         fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
+        if self.pooled and not fits and x.ndim == 3:
+            fits = [
+                (t, t.reshape(len(t), 1, -1).expand(*lead, -1))
+                for t in found
+                if _is_pooled(t, lead)
+            ]
         if not fits:
             raise UnusableResult(f"returns a tensor of shape {list(found[0].shape)}")
         others = [pair for pair in fits if tuple(pair[1].shape[-2:]) != square]  # no weights
@@ -363,6 +371,12 @@ def _apart(out: Tensor, q: Tensor) -> Tensor:
     if not merged or out.shape[2] % q.shape[1]:
         return out
     return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+
+
+def _is_pooled(out: Tensor, lead: tuple[int, ...]) -> bool:
+    """Whether it is one output for all tokens of each sequence, `[B, E]` or `[B, 1, E]`."""
+    single = out.ndim == 2 or (out.ndim == 3 and out.shape[1] == 1)
+    return single and out.shape[0] == lead[0] and tuple(out.shape) != lead
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:

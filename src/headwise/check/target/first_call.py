@@ -110,7 +110,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
                     errors.insert(0, fault)
                 break
             other = way.layout is not usual or way.learnt
-            if other and mixes(subject) != (True, False):
+            mixed = mixes(subject) if other or caller.pooled else (True, False)
+            if mixed != (True, False) and (other or not mixed[0]):
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
@@ -132,6 +133,12 @@ def first_call(subject: Target, widened: bool = False) -> None:
         subject.notes += _notes(subject)
         return None
     error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
+    results = (str(one) for one in errors if isinstance(one, UnusableResult))
+    if not caller.pooled and POOLED.search(next(results, "")):
+        with contextlib.suppress(Broken, ValueError):
+            caller.pooled = True
+            return first_call(subject, widened)
+        caller.pooled = False
     if not widened and (width := _other_width(subject, errors)):
         own_width, subject.embed_dim = subject.embed_dim, width
         with contextlib.suppress(Broken, ValueError):
@@ -214,6 +221,8 @@ def _notes(subject: Target) -> Iterator[str]:
         yield "it takes one sequence [T, E] at a time, without a batch"
     elif layout is not USUAL:
         yield f"it takes x as {layout}"
+    if subject.caller.pooled:
+        yield f"it gives one output for all tokens, [B, {subject.out_dim}]"
     if subject.room is not None:
         most = "it takes" if subject.only else "it takes no more than about"
         yield f"{most} {subject.room} tokens{', and no other number' * subject.only}"

@@ -1,0 +1,95 @@
+"""`check` on layers that give one output for all tokens of a sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.check import check
+
+
+class Pool(nn.Module):
+    """A learnt query for each head looks at all tokens."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Parameter(torch.randn(num_heads, dim // num_heads))
+        self.key, self.value = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        k, v = (of(x).unflatten(-1, (self.num_heads, -1)) for of in (self.key, self.value))
+        scores = torch.einsum("hd,bthd->bht", self.query, k) / k.shape[-1] ** 0.5
+        if mask is not None:
+            scores = self.hide(scores, mask)
+        return torch.einsum("bht,bthd->bhd", self.soft(scores), v).flatten(1)
+
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None] == 0, float("-inf"))
+
+    def soft(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+class Single(Pool):
+    """The output keeps an axis of one token."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask)[:, None]
+
+
+class Small(Pool):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None] == 0, -1e-9)
+
+
+class Unused(Pool):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        scores.masked_fill(mask[:, None] == 0, float("-inf"))
+        return scores
+
+
+class OverBatch(Pool):
+    def soft(self, scores: Tensor) -> Tensor:
+        return scores.softmax(0)
+
+
+class OverHeads(Pool):
+    def soft(self, scores: Tensor) -> Tensor:
+        return scores.softmax(1)
+
+
+@pytest.mark.parametrize("kind", [Pool, Single])
+def test_one_output_for_all_tokens_is_right_as_far_as_seen(kind: type[nn.Module]) -> None:
+    verdict = check(kind)
+    assert verdict.passed, str(verdict)
+    said = str(verdict)
+    assert "right as far as seen" in said
+    assert "one output for all tokens" in said.partition("\n")[0]
+    for rule in ("shape", "past-used", "batch", "padding", "gradients"):
+        assert f"✅ {rule}: " in said, said
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        (Small, "mask-fill"),
+        (Unused, "unused-result"),
+        (OverBatch, "batch"),
+        (OverHeads, "softmax"),
+    ],
+)
+def test_its_mistakes_are_named(kind: type[nn.Module], rule: str) -> None:
+    errors = check(kind).errors
+    assert errors, "nothing was found"
+    assert errors[0].rule == rule, str(errors)
+
+
+def test_an_output_that_sees_one_token_only_is_asked_about() -> None:
+    class Last(Pool):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.value(x[:, -1])
+
+    with pytest.raises(ValueError, match="I do not know how to call this"):
+        check(Last)
