@@ -158,7 +158,7 @@ def test_a_config_copies_and_knows_what_it_was_asked() -> None:
 def test_what_cannot_be_worked_out_is_asked_for_once_by_name() -> None:
     class Named(Attention):
         def __init__(self, k: int, heads: int, flavour: dict[str, int]) -> None:
-            self.build(k, heads * flavour["dark"])
+            self.build(int(k), heads * flavour["dark"])
 
     with pytest.raises(ValueError, match="cannot be worked out") as error:
         check(Named)

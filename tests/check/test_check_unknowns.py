@@ -4,6 +4,7 @@ caches of a file's own class."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -203,8 +204,46 @@ class Made(nn.Module):
         return q.view(b, c, t, h, w)
 
 
-@pytest.mark.parametrize(("kind", "axes"), [(Told, "TBE"), (Commented, "BEHW"), (Made, "BE1HW")])
-def test_axes_are_read_off_what_is_written(kind: type[nn.Module], axes: str) -> None:
+class Grid(nn.Module):
+    """Attention within the windows of a grid, with a bias for each two tokens of one."""
+
+    over = -1
+
+    def __init__(self, dim: int, window_size: int = 5) -> None:
+        super().__init__()
+        self.heads, tokens = 3, window_size**2
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+        self.register_buffer("pairs", torch.arange(tokens)[:, None] - torch.arange(tokens) + tokens)
+        self.table = nn.Embedding(2 * tokens, self.heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, high, wide, _, device, h = *x.shape, x.device, self.heads
+        tokens = x.flatten(0, 2).flatten(1, 2).to(device)
+        q, k, v = (
+            one.unflatten(-1, (h, -1)).transpose(1, 2) for one in self.qkv(tokens).chunk(3, -1)
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + self.table(self.pairs).movedim(-1, 0)
+        heads = scores.softmax(self.over) @ v
+        grid = heads.transpose(1, 2).flatten(2).unflatten(0, (batch, rows, columns))
+        return self.out(grid.unflatten(3, (high, wide)))
+
+
+class GridAstray(Grid):
+    over = 1
+
+
+def test_windows_of_a_grid_are_called_as_such() -> None:
+    subject = resolve(Grid)
+    assert (subject.caller.layout.axes, subject.room) == ("B11HWE", 25)
+    assert check(Grid).passed, str(check(Grid))
+    assert check(GridAstray).errors[0].rule == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [(Told, "TBE"), (Commented, "BEHW"), (Made, "BE1HW"), (lambda: Grid(24), "B11HWE")],
+)
+def test_axes_are_read_off_what_is_written(kind: Callable[[], nn.Module], axes: str) -> None:
     layout = said_layout(kind(), "x")
     assert layout is not None
     assert layout.axes == axes
@@ -286,18 +325,6 @@ def test_a_cache_that_never_grows_is_found() -> None:
 
 
 # --- what only some layers give or take -----------------------------------------------------------
-
-
-class Pooled(Attends):
-    """One output for all tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, None)[:, 0]
-
-
-def test_an_output_without_tokens_is_asked_about() -> None:
-    with pytest.raises(ValueError, match="do not know how to call"):
-        check(Pooled)
 
 
 class Tiled(nn.Module):

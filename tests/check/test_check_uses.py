@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from headwise.check import check
 from headwise.check.target.resolve import resolve
 from headwise.check.target.signatures import signature
-from headwise.check.target.uses import documented, use_of
+from headwise.check.target.sizes import Unknown
+from headwise.check.target.uses import documented, use_of, use_of_field
 
 
 class Base(nn.Module):
@@ -35,13 +36,21 @@ class Taken(Base):
         super().__init__()
         self.nodes = nodes
         self.mixed, self.lose = nn.Linear(nodes, nodes), nn.Dropout(forget)
-        self.build(nodes, crew, nodes // crew)
+        self.build(*(nodes, crew, nodes // crew))
 
 
 class Counted(Base):
     def __init__(self, dim: int, crew: int) -> None:
         super().__init__()
         assert dim % crew == 0
+        self.build(dim, crew, dim // crew)
+
+
+class Method(Base):
+    """What a method of its own takes for heads is heads."""
+
+    def __init__(self, dim: int, crew: int) -> None:
+        super().__init__()
         self.build(dim, crew, dim // crew)
 
 
@@ -82,6 +91,7 @@ class HandsOn(Base):
         (Taken, "crew", ""),
         (Taken, "forget", "dropout"),
         (Counted, "crew", "heads"),
+        (Method, "crew", "heads"),
         (PerHead, "p_query", "head_dim"),
         (PerHead, "lean", "flag"),
         (Whole, "key_dim", "width"),
@@ -198,6 +208,91 @@ def test_only_a_script_is_taken_for_one() -> None:
     names = [one.name for one in signature(script.forward)]
     assert names[:5] == ["query", "key", "value", "key_padding_mask", "need_weights"]
     assert check(WithASchema).passed, str(check(WithASchema))
+
+
+class OfFields(Base):
+    """Fields of a configuration that only the code tells: handed on, tested, and compared."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=config.learn_ln)
+        self.small = "32" in config.precision
+        if config.narrow_one:
+            raise ValueError("too narrow")
+        self.build(config.hidden_size, config.crew, config.hidden_size // config.crew)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "value"),
+    [
+        ("learn_ln", "", True),
+        ("precision", "", "32"),
+        ("narrow_one", "flag", Unknown),
+        ("crew", "heads", Unknown),
+        ("none", None, None),
+    ],
+)
+def test_the_code_tells_what_a_field_is_for(name: str, role: str | None, value: Any) -> None:
+    use = use_of_field(OfFields, name)
+    assert (use and use.role, use and use.value) == (role, value)
+
+
+def test_fields_that_the_code_tells_are_not_asked_for() -> None:
+    assert check(OfFields).passed, str(check(OfFields))
+
+
+class Turned(Base):
+    """What turns queries and keys is handed in."""
+
+    def __init__(self, dim: int, num_heads: int, turn: nn.Module, mode: Any) -> None:
+        super().__init__()
+        self.turn = turn
+        self.build(dim, num_heads, dim // num_heads)
+        if mode == 2:
+            self.q = nn.Linear(dim, dim)
+        elif mode != "plain":
+            raise ValueError(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (f(x).unflatten(-1, (self.many, -1)) for f in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in rows)
+        q, k = self.turn(q), self.turn(k)
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(self.over) @ v
+        return self.last(heads.transpose(1, 2).flatten(2))
+
+    over = -1
+
+
+class TurnedAstray(Turned):
+    over = -2
+
+
+def test_a_module_that_is_handed_in_changes_nothing() -> None:
+    subject = resolve(Turned)
+    assert isinstance(subject.arguments["turn"], nn.Identity)
+    assert subject.arguments["mode"] == "plain"
+    assert check(Turned).passed, str(check(Turned))
+    assert check(TurnedAstray).errors[0].rule == "softmax"
+
+
+class Grouped(Base):
+    """A norm of 36 groups."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(36, dim)
+        self.build(dim, num_heads, dim // num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view(x.shape))
+
+
+def test_a_norm_gets_as_many_channels_as_its_groups_want() -> None:
+    assert resolve(Grouped).embed_dim == 72
+    assert check(Grouped).passed, str(check(Grouped))
 
 
 class KeyOfNothing(Base):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...layers.kv_cache import KVCache
 from ..diagnosis.call_lines import Calls
@@ -171,6 +171,9 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     if module is None or not ctx.subject.causal:
         return None
     if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names_in(module)):
+        return None
+    turns = (one for name, one in module.named_modules() if SPEAKS_OF_ROPE.search(name.lower()))
+    if any(isinstance(one, nn.Identity) for one in turns):  # in the place of what was handed in
         return None
     calls = Calls(ctx.tokens)
     hooks = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import traceback
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
@@ -45,11 +46,26 @@ def known_sizes(subject: Target) -> set[int]:
 
 
 def areas_of(subject: Target) -> list[int]:
+    """How many tokens the windows and maps have that it speaks of, or was given here."""
+    return [*dict.fromkeys([*own_areas(subject), *AREAS * ("window" in subject.roles)])]
+
+
+def own_areas(subject: Target) -> list[int]:
     """How many tokens the windows and maps have that it speaks of."""
     pattern = "window|map_size|height|grid|resolution|image_size|block_size"
     sides = () if subject.module is None else numbers_in(subject.module, pattern)
     squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
-    return [*dict.fromkeys([*squares, *AREAS * ("window" in subject.roles)])]
+    tables = () if subject.module is None else subject.module.buffers()
+    return [*squares, *(len(one) for one in tables if one.ndim == 2 and _of_pairs(one))]
+
+
+def _of_pairs(table: Tensor) -> bool:
+    """Whether it has a place for each two tokens of a square window."""
+    tokens, others = table.shape
+    whole = "int" in str(table.dtype)
+    return (
+        whole and tokens == others and 1 < tokens <= LONGEST and math.isqrt(tokens) ** 2 == tokens
+    )
 
 
 def of_guess(subject: Target, error: BaseException) -> bool:

@@ -87,6 +87,7 @@ class Target:
     arguments: dict[str, Any] = field(default_factory=dict)
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
+    told: bool = False  # whether that is a number of its own
     uncalled: nn.Module | None = None
     made_up: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -107,7 +108,7 @@ class Target:
         if caller.custom is not None:
             return []
         axes = [f"x as {caller.layout}"] * (caller.layout is not caller.usual)
-        told = self.room in (None, self.context_length)  # which its constructor was told
+        told = self.told or self.room in (None, self.context_length)  # as its constructor was
         tokens = [] if told else [f"{self.room} tokens"]
         form = [self.open_form.argument] if self.open_form else []
         form = [name for name in form if not is_known(name)]  # one of a usual name hides nothing

@@ -35,7 +35,7 @@ from .sizes import (
     invented,
     shown,
 )
-from .uses import Use, as_config, documented, is_unread, use_of
+from .uses import Use, as_config, documented, is_unread, use_of, use_of_field
 
 
 def build(
@@ -63,6 +63,15 @@ def build(
         except Exception as error:
             if isinstance(error, Missing):
                 name = error.args[0]
+                use = use_of_field(factory, name) if name not in sizes.changes else None
+                value = Unknown if use is None else use.value
+                if use and use.role:
+                    value = sizes.value(use.role)
+                if use and value is not Unknown:
+                    sizes = dataclasses.replace(sizes, changes=sizes.changes | {name: value})
+                    if not use.sure:
+                        made.invented[name] = value
+                    continue
                 known = sizes.tried is not None or building_role(name, needed=True) is not None
                 within = re.search(rf"\.{name}(\.\w|\[)|\[.{name}.\]\[", source_of(factory))
                 if (known or within is not None) and name not in {*made.needed, *made.nested}:
@@ -77,6 +86,8 @@ def build(
     named = made.placed | kwargs
     roles = _by_role(made.under_roles(flat(named)), made.names)
     for name, value in made.under_roles(asked(named)):
+        if isinstance(value, nn.Module):
+            continue
         roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented
@@ -105,7 +116,7 @@ def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> 
     found: dict[str, Any] = {}
     for name, value in pairs:
         role = building_role(str(name), beside=beside)
-        if role not in (None, "config") and not isinstance(value, list | tuple | dict):
+        if role not in (None, "config") and not isinstance(value, list | tuple | dict | nn.Module):
             found.setdefault(role, value)
     return found
 
@@ -205,7 +216,7 @@ class _Constructor:
                 continue
             elif choice is not None:
                 kwargs[name] = choice
-                if isinstance(choice, str | enum.Enum | nn.Embedding):
+                if not isinstance(choice, bool | nn.Linear | nn.LayerNorm):
                     self.invented[name] = choice
             elif use and use.value is not Unknown:
                 kwargs[name] = use.value
@@ -261,7 +272,7 @@ class _Constructor:
         family = inspect.getmro(self.factory) if inspect.isclass(self.factory) else [self.factory]
         name = parameter.name
         code = "".join(
-            source_of(kind) for kind in family if not kind.__module__.startswith("torch")
+            source_of(kind) for kind in family if kind.__module__.split(".")[0] != "torch"
         )
         kept = re.search(rf"self\.(\w+)(: [^=\n]+)? = {name} *(#.*)?\n", code)
         handed = "Module" in str(parameter.annotation) or (kept and f"self.{kept[1]}(" in code)
@@ -291,7 +302,7 @@ class _Constructor:
                 and (_of_qkv(kind) or "Attention" in kind.__name__)
             ):
                 return kind()
-        return None
+        return nn.Identity() if kept and handed and not inner else None  # what changes nothing
 
     def _config_class(self, name: str) -> type | None:
         """The class of a configuration: as annotated, else one that its file speaks of."""
@@ -366,8 +377,8 @@ def _folded(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def words_of(factory: Callable[..., Any], name: str) -> list[str]:
-    """The words that the code compares an argument with.
+def words_of(factory: Callable[..., Any], name: str) -> list[str] | list[int]:
+    """The words, or the numbers, that the code compares an argument with.
 
     >>> class Layer:
     ...     def __init__(self, kind="plain"): ...
@@ -377,8 +388,11 @@ def words_of(factory: Callable[..., Any], name: str) -> list[str]:
     code, folded = source_of(factory), r"(?:\.(?:lower|upper)\(\))?"
     kept = re.findall(rf"(self\.\w+|\w+) = {name}{folded}[ \t]*(?:#|$)", code, re.MULTILINE)
     spoken = rf"(?<!\w)(?:{'|'.join(map(re.escape, [name, *kept]))}){folded}"
-    pattern = rf"{spoken} (?:[=!]=|(?:not )?in) [(\[{{]?[\"'](\w+)[\"']"
+    pattern = rf"{spoken} ?(?:[=!]=|(?:not )?in) ?[(\[{{]?[\"'](\w+)[\"']"
     words = re.findall(pattern, code)
+    numbers = re.findall(rf"\b(?:if|and|or|not|assert) {spoken} ?== ?(\d+)\b", code)
+    if not words and numbers:
+        return [int(one) for one in dict.fromkeys(numbers)]
     if not words and dataclasses.is_dataclass(factory):  # whose words others compare
         words = re.findall(pattern, source_of(sys.modules.get(factory.__module__)))
     return [*dict.fromkeys(words)]

@@ -31,6 +31,7 @@ from .call_faults import (
     known_sizes,
     not_run,
     of_guess,
+    own_areas,
     sizes_in,
     spoken,
 )
@@ -121,6 +122,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             continue
         _steady_form(subject)
         subject.out_dim = result.out.shape[-1]
+        subject.told = subject.only and subject.room in own_areas(subject)
         caller.settled = caller.settled or way.learnt
         if not caller.settled:
             _choose_table(subject)

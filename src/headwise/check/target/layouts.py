@@ -19,7 +19,7 @@ from .signatures import signature, source_of
 
 @dataclass(frozen=True)
 class Layout:
-    """With which axes a call takes x: "BTE" in any order, perhaps with an axis of 1, or with the
+    """With which axes a call takes x: "BTE" in any order, perhaps with axes of 1, or with the
     tokens in rows and columns, "H" and "W", as nearly square as their number allows."""
 
     axes: str
@@ -35,11 +35,13 @@ class Layout:
             x = x.unflatten(1, (height, -1))
         turned = x.permute(*(self._usual.index(axis) for axis in self.axes if axis != "1"))
         turned = turned if self.axes == "BTE" else turned.contiguous()
-        return turned if self._extra is None else turned.unsqueeze(self._extra)
+        for place in self._extra:
+            turned = turned.unsqueeze(place)
+        return turned
 
     def back(self, y: Tensor) -> Tensor:
         """What comes out, `[B, T, E]` again."""
-        own, axes = y if self._extra is None else y.squeeze(self._extra), self.axes.replace("1", "")
+        own, axes = y.squeeze(self._extra), self.axes.replace("1", "")
         if own.ndim != len(axes):
             return own
         turned = own.permute(*(axes.index(axis) for axis in self._usual))
@@ -50,9 +52,9 @@ class Layout:
         return "BHWE" if "H" in self.axes else "BTE"
 
     @property
-    def _extra(self) -> int | None:
-        """Where the axis of 1 stands."""
-        return self.axes.index("1") if "1" in self.axes else None
+    def _extra(self) -> tuple[int, ...]:
+        """Where axes of 1 stand."""
+        return tuple(place for place, axis in enumerate(self.axes) if axis == "1")
 
 
 USUAL, TIME_FIRST, SINGLE = Layout("BTE"), Layout("TBE"), Layout("TE")
@@ -75,6 +77,8 @@ AXES = {
 """What people call each axis, in lower case; 1 is that of a volume's or a video's depth."""
 SAID = USUAL, TIME_FIRST, Layout("BET"), *MAPS, Layout("BE1HW"), Layout("B1HWE")
 """Layouts that the names of axes may tell; the usual one first, which most names fit."""
+WINDOWED = Layout("B11HWE")
+"""That of windows in a grid, which no other has as many axes as."""
 
 
 def said_layout(target: Any, name: str) -> Layout | None:
@@ -88,6 +92,7 @@ def said_layout(target: Any, name: str) -> Layout | None:
     """
     made = getattr(type(target), "forward", None)
     code = source_of(made) if isinstance(target, nn.Module) else ""
+    code = _plain(code)
     unpacked = r"^[ \t#]*\(?([\w, ]+)\)? = {}\.(?:shape|size\(\))[ \t]*(?:#|$)"
     arranged = r"rearrange\({}, ?[\"']([\w ]+?) ?->"
     for pattern in (unpacked, arranged):
@@ -123,8 +128,22 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
         yield axes.lower().split()
 
 
+def _plain(code: str) -> str:
+    """Code in which `b, n, d, h = *x.shape, self.heads` stands as `b, n, d = x.shape`."""
+
+    def plain(found: re.Match[str]) -> str:
+        start, names, tensor, beside = found.groups()
+        kept = re.findall(r"\w+", names)[: -beside.count(",") or None]
+        return f"{start}{', '.join(kept)} = {tensor}.shape"
+
+    starred = r"^([ \t]*)((?:\w+, )+\w+) = \* ?(?:\\\n\s*)?(\w+)\.shape((?:, [\w.]+)*)[ \t]*$"
+    return re.sub(starred, plain, code, flags=re.MULTILINE)
+
+
 def _of_words(words: Sequence[str]) -> Layout | None:
     """The layout whose axes people call so."""
+    if len(words) == len(WINDOWED.axes) and re.fullmatch(AXES["B"], words[0]):
+        return WINDOWED
     fits = (one for one in SAID if len(one.axes) == len(words))
     return next((one for one in fits if _are_called(one.axes, words)), None)
 

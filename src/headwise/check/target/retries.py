@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ ENOUGH = 3
 """How many other sizes must fail alike."""
 TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
 """What Python says where a class is built with too few arguments."""
+GROUPS = re.compile(r"num_channels \((\d+)\) must be divisible by num_groups \((\d+)\)")
+"""What PyTorch says of channels that do not divide into the groups of a norm."""
 UNMADE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
 """What is said where a constructor forgot that of its base class, or how to call it."""
 
@@ -57,7 +60,7 @@ def other_sizes(
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
-        yield replace(own, embed_dim=64)  # groups of 32 channels, perhaps
+        yield replace(own, embed_dim=_for_groups(own, first) or 64)
     fault = first.__cause__
     if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
         yield replace(own, every=True)
@@ -110,6 +113,15 @@ def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildS
     for width in widths:
         if width is not None and width != own.settle(False).embed_dim:
             yield replace(own, embed_dim=width)
+
+
+def _for_groups(own: BuildSizes, first: Exception) -> int | None:
+    """A width that has as many groups of channels as a norm wants."""
+    said = GROUPS.search(str(first.__cause__))
+    if said is None:
+        return None
+    channels, groups = map(int, said.groups())
+    return (own.settle(False).embed_dim or 1) * groups // math.gcd(channels, groups)
 
 
 def _flags_spoken(

@@ -65,6 +65,24 @@ def use_of(factory: Callable[..., Any], name: str, deep: int = DEEP) -> Use | No
     return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
 
 
+def use_of_field(factory: Callable[..., Any], name: str) -> Use | None:
+    """What a class or function takes a field of its configuration for; None where it does not tell.
+
+    >>> class Layer:
+    ...     def __init__(self, config): ...
+    >>> use_of_field(Layer, "learn_ln")
+    """
+    if (code := _code(factory)) is None:
+        return None
+    kind, tree, start = code
+    home, every = {**vars(sys.modules.get(kind.__module__, ast)), "self": kind}, [*ast.walk(tree)]
+    fields = (one for one in every if isinstance(one, ast.Attribute) and one.attr == name)
+    words = {ast.unparse(one) for one in fields if ast.unparse(one.value) != "self"}
+    words |= {alias for word in words for alias in _aliases(start, word)}
+    found = (use for node in every for use in _at(node, words, home, DEEP))
+    return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
+
+
 def documented(factory: Callable[..., Any], name: str) -> Use | None:
     """What the docstring or a comment says of an argument: `K: number of attention heads`.
 
@@ -131,7 +149,7 @@ def _uses(factory: Callable[..., Any], name: str, deep: int) -> Iterator[Use]:
     if code is None:
         return
     kind, tree, start = code
-    home, every = vars(sys.modules.get(kind.__module__, ast)), [*ast.walk(tree)]
+    home, every = {**vars(sys.modules.get(kind.__module__, ast)), "self": kind}, [*ast.walk(tree)]
     words = _aliases(start, name)
     inner, fields = {*ast.walk(start)}, {word for word in words if "." in word}
     for node in every:
@@ -161,6 +179,13 @@ def _at(node: ast.AST, words: set[str], home: Mapping[str, Any], deep: int) -> I
                 yield from _taken(callee, taken, deep)
     elif any(map(spoken, _tested(node))):
         yield Use("flag", sure=False)
+    match node:
+        case ast.Compare(left, [ast.Eq()], [ast.Constant(str(word))]) if spoken(left):
+            yield Use(value=word, sure=False)
+        case ast.Compare(ast.Constant(str(word)), [ast.In()], [right]) if spoken(right):
+            yield Use(value=word, sure=False)
+        case _:
+            pass
 
 
 def _tested(node: ast.AST) -> Iterator[ast.expr]:
@@ -192,6 +217,8 @@ def _handed(call: ast.Call, home: Mapping[str, Any]) -> Iterator[tuple[Any, Any,
     if callable(callee):
         with contextlib.suppress(TypeError, ValueError):  # builtins do not tell
             known = dict(inspect.signature(callee).parameters)
+            if first == "self":
+                known.pop("self", None)
     if not any(isinstance(one, ast.Starred) for one in call.args):
         for parameter, given in zip(known.values(), call.args, strict=False):
             yield callee, parameter, given
