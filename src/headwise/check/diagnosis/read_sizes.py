@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..files.syntax import Source, nodes, pairs
+from ..target.layouts import AXES
 from ..target.names import building_role
 from .call_lines import FUSED
 from .read_pieces import Known, Said, of_self, word_of
@@ -22,6 +23,8 @@ SCORES = re.compile(r"score|energy|logit|dots?$|sim$|att")
 SCALES = re.compile(r"scal|norm_?fact|temper|inv_sqrt|sqrt_d")
 """Names of what scores are multiplied with or divided by."""
 LAYERS = re.compile(r"(\w+\.)*(Linear|LazyLinear)")
+SIDE = f"{AXES['H']}|{AXES['W']}"
+"""Names of the height and the width of a map."""
 
 
 def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -117,6 +120,61 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         if all(len(one) == 1 for one in apart):
             one, two = (min(axis) for axis in apart)
             yield "apart", call.lineno, {"equation": equation, "one": one, "two": two}
+
+
+def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`b, c, h, w = x.shape` and `x.view(b, h, w, c)`: axes in another order by a view alone."""
+    for function in nodes(ast.FunctionDef, part):
+        assigned = [pair for node in nodes(ast.Assign, function) for pair in pairs(node)]
+        branches = [one for one in nodes(ast.If, function) if not one.orelse]
+        apart = {id(node) for one in branches for node in ast.walk(one)}
+        for shape in nodes(ast.Assign, function):
+            name, axes = _named_axes(shape)
+            for call in nodes(ast.Call, function) if len(axes) > 2 else ():
+                moved = getattr(call.func, "attr", "") in ("view", "reshape")
+                after, between = call.lineno > shape.lineno, range(shape.lineno + 1, call.lineno)
+                again = (to for to, _ in assigned if to.lineno in between and id(to) not in apart)
+                if not (moved and after) or {*map(word_of, again)} & {name, *axes}:
+                    continue
+                order = [word_of(one) for one in _factors(call)]
+                sides = [_turned(one) for one in (axes, order)]
+                if word_of(getattr(call.func, "value", None)) == name and _is_other_order(*sides):
+                    yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
+
+
+def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
+    """A tensor whose axes a statement names, and their names."""
+    match statement:
+        case ast.Assign(
+            [ast.Tuple(targets)],
+            ast.Attribute(ast.Name(name), "shape")
+            | ast.Call(ast.Attribute(ast.Name(name), "size"), []),
+        ):
+            return name, [word_of(one) for one in targets]
+        case _:
+            return "", []
+
+
+def _factors(call: ast.Call) -> Iterator[ast.expr]:
+    """The sizes that a call of `view` is given, products taken apart."""
+    rest = [*call.args]
+    while rest:
+        match rest.pop(0):
+            case ast.Tuple(parts) | ast.List(parts):
+                rest[:0] = parts
+            case ast.BinOp(left, ast.Mult(), right):
+                rest[:0] = [left, right]
+            case one:
+                yield one
+
+
+def _turned(axes: list[str]) -> list[str]:
+    """Axes in words of which height and width are one, as they are in a square."""
+    return ["side" if re.fullmatch(SIDE, axis.lower()) else axis for axis in axes]
+
+
+def _is_other_order(axes: list[str], order: list[str]) -> bool:
+    return "" not in order and sorted(axes) == sorted(order) and axes != order
 
 
 def _axes(side: str) -> set[str]:
