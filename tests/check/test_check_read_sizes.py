@@ -300,3 +300,51 @@ def test_layers_that_a_call_makes_are_read() -> None:
     (one,) = read_off(attention_with_weights_of_its_own)
     assert (one.rule, "project is made anew" in one.message) == ("registration", True)
     assert [*read_off(make_layers)] == []
+
+
+class Map(nn.Module):
+    """Attention over the pixels of a map [B, C, H, W]."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+
+    def attended(self, rows: Tensor) -> Tensor:
+        q, k, v = self.qkv(rows).chunk(3, -1)
+        return self.out((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v)
+
+
+class Permuted(Map):
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        x = x.permute(0, 2, 3, 1)
+        x = x.reshape(b, h * w, c)
+        return self.attended(x).transpose(1, 2).reshape(b, c, w, h)
+
+
+class Viewed(Map):
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.size()
+        if h > w:
+            x = x.contiguous()
+        x = x.view(b, h * w, c)
+        return self.attended(x).transpose(1, 2).reshape(b, c, h, w)
+
+
+class ViewedBack(Map):
+    """Its other order is that of height and width alone, which a square has as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        rows = self.attended(x.view((b, c, w * h)).transpose(1, 2))
+        return rows.transpose(1, 2).reshape(b, c, h, w)
+
+
+def test_axes_that_a_view_puts_into_another_order_are_read() -> None:
+    (one,) = read_off(Viewed)
+    assert one.rule == check(Viewed).errors[0].rule == "definition"
+    assert "axes of x are [b, c, h, w]" in one.message
+    assert "x.view(b, h * w, c)" in one.hint
+    for kind in (Permuted, ViewedBack):
+        assert [*read_off(kind)] == []
+        assert check(kind).passed, str(check(kind))
