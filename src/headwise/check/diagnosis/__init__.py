@@ -66,6 +66,7 @@ READ = {
     "roles": {"roles"},
     "mask-fill": {"causal-mask", "mask-fill"},
     "mask": {"causal-mask", "mask-fill"},
+    "cache": {"causal-mask", "mask-fill"},
     "scale": {"scale"},
     "head-split": {"head-split"},
     "definition": set(),

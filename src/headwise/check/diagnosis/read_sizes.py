@@ -125,21 +125,21 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`b, c, h, w = x.shape` and `x.view(b, h, w, c)`: axes in another order by a view alone."""
     for function in nodes(ast.FunctionDef, part):
-        assigned = [pair for node in nodes(ast.Assign, function) for pair in pairs(node)]
-        branches = [one for one in nodes(ast.If, function) if not one.orelse]
-        apart = {id(node) for one in branches for node in ast.walk(one)}
-        for shape in nodes(ast.Assign, function):
-            name, axes = _named_axes(shape)
-            for call in nodes(ast.Call, function) if len(axes) > 2 else ():
-                moved = getattr(call.func, "attr", "") in ("view", "reshape")
-                after, between = call.lineno > shape.lineno, range(shape.lineno + 1, call.lineno)
-                again = (to for to, _ in assigned if to.lineno in between and id(to) not in apart)
-                if not (moved and after) or {*map(word_of, again)} & {name, *axes}:
-                    continue
-                order = [word_of(one) for one in _factors(call)]
-                sides = [_turned(one) for one in (axes, order)]
-                if word_of(getattr(call.func, "value", None)) == name and _is_other_order(*sides):
-                    yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
+        given = [*nodes(ast.Assign, function)]
+        branches = [{*ast.walk(one)} for one in nodes(ast.If, function) if not one.orelse]
+        for call in nodes(ast.Call, function):
+            name = word_of(getattr(call.func, "value", None))
+            if not name or getattr(call.func, "attr", "") not in ("view", "reshape"):
+                continue
+            apart = set[ast.AST]().union(*(one for one in branches if call not in one))
+            before = [one for one in given if one.lineno < call.lineno and one not in apart]
+            shapes = [one for one in before if _named_axes(one)[0] == name]
+            axes = _named_axes(shapes[-1])[1] if shapes else []
+            later = [one for one in before if one.lineno > shapes[-1].lineno] if shapes else []
+            again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
+            order = [word_of(one) for one in _factors(call)]
+            if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
+                yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
 
 
 def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
