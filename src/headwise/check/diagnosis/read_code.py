@@ -282,6 +282,22 @@ def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     break
 
 
+def empty_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Arguments that are used where a test has just found that they are None: `if not cache:`."""
+    for branch in nodes(ast.If, part):
+        match branch.test:
+            case ast.Compare(ast.Name(name), [ast.Is()], [ast.Constant(None)]) | ast.UnaryOp(
+                ast.Not(), ast.Name(name)
+            ):
+                first = branch.body[0]
+                asked = [one for one in nodes(ast.Attribute, first) if word_of(one.value) == name]
+                held = any(hasattr(kind, one.attr) for one in asked for kind in (list, dict, set))
+                if is_plain(first) and asked and not held:
+                    yield "empty", first.lineno, {"name": name}
+            case _:
+                pass
+
+
 def powers(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`x ** 1 / 2`, which is x divided by 2, since the power is taken first."""
     for quotient in nodes(ast.BinOp, part):
@@ -377,6 +393,6 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
-    "runs": (late_tests, missing, undefined_names, no_methods, swapped),
+    "runs": (late_tests, empty_tests, missing, undefined_names, no_methods, swapped),
 }
 """By rule, who reads mistakes of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,6 +32,8 @@ POSITIONS = re.compile(
 )
 """Names of what makes the order of tokens count."""
 
+STOPPED = re.compile("detach|no_grad|stop_grad|inference_mode|requires_grad")
+"""Code that stops gradients on purpose."""
 BENT = re.compile("norm|gelu|relu|silu|gate|act", re.IGNORECASE)
 """Classes of children that are not linear."""
 
@@ -118,6 +121,9 @@ def _leaks(
     elif seen and bool((ctx.influence.tril(-1) <= NOTHING * ctx.influence.max()).all()):
         way = "inverted"
     one = found("causality", way, _leak_example(ctx, scale), i=i, j=j, scale=scale)
+    form = ctx.subject.mask_form
+    if way == "inverted" and form is not None and form.kind == "flag":
+        return replace(one, ground="any")  # in whatever order the axes stand
     read = ctx.subject.causal_from == "mask"  # whose form was found by trying
     return replace(one, ground="weights") if read else one
 
@@ -264,7 +270,9 @@ def gradients(ctx: ProbeContext) -> Finding | None:
         outs = [result.out, *_beside(result)]
         along = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y) for y in outs]
         total = torch.stack([(y * a).sum() for y, a in zip(outs, along, strict=True)]).sum()
-        slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+        slopes = torch.autograd.grad(
+            total, [p for _, p in named], retain_graph=True, allow_unused=True
+        )
     idle = own.idle
     pairs = zip(named, slopes, strict=True)
     dead = {name: _dead(ctx, name, one, slope) for (name, one), slope in pairs}
@@ -278,7 +286,19 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     layers = [re.sub(r"\.(weight|bias)$", "", name).split(".")[-1] for name in missing]
     unread = [one for one in layers if len(re.findall(rf"\b{one}\b", code)) == 1]
     one = found("gradients", "missing", which=which)
-    return replace(one, ground="any") if unread else one  # a guess of a call excuses no such thing
+    if unread:
+        return replace(one, ground="any")  # a guess of a call excuses no such thing
+    lost = _unconnected(result, [p for name, p in named if dead[name] == name and name not in idle])
+    return replace(one, ground="call") if lost and not STOPPED.search(code) else one
+
+
+def _unconnected(result: Result, parameters: Sequence[Tensor]) -> bool:
+    """Whether there are parameters on which nothing that comes back depends."""
+    ends = [y.sum() for y in tensors_in(result.raw) if y.requires_grad]
+    if not ends or not parameters:
+        return False
+    slopes = torch.autograd.grad(ends, parameters, allow_unused=True)
+    return any(slope is None for slope in slopes)
 
 
 def _beside(result: Result) -> list[Tensor]:

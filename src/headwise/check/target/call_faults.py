@@ -86,8 +86,8 @@ def of_guess(subject: Target, error: BaseException) -> bool:
 
 
 def is_miscalled(subject: Target, error: BaseException) -> bool:
-    """Whether a line of the target's own file calls a layer of PyTorch's, or something of the same
-    file, with arguments that it does not take or without some that it wants."""
+    """Whether a line of the target's own file calls a layer of PyTorch's, or something of a file of
+    the same author's, with arguments that it does not take or without some that it wants."""
     if "must derive from BaseException" in str(error):  # raised where it should be returned
         return True
     said = re.match(r"(\w+)[\w.]*\(\) (got an unexpected|missing|takes)", str(error))
@@ -96,7 +96,8 @@ def is_miscalled(subject: Target, error: BaseException) -> bool:
     if not isinstance(error, TypeError) or said is None or not users or subject.made_up:
         return False
     file, known = users[-1].f_code.co_filename, users[-1].f_globals
-    own = getattr(known.get(said[1]), "__module__", "") == known.get("__name__")
+    home = sys.modules.get(getattr(known.get(said[1]), "__module__", ""))
+    own = home is not None and is_users(getattr(home, "__file__", None) or "")
     called = frames[-1].f_code.co_filename in (file, nn.Module.__call__.__code__.co_filename)
     return called and (own or hasattr(nn, said[1]))
 

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,8 +121,9 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     comments = [line.partition("#")[2] for line in lines if "#" in line]
     texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
     said = rf"(?<![\w.]){name}\b[^\[(\n]{{0,60}}[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
-    for text in texts:
-        for axes in re.findall(said, text or ""):
+    listed = rf"(?<![\w.]){name} *: *((?:[A-Za-z]\w* *, *){{2,}}[A-Za-z]\w*) *$"
+    for text, pattern in product(texts, (said, listed)):
+        for axes in re.findall(pattern, text or "", re.MULTILINE):
             yield re.findall(r"\w+", axes.lower())
     typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):

@@ -117,7 +117,19 @@ def _causal_form(subject: Target) -> MaskForm | None:
         nearer = leak < plain and (best is None or leak < best[0])
         if nearer and (without is None or _hides_nothing(subject, form, without)):
             best = leak, form
-    return None if best is None else best[1]
+    return best[1] if best is not None else _said_causal(subject, without)
+
+
+def _said_causal(subject: Target, without: Tensor | None) -> MaskForm | None:
+    """A flag that says causal and changes the output, though later tokens still count."""
+    for name in subject.caller.named("causal") if without is not None else ():
+        form = MaskForm(name, "flag")
+        out = _quiet(replace(subject, causal=True, mask_form=form))
+        if "causal" not in name.lower() or out is None or not bool(out.isfinite().all()):
+            continue
+        if without is not None and not torch.equal(out, without):
+            return form
+    return None
 
 
 def _hides_nothing(subject: Target, form: MaskForm, without: Tensor) -> bool:

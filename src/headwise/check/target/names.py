@@ -41,14 +41,16 @@ _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_wid
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
     "sides": r"_resolution$|(img|image|video|map|grid)_(size|shape)$",
-    "flag": r"flash|^(log|return|use|with|is|has|need|output|do|add|enable|keep|prun)_|_enabled$",
+    "flag": r"flash|^(log|return|use|with|is|has|need|do|add|enable|keep|prun)_|_enabled$|"
+    r"^output_(?!dim|size|width|filters|channels|feat|d_)",
     "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
     "heads": r"heads?$",
     "head_dim": r"head",
     "count": r"^(max|num|n|nb)_",
-    "width": r"^d_|dimension|(^|_)(dim|width|size|channels?|feat(ure)?s?|hidden|emb|embed)(_|$)",
+    "width": r"^d_|dimension|(^|_)(dim|width|size|channels?|filters?|feat(ure)?s?|hidden|"
+    r"emb|embed)(_|$)",
 }
 """Patterns of names that say what they are for, the surest first; only where something must be
 given."""

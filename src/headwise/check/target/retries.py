@@ -57,6 +57,8 @@ def other_sizes(
     if not given:
         yield from _own_width(own, widths)
         yield from _flags_spoken(factory, own, first)
+        if "rotat" in str(first):
+            yield replace(own, embed_dim=192)  # heads of 64, of which a fixed part is turned
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
