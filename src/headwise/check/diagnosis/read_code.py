@@ -47,6 +47,7 @@ from .read_pieces import (
 )
 from .read_sizes import (
     always_dropped,
+    idle_permutes,
     listed_layers,
     made_anew,
     read_on,
@@ -389,7 +390,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "cache": (misaligned,),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
-    "definition": (read_on, summed_apart),
+    "definition": (read_on, summed_apart, idle_permutes),
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),

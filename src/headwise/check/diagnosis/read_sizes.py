@@ -137,9 +137,17 @@ def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             axes = _named_axes(shapes[-1])[1] if shapes else []
             later = [one for one in before if one.lineno > shapes[-1].lineno] if shapes else []
             again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
-            order = [word_of(one) for one in _factors(call)]
+            order = [word_of(one) for one in factors(call)]
             if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
                 yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
+
+
+def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`x.permute(0, 1, 2, 3)`, which leaves all axes where they are."""
+    for call in nodes(ast.Call, part):
+        axes = [getattr(one, "value", None) for one in factors(call)]
+        if getattr(call.func, "attr", "") == "permute" and axes == [*range(len(axes))] != []:
+            yield "idle", call.lineno, {"call": f"permute({', '.join(map(str, axes))})"}
 
 
 def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
@@ -155,8 +163,8 @@ def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
             return "", []
 
 
-def _factors(call: ast.Call) -> Iterator[ast.expr]:
-    """The sizes that a call of `view` is given, products taken apart."""
+def factors(call: ast.Call) -> Iterator[ast.expr]:
+    """The sizes that a call of `view` is given, or axes, products taken apart."""
     rest = [*call.args]
     while rest:
         match rest.pop(0):
