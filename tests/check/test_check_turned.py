@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise.check import check
 from headwise.check.diagnosis.static_checks import read_off
 from headwise.check.target.names import building_role
+from headwise.check.target.resolve import resolve
 
 
 class Heads(nn.Module):
@@ -184,3 +185,50 @@ def test_a_gate_that_nothing_is_weighed_with_is_a_mistake() -> None:
 def test_widths_of_outputs_are_no_flags() -> None:
     roles = [building_role(f"output_{one}", True) for one in ("dimension", "filters", "scores")]
     assert roles == ["width", "width", "flag"]
+
+
+class NotAssigned(Heads):
+    """Its causal mask comes to nothing, so that it is right attention to all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        scores = self.scores(q, k)
+        later = torch.ones_like(scores).triu(1).bool()
+        scores.masked_fill(later, float("-inf"))
+        return self.out(scores.softmax(-1), v)
+
+
+def test_a_mask_that_is_lost_is_a_mistake_though_the_rest_is_right() -> None:
+    assert [one.rule for one in check(NotAssigned).errors] == ["unused-result"]
+
+
+class Misspelt(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        return self.out(torch.Softmax(self.scores(q, k), dim=-1), v)  # type: ignore[attr-defined]
+
+
+class CallsAModule(Heads):
+    def __init__(self, width: int, heads: int, other: Any) -> None:
+        super().__init__(width, heads)
+        self.one = pytest(width)  # type: ignore[operator]
+
+
+def test_names_of_pytorch_are_looked_up() -> None:
+    (one,) = check(Misspelt).errors
+    assert (one.rule, "torch.softmax" in one.hint) == ("runs", True)
+    assert [one.rule for one in check(CallsAModule).errors] == ["builds"]
+
+
+class Blocks(Heads):
+    """Heads under a name that might be a count of anything."""
+
+    def __init__(self, d_model: int, sent_len: int, n_blocks: int) -> None:
+        assert d_model % n_blocks == 0
+        super().__init__(d_model, n_blocks)
+        self.sent_len = sent_len
+
+
+def test_what_shares_the_width_is_a_number_of_heads() -> None:
+    subject = resolve(Blocks)
+    assert (subject.num_heads, subject.embed_dim, subject.made_up) == (3, 24, [])

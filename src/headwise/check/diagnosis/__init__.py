@@ -45,7 +45,7 @@ from .variants import Variant, error, rebuild
 OTHER_INGREDIENTS = re.compile(
     r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
     r"position|soft_?cap|softclamp|window|sink|gate|qk_norm|talking|temperature|mem_kv|num_mem|"
-    r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|local|cosine|zero_attn|"
+    r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|interpretable|local|cosine|zero_attn|"
     r"(^|_)bias_[kv](_|$)|(group|batch|instance)norm"
 )
 """Names of what makes an attention more than projections and a softmax."""
@@ -111,13 +111,14 @@ def run(subject: Target) -> list[Finding]:
 
 
 def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
-    """Results that nothing takes. Where the definition gives the same output, and no mask could
-    make another of them, such a line is only of no use."""
+    """Results that nothing takes. Where the definition gives the same output, and the line hides
+    nothing that would still be seen, it is only of no use."""
     findings = [*read_off(subject.caller.target, "unused-result")]
     right = _is_right(judged)
     masked = subject.caller.named("mask") or subject.caller.named("padding")
+    seen = masked or not subject.causal
     for number, one in enumerate(findings):
-        if right and not (masked and HIDING.search(one.hint)):
+        if right and not (seen and HIDING.search(one.hint)):
             findings[number] = replace(one, severity="warning")
     return findings or dropout_lost(subject)
 

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from types import ModuleType
 
 from torch import Tensor, nn
 
@@ -383,6 +384,23 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "method", call.lineno, {"name": name, "meant": meant}
 
 
+def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Functions that PyTorch has not, spelled nearly as one that it has: `torch.Softmax(x)`."""
+    for call in nodes(ast.Call, part):
+        match call.func:
+            case ast.Attribute(ast.Name(home), name) if len(name) > 5 and name[0] != "_":
+                module = known.get(home)
+            case _:
+                continue
+        ours = isinstance(module, ModuleType) and module.__name__.split(".")[0] == "torch"
+        if ours and not hasattr(module, name) and f'"{name}"' not in source.text:
+            near = [one for one in dir(module) if one.lower() == name.lower()]
+            for meant in near or get_close_matches(name, dir(module), 1, 0.85):
+                words = {"name": f"{home}.{name}", "meant": f"{home}.{meant}"}
+                yield "function", call.lineno, words
+                break
+
+
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
@@ -394,6 +412,6 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
-    "runs": (late_tests, empty_tests, missing, undefined_names, no_methods, swapped),
+    "runs": (late_tests, empty_tests, missing, undefined_names, no_methods, no_functions, swapped),
 }
 """By rule, who reads mistakes of it."""

@@ -161,10 +161,11 @@ class _Constructor:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
         told = documented(self.factory, name)
         short = told if told and len(name) == 1 and told.role != role else None
-        if role not in (None, "head_dim") and not short:
+        if role not in (None, "head_dim", "count") and not short:
             return None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
-        if use is None or (role == "head_dim" and not use.divided):
+        shared = use is not None and (use.divided or (role == "count" and use.role == "heads"))
+        if use is None or (role in ("head_dim", "count") and not shared):
             return None
         self.used[name] = use.role
         return use

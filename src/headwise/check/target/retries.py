@@ -184,6 +184,7 @@ def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -
     of_none = "'NoneType' object has no attribute" in str(fault)
     if of_none and is_users(line.filename) and not spoken & {*re.findall(r"\w+", line.line or "")}:
         return True  # of something that its own defaults leave out
-    if of_key or UNMADE.search(str(fault)) or isinstance(fault, NameError):
+    module = "'module' object is not callable" in str(fault) and is_users(line.filename)
+    if of_key or module or UNMADE.search(str(fault)) or isinstance(fault, NameError):
         return True
     return isinstance(owner, nn.Module | ModuleType | type)
