@@ -45,8 +45,8 @@ from .variants import Variant, error, rebuild
 OTHER_INGREDIENTS = re.compile(
     r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
     r"position|soft_?cap|softclamp|window|sink|gate|qk_norm|talking|temperature|mem_kv|num_mem|"
-    r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|interpretable|local|cosine|zero_attn|"
-    r"(^|_)bias_[kv](_|$)|(group|batch|instance)norm"
+    r"null|lambda|latent|sigma|kernel|(^|_)tau(_|$)|linear_?att|sparse|local|cosine|zero_attn|"
+    r"interpretable|(^|_)bias_[kv](_|$)|(group|batch|instance)norm"
 )
 """Names of what makes an attention more than projections and a softmax."""
 OTHER_FUNCTIONS = set(

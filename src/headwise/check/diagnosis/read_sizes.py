@@ -133,13 +133,12 @@ def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 continue
             apart = set[ast.AST]().union(*(one for one in branches if call not in one))
             before = [one for one in given if one.lineno < call.lineno and one not in apart]
-            shapes = [one for one in before if _named_axes(one)[0] == name]
-            axes = _named_axes(shapes[-1])[1] if shapes else []
-            later = [one for one in before if one.lineno > shapes[-1].lineno] if shapes else []
-            again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
-            order = [word_of(one) for one in factors(call)]
-            if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
-                yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
+            for shape in [one for one in before if _named_axes(one)[0] == name][-1:]:
+                axes, order = _named_axes(shape)[1], [word_of(one) for one in factors(call)]
+                later = (one for one in before if one.lineno > shape.lineno)
+                again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
+                if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
+                    yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
 
 
 def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

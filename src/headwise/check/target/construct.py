@@ -131,6 +131,8 @@ SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"
 
 GUESSED = ("once", "temperature", "head_dim", "sides", "count")
 """Roles whose values are guesses where a name is only like a usual one."""
+GUESSES = (str, int, enum.Enum, nn.Embedding, nn.Identity)
+"""What is chosen for an argument and may not be meant."""
 ROWS = 512
 """Of an embedding that is handed in: more positions than any probe speaks of."""
 
@@ -217,7 +219,7 @@ class _Constructor:
                 continue
             elif choice is not None:
                 kwargs[name] = choice
-                if not isinstance(choice, bool | nn.Linear | nn.LayerNorm):
+                if isinstance(choice, GUESSES) and choice is not False:
                     self.invented[name] = choice
             elif use and use.value is not Unknown:
                 kwargs[name] = use.value

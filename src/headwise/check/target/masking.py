@@ -122,12 +122,12 @@ def _causal_form(subject: Target) -> MaskForm | None:
 
 def _said_causal(subject: Target, without: Tensor | None) -> MaskForm | None:
     """A flag that says causal and changes the output, though later tokens still count."""
-    for name in subject.caller.named("causal") if without is not None else ():
+    for name in subject.caller.named("causal"):
         form = MaskForm(name, "flag")
         out = _quiet(replace(subject, causal=True, mask_form=form))
-        if "causal" not in name.lower() or out is None or not bool(out.isfinite().all()):
+        if "causal" not in name.lower() or out is None or without is None:
             continue
-        if without is not None and not torch.equal(out, without):
+        if bool(out.isfinite().all()) and not torch.equal(out, without):
             return form
     return None
 

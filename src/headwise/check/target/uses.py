@@ -75,7 +75,7 @@ def use_of_field(factory: Callable[..., Any], name: str) -> Use | None:
     if (code := _code(factory)) is None:
         return None
     kind, tree, start = code
-    home, every = {**vars(sys.modules.get(kind.__module__, ast)), "self": kind}, [*ast.walk(tree)]
+    home, every = _home(kind), [*ast.walk(tree)]
     fields = (one for one in every if isinstance(one, ast.Attribute) and one.attr == name)
     words = {ast.unparse(one) for one in fields if ast.unparse(one.value) != "self"}
     words |= {alias for word in words for alias in _aliases(start, word)}
@@ -144,12 +144,17 @@ def _code(factory: Callable[..., Any]) -> tuple[Any, ast.AST, ast.FunctionDef] |
     return kind, tree, start
 
 
+def _home(kind: Any) -> dict[str, Any]:
+    """What names mean in the code of a class or function."""
+    return {**vars(sys.modules.get(kind.__module__, ast)), "self": kind}
+
+
 def _uses(factory: Callable[..., Any], name: str, deep: int) -> Iterator[Use]:
     code = _code(factory) if deep else None
     if code is None:
         return
     kind, tree, start = code
-    home, every = {**vars(sys.modules.get(kind.__module__, ast)), "self": kind}, [*ast.walk(tree)]
+    home, every = _home(kind), [*ast.walk(tree)]
     words = _aliases(start, name)
     inner, fields = {*ast.walk(start)}, {word for word in words if "." in word}
     for node in every:
