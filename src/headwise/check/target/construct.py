@@ -63,14 +63,8 @@ def build(
         except Exception as error:
             if isinstance(error, Missing):
                 name = error.args[0]
-                use = use_of_field(factory, name) if name not in sizes.changes else None
-                value = Unknown if use is None else use.value
-                if use and use.role:
-                    value = sizes.value(use.role)
-                if use and value is not Unknown:
-                    sizes = dataclasses.replace(sizes, changes=sizes.changes | {name: value})
-                    if not use.sure:
-                        made.invented[name] = value
+                if name not in sizes.changes and (learnt := made.field(name, sizes)) is not None:
+                    sizes = learnt
                     continue
                 known = sizes.tried is not None or building_role(name, needed=True) is not None
                 within = re.search(rf"\.{name}(\.\w|\[)|\[.{name}.\]\[", source_of(factory))
@@ -186,6 +180,17 @@ class _Constructor:
         read = [name for name in getattr(code, "co_names", ()) if len(name) > 1]
         grouped = any(building_role(name) == "kv_heads" for name in (*self.names, *read))
         return dataclasses.replace(sizes, **known).settle(grouped)
+
+    def field(self, name: str, sizes: BuildSizes) -> BuildSizes | None:
+        """The sizes with a field of a configuration, where the code tells what it is for."""
+        if (use := use_of_field(self.factory, name)) is None:
+            return None
+        value = sizes.value(use.role) if use.role else use.value
+        if value is Unknown:
+            return None
+        if not use.sure:
+            self.invented[name] = value
+        return dataclasses.replace(sizes, changes=sizes.changes | {name: value})
 
     def work_out(self, sizes: BuildSizes) -> dict[str, Any]:
         """The arguments by name: those that are given, and those that their names tell."""
