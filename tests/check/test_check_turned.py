@@ -27,6 +27,12 @@ class Heads(nn.Module):
         rows = self.qkv(x).chunk(3, -1)
         return tuple(one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in rows)
 
+    def stored(self, k: Tensor, v: Tensor, store: Any) -> tuple[Tensor, Tensor]:
+        if store is None:
+            return k, v
+        store.update(0, k, v)
+        return store.keys[0], store.values[0]
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT / q.shape[-1] ** 0.5
 
@@ -63,9 +69,7 @@ class EmptyList(Heads):
 class AlignedToTheStart(Heads):
     def forward(self, x: Tensor, kv_cache: Any = None) -> Tensor:
         q, k, v = self.parts(x)
-        if kv_cache is not None:
-            kv_cache.update(0, k, v)
-            k, v = kv_cache.keys[0], kv_cache.values[0]
+        k, v = self.stored(k, v, kv_cache)
         scores = self.scores(q, k)
         mask = torch.triu(torch.ones_like(scores), diagonal=1).bool()
         return self.out(scores.masked_fill(mask, float("-inf")).softmax(-1), v)
@@ -74,9 +78,7 @@ class AlignedToTheStart(Heads):
 class AlignedToTheEnd(Heads):
     def forward(self, x: Tensor, kv_cache: Any = None) -> Tensor:
         q, k, v = self.parts(x)
-        if kv_cache is not None:
-            kv_cache.update(0, k, v)
-            k, v = kv_cache.keys[0], kv_cache.values[0]
+        k, v = self.stored(k, v, kv_cache)
         scores = self.scores(q, k)
         later = 1 + scores.shape[-1] - scores.shape[-2]
         mask = torch.ones_like(scores).triu(later).bool()

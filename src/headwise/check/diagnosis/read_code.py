@@ -394,11 +394,10 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 continue
         ours = isinstance(module, ModuleType) and module.__name__.split(".")[0] == "torch"
         if ours and not hasattr(module, name) and f'"{name}"' not in source.text:
-            near = [one for one in dir(module) if one.lower() == name.lower()]
-            for meant in near or get_close_matches(name, dir(module), 1, 0.85):
+            alike = [one for one in dir(module) if one.lower() == name.lower()]
+            for meant in (alike or get_close_matches(name, dir(module), 1, 0.85))[:1]:
                 words = {"name": f"{home}.{name}", "meant": f"{home}.{meant}"}
                 yield "function", call.lineno, words
-                break
 
 
 READERS: dict[str, tuple[Reader, ...]] = {

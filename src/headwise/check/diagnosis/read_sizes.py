@@ -90,9 +90,7 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
             method = call.func
             if not isinstance(method, ast.Attribute) or method.attr not in ("view", "reshape"):
                 continue
-            sizes = call.args
-            if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple):
-                sizes = sizes[0].elts
+            sizes = sizes_of(call)
             heads = len(sizes) == 4 and building_role(word_of(sizes[1])) == "heads"
             whole, cut = (
                 heads and not any(getattr(one, "value", 0) == 1 for one in sizes),
@@ -134,7 +132,7 @@ def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             apart = set[ast.AST]().union(*(one for one in branches if call not in one))
             before = [one for one in given if one.lineno < call.lineno and one not in apart]
             for shape in [one for one in before if _named_axes(one)[0] == name][-1:]:
-                axes, order = _named_axes(shape)[1], [word_of(one) for one in factors(call)]
+                axes, order = _named_axes(shape)[1], [word_of(one) for one in _factors(call)]
                 later = (one for one in before if one.lineno > shape.lineno)
                 again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
                 if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
@@ -144,7 +142,7 @@ def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`x.permute(0, 1, 2, 3)`, which leaves all axes where they are."""
     for call in nodes(ast.Call, part):
-        axes = [getattr(one, "value", None) for one in factors(call)]
+        axes = [getattr(one, "value", None) for one in sizes_of(call)]
         if getattr(call.func, "attr", "") == "permute" and axes == [*range(len(axes))] != []:
             yield "idle", call.lineno, {"call": f"permute({', '.join(map(str, axes))})"}
 
@@ -162,13 +160,20 @@ def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
             return "", []
 
 
-def factors(call: ast.Call) -> Iterator[ast.expr]:
-    """The sizes that a call of `view` is given, or axes, products taken apart."""
-    rest = [*call.args]
+def sizes_of(call: ast.Call) -> list[ast.expr]:
+    """What `view` or `permute` is given, one by one or as one tuple or list."""
+    match call.args:
+        case [ast.Tuple(sizes) | ast.List(sizes)]:
+            return sizes
+        case sizes:
+            return sizes
+
+
+def _factors(call: ast.Call) -> Iterator[ast.expr]:
+    """The same, products taken apart."""
+    rest = [*sizes_of(call)]
     while rest:
         match rest.pop(0):
-            case ast.Tuple(parts) | ast.List(parts):
-                rest[:0] = parts
             case ast.BinOp(left, ast.Mult(), right):
                 rest[:0] = [left, right]
             case one:

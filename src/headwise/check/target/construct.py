@@ -80,8 +80,6 @@ def build(
     named = made.placed | kwargs
     roles = _by_role(made.under_roles(flat(named)), made.names)
     for name, value in made.under_roles(asked(named)):
-        if isinstance(value, nn.Module):
-            continue
         roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented
@@ -110,7 +108,7 @@ def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> 
     found: dict[str, Any] = {}
     for name, value in pairs:
         role = building_role(str(name), beside=beside)
-        if role not in (None, "config") and not isinstance(value, list | tuple | dict | nn.Module):
+        if role not in (None, "config") and not isinstance(value, list | tuple | dict):
             found.setdefault(role, value)
     return found
 
@@ -150,8 +148,9 @@ class _Constructor:
         self.used: dict[str, str] = {}  # roles that the code tells, where names tell none
 
     def under_roles(self, pairs: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-        """Arguments by name, and by the role's name where the code tells it."""
-        return [(self.used.get(name, name), value) for name, value in pairs]
+        """Arguments by name, and by the role's name where the code tells it; modules have none."""
+        plain = (pair for pair in pairs if not isinstance(pair[1], nn.Module))
+        return [(self.used.get(name, name), value) for name, value in plain]
 
     def _use(self, name: str, role: str | None) -> Use | None:
         """What the code takes an argument for, where its name tells nothing or may mislead."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product, takewhile
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -111,8 +112,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
                     errors.insert(0, fault)
                 break
             other = way.layout is not usual or way.learnt
-            mixed = mixes(subject) if other or caller.pooled else (True, False)
-            if mixed != (True, False) and (other or not mixed[0]):
+            astray = other and mixes(subject) != (True, False)
+            if astray or (caller.pooled and not mixes(subject)[0]):
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
@@ -134,7 +135,6 @@ def first_call(subject: Target, widened: bool = False) -> None:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
         return None
-    error, shape = errors[0], [BATCH, TOKENS, subject.embed_dim]
     results = (str(one) for one in errors if isinstance(one, UnusableResult))
     if not caller.pooled and POOLED.search(next(results, "")):
         with contextlib.suppress(Broken, ValueError):
@@ -147,6 +147,16 @@ def first_call(subject: Target, widened: bool = False) -> None:
             return first_call(subject, widened=True)
         subject.embed_dim = own_width
     Way(usual).set(subject)
+    return _refuse(subject, errors[0], own)
+
+
+def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
+    """Raise what is to be said of a call in the usual way that fails.
+
+    Args:
+        own: whether it is known to be the layer's own fault.
+    """
+    caller, shape = subject.caller, [BATCH, TOKENS, subject.embed_dim]
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
@@ -160,7 +170,9 @@ def first_call(subject: Target, widened: bool = False) -> None:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         pooled = POOLED.search(str(error)) is not None  # one output for all tokens, or weights
-        if "count" in subject.roles or "H" in usual.axes or pooled:  # outputs of its own number
+        if (
+            "count" in subject.roles or "H" in caller.layout.axes or pooled
+        ):  # outputs of its own number
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     broken = not_run(f"x {shape}", error)

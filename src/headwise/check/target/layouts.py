@@ -92,8 +92,7 @@ def said_layout(target: Any, name: str) -> Layout | None:
     >>> said_layout(Layer(), "x")
     """
     made = getattr(type(target), "forward", None)
-    code = source_of(made) if isinstance(target, nn.Module) else ""
-    code = _plain(code)
+    code = _plain(source_of(made)) if isinstance(target, nn.Module) else ""
     unpacked = r"^[ \t#]*\(?([\w, ]+)\)? = {}\.(?:shape|size\(\))[ \t]*(?:#|$)"
     arranged = r"rearrange\({}, ?[\"']([\w ]+?) ?->"
     for pattern in (unpacked, arranged):

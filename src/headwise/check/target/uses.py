@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,7 @@ def use_of(factory: Callable[..., Any], name: str, deep: int = DEEP) -> Use | No
     ...     def __init__(self, units, rate): ...
     >>> use_of(Layer, "units")
     """
-    found = [*_uses(factory, name, deep)]
-    return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
+    return _surest(_uses(factory, name, deep))
 
 
 def use_of_field(factory: Callable[..., Any], name: str) -> Use | None:
@@ -79,7 +78,10 @@ def use_of_field(factory: Callable[..., Any], name: str) -> Use | None:
     fields = (one for one in every if isinstance(one, ast.Attribute) and one.attr == name)
     words = {ast.unparse(one) for one in fields if ast.unparse(one.value) != "self"}
     words |= {alias for word in words for alias in _aliases(start, word)}
-    found = (use for node in every for use in _at(node, words, home, DEEP))
+    return _surest(use for node in every for use in _at(node, words, home, DEEP))
+
+
+def _surest(found: Iterable[Use]) -> Use | None:
     return min(found, key=lambda use: (not use.divided, not use.sure), default=None)
 
 
