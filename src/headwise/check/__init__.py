@@ -79,8 +79,10 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            read = (one for one in read_off(thing) if one.rule != broken.finding.rule)
-            return Verdict(name_of(thing), (*read, broken.finding))
+            own = {broken.finding.rule} - {"builds"}
+            read = [one for one in read_off(thing) if one.rule not in own]
+            findings = sorted([*read, broken.finding], key=lambda one: one.rule != "builds")
+            return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := tuple(read_off(thing)):  # which needs no call
                 return Verdict(name_of(thing), read)

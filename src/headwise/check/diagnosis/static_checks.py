@@ -7,6 +7,7 @@ import contextlib
 import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from types import FunctionType
@@ -146,7 +147,9 @@ def read_off(thing: Any, *rules: str) -> Iterator[Finding]:
         for rule in rules or READERS:
             for reader, part in product(READERS[rule], parts):
                 for way, line, words in reader(part, source, known):
-                    yield found(rule, way, **words, line=quoted((source.file, line)))
+                    one = found(rule, way, **words, line=quoted((source.file, line)))
+                    built = rule == "runs" and getattr(source.owner_at(line)[1], "name", "")
+                    yield replace(one, rule="builds") if built == "__init__" else one
 
 
 def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:

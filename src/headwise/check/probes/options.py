@@ -34,7 +34,7 @@ SECONDS = 1.0
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
 HIDES_LATER = re.compile(r"^(is_|use_)?causal|autoregressive|unidirectional")
 """Options that hide later tokens, with no mask from outside."""
-OTHER_KIND = re.compile(r"causal|direction|mask|cross|encod|decod|future|stream|window|local|cache")
+OTHER_KIND = re.compile(r"causal|direction|mask|cross|encoder|decoder|future|stream|window|local|cache")
 """Options that say who sees whom, or make it another layer."""
 
 
@@ -102,7 +102,7 @@ def _options(subject: Target) -> Iterator[dict[str, Any]]:
             yield {name: not usual}
         elif usual is None and subject.arguments.get(name) is not None:
             yield {name: None}
-        elif isinstance(usual, str):
+        elif usual is None or isinstance(usual, str):
             yield from ({name: word} for word in words_of(kind, name) if word != usual)
     code = source_of(kind)
     for name, value in flat(subject.arguments):
