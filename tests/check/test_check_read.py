@@ -222,9 +222,23 @@ class DropoutForBias(Attending):
         super().__init__(width, dropout_rate)
 
 
+class NoSuchList(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.inner = nn.Modulelist([nn.Linear(width, width)])  # type: ignore[attr-defined]
+
+
+class NoSuchName(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.inner = Rihgt(width, heads)  # type: ignore[name-defined]  # noqa: F821
+
+
 @pytest.mark.parametrize(
     ("layer", "rule", "says"),
     [
+        (NoSuchList, "builds", "There is no nn.Modulelist"),
+        (NoSuchName, "builds", "Nothing defines the name Rihgt"),
         (RootLost, "unused-result", "weights becomes there is replaced"),
         (InputForValues, "roles", "nothing reads v"),
         (KeysTwice, "roles", "nothing reads value"),
@@ -249,6 +263,11 @@ def test_the_code_tells(layer: type[nn.Module], rule: str, says: str) -> None:
     assert says in one.message
     assert "test_check_read.py" in one.hint
     assert one.ground == "any"
+
+
+@pytest.mark.parametrize("layer", [NoSuchList, NoSuchName])
+def test_what_a_constructor_lacks_comes_before_the_rest(layer: type[nn.Module]) -> None:
+    assert [one.rule for one in check(layer, 24, 3).findings] == ["builds", "builds"]
 
 
 @pytest.mark.parametrize("layer", [Right, RightBySum, RightByShare, RightOfQueries, RightlyBuilt])

@@ -38,6 +38,8 @@ LINEAR = PRODUCTS | set(
     ).split()
 )
 """Functions that bend nothing."""
+ABSENT = {"undefined", "function"}
+"""What is not there, and stops a constructor that speaks of it."""
 BENDS_NOT = re.compile(
     "linear|galerkin|retention|delta|kernel|polynomial|non_?local|bilinear|memory|hopfield|state"
 )
@@ -148,8 +150,9 @@ def read_off(thing: Any, *rules: str) -> Iterator[Finding]:
             for reader, part in product(READERS[rule], parts):
                 for way, line, words in reader(part, source, known):
                     one = found(rule, way, **words, line=quoted((source.file, line)))
-                    built = rule == "runs" and getattr(source.owner_at(line)[1], "name", "")
-                    yield replace(one, rule="builds") if built == "__init__" else one
+                    home = getattr(source.owner_at(line)[1], "name", "")
+                    unbuilt = (rule, home) == ("runs", "__init__") and way in ABSENT
+                    yield replace(one, rule="builds") if unbuilt else one
 
 
 def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[str, Any]]]:
