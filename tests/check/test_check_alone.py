@@ -200,6 +200,21 @@ def test_what_lightning_would_add_is_not_missed(tmp_path: Path) -> None:
     assert check(load(path).Attention)["definition"].severity == "passed"
 
 
+def test_a_library_s_own_module_is_one_of_pytorch_s(tmp_path: Path) -> None:
+    text = "from lost_helpers.module import Module\n" + RIGHT.replace("(nn.Module)", "(Module)")
+    assert check(load(write(tmp_path, layer=text)).Attention).passed
+
+
+def test_a_constructor_that_forgets_brackets_is_at_fault_whatever_is_absent(tmp_path: Path) -> None:
+    text = "from lost_helpers.module import Module, tracker\n" + RIGHT.replace(
+        "(nn.Module)", "(Module)"
+    )
+    text = text.replace("super().__init__()", "tracker.add\n        super.__init__()")
+    (one,) = check(load(write(tmp_path, layer=text)).Attention).errors
+    assert one.rule == "builds"
+    assert "super().__init__()" in one.hint
+
+
 def test_a_line_that_fails_behind_a_lost_import_hides_no_definition(tmp_path: Path) -> None:
     verdict = check(load(write(tmp_path, layer=LOST + "1 / 0\n" + RIGHT)).Attention)
     assert verdict["definition"].severity == "passed"

@@ -182,7 +182,8 @@ class PlainMask(Options):
         )
         scores = q @ k.mT / self.dim**0.5
         scores = scores.masked_fill(self.later[: x.shape[1], : x.shape[1]], -torch.inf)
-        return self.out(self.merged(scores.softmax(-1) @ v))
+        weights = F.dropout(scores.softmax(-1), self.rate(), self.training)
+        return self.out(self.merged(weights @ v))
 
 
 def test_a_plain_tensor_that_stops_a_call_on_another_device_is_a_mistake() -> None:

@@ -231,12 +231,63 @@ class NoSuchList(Projected):
 class NoSuchName(Projected):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
-        self.inner = Rihgt(width, heads)  # type: ignore[name-defined]  # noqa: F821
+        self.inner = Rihgt(width, heads)  # type: ignore[name-defined]
+
+
+class SetSometimes(Projected):
+    """Its dropout is there only where one is asked for."""
+
+    def __init__(self, width: int, heads: int, rate: float | None = None) -> None:
+        super().__init__(width, heads)
+        if rate is not None:
+            self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(project: Any) -> Tensor:
+            return self.split(project(x))
+
+        weights = (part(self.w_q) @ part(self.w_k).mT / math.sqrt(self.wide)).softmax(-1)
+        if self.drop is not None:
+            weights = self.drop(weights)
+        return self.last((weights @ part(self.w_v)).transpose(1, 2).flatten(2))
+
+
+class SetEitherWay(Projected):
+    def __init__(self, width: int, heads: int, rate: float | None = None) -> None:
+        super().__init__(width, heads)
+        if rate is not None:
+            self.drop = nn.Dropout(rate)
+        else:
+            self.drop = nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.joined(self.drop(q), k, v)
+
+
+class AskedBySame(Projected):
+    """The same condition stands before what it sets."""
+
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
+        super().__init__(width, heads)
+        self.causal = causal
+        if causal:
+            self.register_buffer("later", torch.ones(99, 99).triu(1).bool())
+            self.count = 99
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if self.causal and self.count:
+            later: Any = self.later
+            scores = scores.masked_fill(later[: x.shape[1], : x.shape[1]], -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(
     ("layer", "rule", "says"),
     [
+        (SetSometimes, "runs", "self.drop is set only where `rate is not None` holds"),
         (NoSuchList, "builds", "There is no nn.Modulelist"),
         (NoSuchName, "builds", "Nothing defines the name Rihgt"),
         (RootLost, "unused-result", "weights becomes there is replaced"),
@@ -270,7 +321,86 @@ def test_what_a_constructor_lacks_comes_before_the_rest(layer: type[nn.Module]) 
     assert [one.rule for one in check(layer, 24, 3).findings] == ["builds", "builds"]
 
 
-@pytest.mark.parametrize("layer", [Right, RightBySum, RightByShare, RightOfQueries, RightlyBuilt])
+def halved(q: Tensor, k: Tensor, v: Tensor, drop: nn.Module | None = None) -> Tensor:
+    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+    if drop is not None:
+        weights = F.dropout(weights)
+    return weights @ v
+
+
+def dropping(q: Tensor, k: Tensor, v: Tensor, rate: float = 0.0, training: bool = False) -> Tensor:
+    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+    weights = F.dropout(F.dropout(weights, rate), training=training)
+    return weights @ v
+
+
+def test_a_function_that_drops_half_whatever_it_is_handed() -> None:
+    (one,) = check(halved).errors
+    assert one.rule == "dropout-in-eval"
+    assert check(dropping).passed
+
+
+class Remembering(Projected):
+    """Refuses to do without what it has a default for."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        assert memory is not None, "memory must be given"
+        q, k, v = self.w_q(x), self.w_k(memory), self.w_v(memory)
+        return self.joined(self.split(q), self.split(k), self.split(v))
+
+
+class RememberingItsOwn(Remembering):
+    """Cuts keys by the number of queries."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        if memory is None:
+            raise ValueError("memory must be given")
+
+        def split(rows: Tensor) -> Tensor:
+            return rows.view(*x.shape[:2], self.heads, self.wide).transpose(1, 2)
+
+        return self.joined(split(self.w_q(x)), split(self.w_k(memory)), split(self.w_v(memory)))
+
+
+def test_what_a_layer_refuses_to_do_without_is_given() -> None:
+    assert check(Remembering(24, 3), num_heads=3).passed
+    assert check(RememberingItsOwn(24, 3), num_heads=3).errors[0].rule == "cross"
+
+
+class MaskedHeads(Projected):
+    """Named for a mask that its default leaves out."""
+
+    def __init__(self, width: int, heads: int, mask: bool = False) -> None:
+        super().__init__(width, heads)
+        self.mask = mask
+        wide = width // heads
+        self.wqs, self.wks, self.wvs = (
+            nn.ModuleList(nn.Linear(width, wide) for _ in range(heads)) for _ in range(3)
+        )
+        del self.w_q, self.w_k, self.w_v
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for to_q, to_k, to_v in zip(self.wqs, self.wks, self.wvs, strict=True):
+            scores = to_q(x) @ to_k(x).mT / math.sqrt(self.wide)
+            if self.mask:
+                later = torch.ones_like(scores).triu(1)
+                scores = scores.masked_fill(later == 1, -torch.inf)
+            found.append(scores.softmax(-1) @ to_v(x))
+        return self.last(torch.cat(found, -1))
+
+
+def test_a_layer_that_is_named_for_its_mask_is_built_with_it() -> None:
+    verdict = check(MaskedHeads)
+    assert verdict.passed
+    assert not verdict.unchecked
+    assert "mask=True" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Right, RightBySum, RightByShare, RightOfQueries, RightlyBuilt, SetEitherWay, AskedBySame],
+)
 def test_right_code_tells_nothing(layer: type[nn.Module]) -> None:
     assert [*read_off(layer)] == []
 

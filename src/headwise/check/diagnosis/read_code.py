@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
 from ..target.names import building_role, calling_role
+from .read_built import always_dropped, listed_layers, made_anew, set_on_condition
 from .read_pieces import (
     HIDES,
     INNER,
@@ -47,10 +48,7 @@ from .read_pieces import (
     words_in,
 )
 from .read_sizes import (
-    always_dropped,
     idle_permutes,
-    listed_layers,
-    made_anew,
     read_on,
     summed_apart,
     viewed_heads,
@@ -411,6 +409,15 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
-    "runs": (late_tests, empty_tests, missing, undefined_names, no_methods, no_functions, swapped),
+    "runs": (
+        late_tests,
+        empty_tests,
+        set_on_condition,
+        missing,
+        undefined_names,
+        no_methods,
+        no_functions,
+        swapped,
+    ),
 }
 """By rule, who reads mistakes of it."""

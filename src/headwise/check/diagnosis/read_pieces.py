@@ -18,6 +18,8 @@ Reader = Callable[[ast.stmt, Source, Known], Iterator[Said]]
 
 LONG = {"q": "queries", "k": "keys", "v": "values"}
 PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+LAYERS = re.compile(r"(\w+\.)*(Linear|LazyLinear)")
+"""What makes a projection."""
 INNER = (ast.FunctionDef, ast.Lambda)
 BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 PRODUCTS = {"matmul", "bmm", "mm", "einsum", "baddbmm"}

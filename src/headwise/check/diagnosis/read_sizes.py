@@ -1,6 +1,6 @@
 """Read mistakes off the code that sizes and axes tell: a root of the wrong width, heads that a
-`view` cuts out of whole projections, an `einsum` that sums its factors apart, a dropout that does
-not ask for the mode. Readers are as in `read_code`."""
+`view` cuts out of whole projections, an `einsum` that sums its factors apart. Readers are as in
+`read_code`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torch import nn
-
 from ..files.syntax import Source, nodes, pairs
 from ..target.layouts import AXES
 from ..target.names import building_role
-from .call_lines import FUSED
-from .read_pieces import Known, Said, of_self, word_of
+from .read_pieces import LAYERS, Known, Said, of_self, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
 PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
@@ -22,7 +19,6 @@ SCORES = re.compile(r"score|energy|logit|dots?$|sim$|att")
 """Names of products of queries and keys."""
 SCALES = re.compile(r"scal|norm_?fact|temper|inv_sqrt|sqrt_d")
 """Names of what scores are multiplied with or divided by."""
-LAYERS = re.compile(r"(\w+\.)*(Linear|LazyLinear)")
 SIDE = f"{AXES['H']}|{AXES['W']}"
 """Names of the height and the width of a map."""
 
@@ -193,53 +189,3 @@ def _axes(side: str) -> set[str]:
     """The axes of one side of an equation: words, as `einops` has them, or letters."""
     words = side.split()
     return set(words) if any(len(one) > 1 for one in words) and len(words) > 1 else {*side} - {" "}
-
-
-def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Layers that a constructor keeps in a plain list and hands on to nothing that knows them."""
-    if not isinstance(kind, ast.ClassDef):
-        return
-    for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
-        made = [value.elt] if isinstance(value, ast.ListComp) else getattr(value, "elts", [])
-        kinds = [known.get(word_of(getattr(one, "func", None))) for one in made]
-        layers = [
-            LAYERS.fullmatch(ast.unparse(getattr(one, "func", one)))
-            or (isinstance(own, type) and issubclass(own, nn.Module))
-            for one, own in zip(made, kinds, strict=True)
-        ]
-        name = of_self(target)
-        handed = re.search(rf"\w\([^()]*self\.{name}\b(?!\()", ast.unparse(kind))
-        plain = name and isinstance(value, ast.List | ast.ListComp)
-        if plain and layers and all(layers) and not handed:
-            yield "read", target.lineno, {"name": name}
-
-
-def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Layers with weights that a call makes and uses at once: `proj = nn.Linear(…)` in forward."""
-    for function in nodes(ast.FunctionDef, part):
-        used = {word_of(call.func) for call in nodes(ast.Call, function)} - {""}
-        for node in nodes(ast.Assign, function) if function.name != "__init__" else ():
-            for target, value in pairs(node):
-                made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
-                if made and isinstance(target, ast.Name) and target.id in used:
-                    yield "anew", node.lineno, {"name": target.id}
-
-
-def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Methods that drop numbers, and are not told whether this is training."""
-    for function in nodes(ast.FunctionDef, part) if isinstance(part, ast.ClassDef) else ():
-        asked = (*nodes(ast.Attribute, function), *nodes(ast.Name, function))
-        if any("training" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in asked):
-            continue
-        for call in nodes(ast.Call, function):
-            name = ast.unparse(call.func)
-            given = {one.arg: one.value for one in call.keywords}
-            share = given.get("dropout_p" if name.endswith(FUSED) else "p")
-            if name.endswith(FUSED) and isinstance(share, ast.Attribute):
-                what = f"`dropout_p={ast.unparse(share)} if self.training else 0.0`"
-                yield "untold", call.lineno, {"call": FUSED, "what": what}
-            elif name in ("F.dropout", "torch.nn.functional.dropout", "functional.dropout"):
-                share = call.args[1] if len(call.args) > 1 else share
-                if len(call.args) < 3 and isinstance(share, ast.Attribute):
-                    words = {"call": "F.dropout", "what": "`training=self.training`"}
-                    yield "untold", call.lineno, words

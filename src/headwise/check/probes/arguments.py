@@ -57,7 +57,9 @@ def cross(ctx: ProbeContext) -> Finding | None:
         if context and context[0] in caller.guessed and f"[{batch}, {LENGTH}, " in str(failure):
             return skipped("cross", f"Its queries are made of {context[0]}, its keys of x.")
         if caller.layout is not caller.usual:
-            return skipped("cross", f"Its axes were guessed, and so it refuses: {told(failure.error)}.")
+            return skipped(
+                "cross", f"Its axes were guessed, and so it refuses: {told(failure.error)}."
+            )
         if _keys_from_queries(ctx, subject, source[:, :tokens]):
             return _queries_apart(ctx, subject, context)
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)

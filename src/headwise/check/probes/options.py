@@ -34,7 +34,9 @@ SECONDS = 1.0
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
 HIDES_LATER = re.compile(r"^(is_|use_)?causal|autoregressive|unidirectional")
 """Options that hide later tokens, with no mask from outside."""
-OTHER_KIND = re.compile(r"causal|direction|mask|cross|encoder|decoder|future|stream|window|local|cache")
+OTHER_KIND = re.compile(
+    r"causal|direction|mask|cross|encoder|decoder|future|stream|window|local|cache"
+)
 """Options that say who sees whom, or make it another layer."""
 
 

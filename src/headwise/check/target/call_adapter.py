@@ -21,7 +21,7 @@ from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
-from .signatures import signature, source_of
+from .signatures import insisted, signature, source_of
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -126,11 +126,14 @@ class Caller:
     pooled: bool = False
 
     def __post_init__(self) -> None:
-        parameters = signature(getattr(self.target, "forward", self.target))
+        call = getattr(self.target, "forward", self.target)
+        parameters = signature(call)
         self.parameters = {p.name: p for p in parameters}
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
+        refused = insisted(getattr(call, "__func__", call))
+        self.insisted = {n for n in refused if self.roles.get(n) in ("context", "")}
         self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]
@@ -222,7 +225,8 @@ class Caller:
         """Whether a call must give it."""
         parameter = self.parameters[name]
         rest = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        return parameter.default is parameter.empty and parameter.kind not in rest
+        wanted = parameter.default is parameter.empty or name in self.insisted
+        return wanted and parameter.kind not in rest
 
     def takes_values(self, name: str) -> bool:
         """Whether a mask of headwise goes there."""

@@ -124,7 +124,7 @@ def parts_of(name: str) -> str:
         return "qkv"
     said = ""
     for word in words:
-        bare = re.sub(r"^[wb](?=[qkvo]+$)|^to(?=[qkv])", "", word)
+        bare = re.sub(r"^[wb](?=[qkvo]+s?$)|^to(?=[qkv])", "", word)
         if re.fullmatch("[qkv]{2,3}", bare) and len(set(bare)) == len(bare):
             return bare
         said += next((part for part in "qkv" if {word, bare} & _PARTS[part]), "")

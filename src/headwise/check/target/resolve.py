@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -79,7 +80,7 @@ def resolve(
     try:
         subject = _of_callable(thing, args, arguments, request)
     except Broken as broken:
-        if not lost or broken.finding.rule == "file-import":
+        if not lost or broken.finding.rule == "file-import" or broken.finding.ground == "any":
             raise
         raise ValueError(
             f"check({name_of(thing)}): it speaks of {', '.join(lost)}, which could not be imported "
@@ -308,7 +309,7 @@ def _of_factory(
         return replace(subject, **made)
 
     try:
-        return make(request)
+        subject = make(request)
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
         until, others = time.process_time() + SECONDS, list[Exception]()
@@ -321,6 +322,11 @@ def _of_factory(
                 others.append(error)
         fault = blamed(first, others, factory, given)
         raise fault from fault.__cause__ or first.__cause__
+    flags = (p for p in signature(factory) if building_role(p.name) == "causal")
+    if subject.causal_from == "named" and any(one.default is False for one in flags):
+        with contextlib.suppress(Broken, ValueError):  # its name says more than the default
+            return make(replace(request, sizes=replace(own, causal=True)))
+    return subject
 
 
 def _inner(module: nn.Module) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,33 @@ def _wanted_within(kind: type) -> list[inspect.Parameter]:
                 if p.default is p.empty and p.kind in (1, 3) and p.name not in given
             ]
     return wanted
+
+
+@functools.lru_cache(maxsize=64)
+def insisted(function: Callable[..., Any]) -> frozenset[str]:
+    """The arguments without which a function refuses every call, whatever their defaults are.
+
+    >>> def forward(x, memory=None):
+    ...     assert memory is not None, "memory must be given"
+    >>> insisted(forward)  # a function without a file tells nothing
+    frozenset()
+    """
+    try:
+        body = ast.parse(textwrap.dedent(source_of(function))).body
+    except SyntaxError:  # nothing that can be read
+        return frozenset()
+    found = set[str]()
+    for one in body[0].body if body and isinstance(body[0], ast.FunctionDef) else ():
+        match one:
+            case ast.Assert(ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)])):
+                found.add(name)
+            case ast.If(
+                ast.Compare(ast.Name(name), [ast.Is()], [ast.Constant(None)]), [ast.Raise()]
+            ):
+                found.add(name)
+            case _:
+                pass
+    return frozenset(found)
 
 
 def source_of(factory: Any) -> str:

@@ -1,0 +1,122 @@
+"""Read mistakes off how a class makes its parts and uses them: layers in a plain list or made anew
+by each call, a dropout that does not ask for the mode, an attribute that is there under a condition
+only. Readers are as in `read_code`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ..files.syntax import Source, nodes, pairs
+from .call_lines import FUSED
+from .read_pieces import INNER, LAYERS, Known, Said, is_plain, of_self, word_of
+
+
+def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Layers that a constructor keeps in a plain list and hands on to nothing that knows them."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
+        made = [value.elt] if isinstance(value, ast.ListComp) else getattr(value, "elts", [])
+        kinds = [known.get(word_of(getattr(one, "func", None))) for one in made]
+        layers = [
+            LAYERS.fullmatch(ast.unparse(getattr(one, "func", one)))
+            or (isinstance(own, type) and issubclass(own, nn.Module))
+            for one, own in zip(made, kinds, strict=True)
+        ]
+        name = of_self(target)
+        handed = re.search(rf"\w\([^()]*self\.{name}\b(?!\()", ast.unparse(kind))
+        plain = name and isinstance(value, ast.List | ast.ListComp)
+        if plain and layers and all(layers) and not handed:
+            yield "read", target.lineno, {"name": name}
+
+
+def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Layers with weights that a call makes and uses at once: `proj = nn.Linear(…)` in forward."""
+    for function in nodes(ast.FunctionDef, part):
+        used = {word_of(call.func) for call in nodes(ast.Call, function)} - {""}
+        for node in nodes(ast.Assign, function) if function.name != "__init__" else ():
+            for target, value in pairs(node):
+                made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
+                if made and isinstance(target, ast.Name) and target.id in used:
+                    yield "anew", node.lineno, {"name": target.id}
+
+
+def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Methods that drop numbers, and are not told whether this is training; functions that drop
+    half of them, whatever they are handed."""
+    method = isinstance(part, ast.ClassDef)
+    for function in nodes(ast.FunctionDef, part):
+        asked = (*nodes(ast.Attribute, function), *nodes(ast.Name, function))
+        if any("training" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in asked):
+            continue
+        for call in nodes(ast.Call, function):
+            name = ast.unparse(call.func)
+            given = {one.arg: one.value for one in call.keywords}
+            share = given.get("dropout_p" if name.endswith(FUSED) else "p")
+            if method and name.endswith(FUSED) and isinstance(share, ast.Attribute):
+                what = f"`dropout_p={ast.unparse(share)} if self.training else 0.0`"
+                yield "untold", call.lineno, {"call": FUSED, "what": what}
+            elif name in ("F.dropout", "torch.nn.functional.dropout", "functional.dropout"):
+                share = call.args[1] if len(call.args) > 1 else share
+                told = len(call.args) > 2 or (call.keywords and "p" not in given)
+                if not told and (share is None or (method and isinstance(share, ast.Attribute))):
+                    owner = "self.training" if method else "training"
+                    words = {"call": "F.dropout", "what": f"`training={owner}`"}
+                    yield "untold", call.lineno, words
+
+
+def set_on_condition(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """What a constructor gives self only where an argument is not left at its default, and every
+    call reads."""
+    if not isinstance(kind, ast.ClassDef):
+        return
+    start = next((one for one in kind.body if getattr(one, "name", "") == "__init__"), None)
+    forward = next((one for one in kind.body if getattr(one, "name", "") == "forward"), None)
+    if not isinstance(start, ast.FunctionDef) or not isinstance(forward, ast.FunctionDef):
+        return
+    code = ast.unparse(kind)
+    for branch in start.body:
+        if not isinstance(branch, ast.If) or not _is_off(branch.test, start):
+            continue
+        there = {of_self(to) for node in ast.walk(branch) for to, _ in pairs(node)}
+        other = {of_self(to) for one in branch.orelse for n in ast.walk(one) for to, _ in pairs(n)}
+        for name in sorted(there - other - {""}):
+            stores = re.findall(rf"self\.{name}\b(?=[^=\n]*=(?!=))|[\"']{name}[\"']", code)
+            inside = re.findall(rf"self\.{name}\b(?=[^=\n]*=(?!=))", ast.unparse(branch))
+            thing = known.get(kind.name)
+            if len(stores) > len(inside) or hasattr(thing, name) or hasattr(nn.Module, name):
+                continue
+            for read in _always_read(forward.body):
+                if of_self(read) == name:
+                    words = {"name": name, "test": ast.unparse(branch.test)}
+                    yield "condition", read.lineno, words
+                    break
+
+
+def _is_off(test: ast.expr, function: ast.FunctionDef) -> bool:
+    """Whether a test of one argument fails with its default: `dropout is not None`, `causal`."""
+    usual = function.args.args[len(function.args.args) - len(function.args.defaults) :]
+    defaults = dict(zip((one.arg for one in usual), function.args.defaults, strict=True))
+    match test:
+        case ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)]) | ast.Name(name):
+            default = defaults.get(name)
+            return isinstance(default, ast.Constant) and default.value in (None, False)
+        case _:
+            return False
+
+
+def _always_read(body: Sequence[ast.stmt]) -> Iterator[ast.Attribute]:
+    """The attributes of self that a call reads whatever it is given, up to where it may end."""
+    for one in body:
+        if isinstance(one, INNER):
+            continue
+        first = one.test if isinstance(one, ast.If) else one
+        first = first.values[0] if isinstance(first, ast.BoolOp) else first
+        if is_plain(first):
+            yield from (node for node in nodes(ast.Attribute, first) if of_self(node))
+        if any(isinstance(inner, ast.Return | ast.Raise) for inner in ast.walk(one)):
+            return
