@@ -296,6 +296,8 @@ def _own_caches(subject: Target) -> Iterator[Callable[[], Any]]:
 
 def _in_dtype(cache: Any, dtype: torch.dtype) -> Any:
     """The same with its numbers in another dtype."""
+    if isinstance(cache, nn.Module):
+        return cache.to(dtype)
     for name, value in vars(cache).items():
         if isinstance(value, Tensor) and value.is_floating_point():
             setattr(cache, name, value.to(dtype))

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
+from ..target.call_faults import refuses
 from ..target.checked_target import told
+from ..target.layouts import TIME_FIRST, USUAL
 from .cache_ways import Chunk, Stale, Way, ways
 from .probe_context import ProbeContext
 
@@ -28,7 +30,9 @@ PROVEN = ("chunks", "refused", "reset")
 
 def cache(ctx: ProbeContext) -> Finding | None:
     """Chunks of 3, 2 and 1 tokens against the whole."""
-    if not ctx.subject.causal or ctx.tokens < 6 or not ctx.subject.bare:
+    caller = ctx.exact.caller
+    plain = caller.custom is None and caller.layout in (USUAL, TIME_FIRST)
+    if not ctx.subject.causal or ctx.tokens < 6 or not plain:
         return None
     wrong, said, tried = dict[str, Finding](), "", False
     for way in ways(ctx.exact):
@@ -75,13 +79,20 @@ def _tried(ctx: ProbeContext, way: Way, x: Tensor) -> tuple[str, Finding]:
     except Stale:
         return "stale", found("cache", "stale")
     except Exception as error:
-        if way.own and _single(ctx, way, x):
+        if _may_blame(ctx, way, error) and _single(ctx, way, x):
             return "refused", found("cache", "refused", error=told(error))
         raise
     if _is_whole(ctx, outs):
         wrong = not _is_emptied(ctx, way, x)
         return ("reset", found("cache", "reset")) if wrong else ("passed", passed("cache"))
     return _compared(ctx, way, x, outs)
+
+
+def _may_blame(ctx: ProbeContext, way: Way, error: Exception) -> bool:
+    """Whether a chunk that fails is the layer's own mistake, if single tokens are right: no mask of
+    ours went in with it, and it does not refuse."""
+    handed = ctx.exact.mask_form is None and isinstance(error, RuntimeError)
+    return (way.own or handed) and not refuses(error)
 
 
 def _compared(ctx: ProbeContext, way: Way, x: Tensor, outs: Tensor) -> tuple[str, Finding]:
