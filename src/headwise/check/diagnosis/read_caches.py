@@ -106,13 +106,20 @@ def stored_once(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def _set_outside(name: str, kind: ast.ClassDef, source: Source) -> bool:
-    """Whether something else of the file sets an attribute of that name to more than a constant."""
-    inner = {id(one) for one in ast.walk(kind)}
-    others = (one for one in nodes(ast.Assign, source.tree) if id(one) not in inner)
-    return any(
-        name in {part.attr for part in nodes(ast.Attribute, *one.targets)} and not _is_constant(one)
-        for one in others
-    )
+    """Whether something else of the file sets it to more than a constant: of another object, or a
+    class that is made of this one."""
+    heirs = [
+        one
+        for one in nodes(ast.ClassDef, source.tree)
+        if kind.name in {word_of(base) for base in one.bases}
+    ]
+    own = {id(one) for heir in heirs for one in ast.walk(heir)}
+    for one in nodes(ast.Assign, source.tree):
+        for part in nodes(ast.Attribute, *one.targets):
+            foreign = not of_self(part) or id(one) in own
+            if part.attr == name and foreign and not _is_constant(one):
+                return True
+    return False
 
 
 def _is_constant(statement: Setting) -> bool:

@@ -373,7 +373,7 @@ def _pair_back(subject: Target, names: tuple[str, str], flags: dict[str, bool]) 
         result = _called(subject, x, first, **given, **flags)
         length = first + x.shape[1]
         held = [t for t in tensors_in(result.raw) if t.ndim > 2 and length in t.shape[1:]]
-        held = [t for t in held if t is not result.out and t.shape[-1] != length]
+        held = [t for t in held if t.shape[-1] != length and not torch.equal(t, result.out)]
         if len(held) != 2:
             raise LookupError("nothing that comes back looks like a cache")
         kept[:] = held

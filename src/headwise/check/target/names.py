@@ -42,7 +42,8 @@ _CACHES = {
     "use_cache": r"^(use|return|enable|with|store|save|update|output)_(kv_|past_|present_)*"
     r"(cache|past|present|kv)(_kv)?$",
     "cache": r"^(past_|layer_|self_attn_|attn_|key_value_|kv_)*(kv|key_values?)_?(cache|past)s?$|"
-    r"^(layer|attn|self_attn|decoder)_(kv_)?cache$|^incremental_state$|^(past|prev|previous|cached)_(kvs?|keys?_values?)$",
+    r"^(layer|attn|self_attn|decoder)_(kv_)?cache$|^incremental_state$|"
+    r"^(past|prev|previous|cached)_(kvs?|keys?_values?)$",
 }
 """Patterns of names in a call of a cache of keys and values, and of what switches it on."""
 
