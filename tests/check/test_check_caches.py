@@ -403,6 +403,8 @@ def test_what_is_used_in_another_way_is_let_be(layer: type[Layer]) -> None:
 
 
 class Reading(nn.Module):
+    mask: Tensor
+
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads, self.head_dim = n_heads, d_model // n_heads
@@ -547,3 +549,63 @@ def test_a_cache_is_read_off_the_code(layer: type[nn.Module], said: str) -> None
     messages = [one.message for one in read_off(layer, "cache")]
     assert len(messages) == bool(said)
     assert all(said in one for one in messages)
+
+
+class MovedElsewhere(Reading):
+    """Reads as if its mask started at the first key; what is behind a cache is shown the whole."""
+
+    def forward(self, x: Tensor, past_kv: Any = None) -> Any:
+        B, T, C = x.shape
+        q, k, v = self.parts(x)
+        if past_kv is not None:
+            k = torch.cat([past_kv[0], k], dim=2)
+            v = torch.cat([past_kv[1], v], dim=2)
+        S = k.shape[2]
+        q = torch.cat((q.new_zeros(B, self.n_heads, S - T, self.head_dim), q), 2)
+        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        T, new = S, T
+        scores = scores.masked_fill(~self.mask[:T, :S], float("-inf"))
+        mixed = (scores.softmax(-1) @ v)[:, :, S - new :]
+        return self.last(mixed.transpose(1, 2).reshape(B, new, C)), (k, v)
+
+
+def test_what_was_tried_outweighs_what_was_read() -> None:
+    assert [one.rule for one in check(MovedElsewhere).errors] == []
+    wrong = check(CutFromTheStart)
+    assert [one.message[:6] for one in wrong.results if one.rule == "cache"] == ["`self."]
+
+
+class OnlyGivesThem(Layer):
+    """Keys and values come back and cannot go in."""
+
+    def forward(self, x: Tensor, return_kv: bool = False) -> Any:
+        q, k, v = self.project(x)
+        out = self.attend(q, k, v)
+        return (out, (k, v)) if return_kv else out
+
+
+class OnlyPlaced(Turned):
+    """Knows where a chunk begins, and keeps nothing."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        q, k, v = self.project(x)
+        return self.attend(self.rotate(q, offset), self.rotate(k, offset), v)
+
+
+class UnderAnotherName(Layer):
+    """A cache under a name that nobody knows."""
+
+    def forward(self, x: Tensor, memory_of_old: Any = None, use_cache: bool = False) -> Any:
+        q, k, v = self.project(x)
+        if memory_of_old is not None:
+            k, v = join(memory_of_old, k, v)
+        out = self.attend(q, k, v)
+        return (out, (k, v)) if use_cache else out
+
+
+@pytest.mark.parametrize("layer", [OnlyGivesThem, OnlyPlaced, UnderAnotherName])
+def test_a_flag_or_a_place_alone_is_no_cache(layer: type[Layer]) -> None:
+    assert not check(layer).errors

@@ -42,6 +42,8 @@ PLACE = re.compile(
 """Names of what may say where a chunk begins."""
 OF_TABLES = re.compile(r"rope|rot|freq|cos|sin|mask|bias|pos|emb")
 """Names that speak of a cache of something else."""
+GIVES = re.compile(r"return|output|give")
+"""Names of flags that may only say what comes back."""
 EMPTIES = re.compile(r"^(reset|clear|empty|flush)_.*(cache|kv)")
 """Names of methods that empty a cache."""
 PREPARES = re.compile(r"^(set_?up|init|enable|start|allocate|use|make|create|build)_.*(cache|kv)")
@@ -106,8 +108,16 @@ def _of_call(subject: Target) -> Iterator[Way]:
                 given = dict(zip(pair, zeros, strict=True))
                 yield Way(_filled(subject, dict, given, flags), False)
         elif (flags or starts) and not names:
-            sure = not number
+            sure = not number and _is_told(caller)
             yield Way(_itself(subject, flags), sure, True, bool(caller.named("use_cache")))
+
+
+def _is_told(caller: Caller) -> bool:
+    """Whether a flag says that a layer keeps its own cache, and no argument is left that may be
+    one."""
+    asks = [name for name in caller.named("use_cache") if not GIVES.match(name.lower())]
+    others = (n for n, its in caller.parameters.items() if its.default is None)
+    return bool(asks) and not any(caller.roles[name] in ("", "other") for name in others)
 
 
 def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]:
@@ -229,12 +239,14 @@ def _switched(subject: Target) -> Iterator[tuple[Target, str, bool]]:
             built = type(module)(**{**subject.arguments, name: value})
             if isinstance(built, nn.Module) and (other := _alike(subject, built)):
                 yield other, f"{name}={value!r}", "cache" in name.lower()
-    for name, value in vars(module).items():
+    for place, name, value in _attributes(module):
         if value is False and _is_switch(name) and name not in done:
-            yield _with(subject, name, lambda: True), f"self.{name} = True", "cache" in name.lower()
+            own = _with(subject, place, name, lambda: True)
+            yield own, f"self.{name} = True", "cache" in name.lower()
         elif value is None and "cache" in name.lower() and _is_free(name):
             for kind in _own_caches(subject):
-                yield _with(subject, name, kind), f"a cache in self.{name}", False
+                with contextlib.suppress(Exception):  # it may want what is not known
+                    yield _with(subject, place, name, kind), f"a cache in self.{name}", False
     for name in _methods(module, PREPARES):
         own = subject.fresh()
         with contextlib.suppress(Exception):
@@ -255,10 +267,17 @@ def _is_switch(name: str) -> bool:
     return SWITCH.search(name.lower()) is not None and _is_free(name)
 
 
-def _with(subject: Target, name: str, value: Callable[[], Any]) -> Target:
-    """A copy with an attribute that holds something else."""
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The plain attributes of a layer and of its parts, each with the part's name."""
+    for place, one in module.named_modules():
+        if not type(one).__module__.startswith("torch."):
+            yield from ((place, name, value) for name, value in vars(one).items())
+
+
+def _with(subject: Target, place: str, name: str, value: Callable[[], Any]) -> Target:
+    """A copy with an attribute of a part that holds something else."""
     own = subject.fresh()
-    setattr(own.module, name, value())
+    setattr(own.module.get_submodule(place) if own.module else None, name, value())
     return own
 
 
@@ -405,8 +424,7 @@ def _filled(
 
     def make() -> Use:
         kept, own = empty(), subject.fresh()
-        room = {n: tuple(map(torch.clone, tensors_in(given))) for n, given in zeros.items()}
-        single = {n: both if len(both) > 1 else both[0] for n, both in room.items()}
+        single = {name: _cloned(given) for name, given in zeros.items()}
 
         def step(x: Tensor, first: int) -> Tensor:
             out = _called(own, x, first, **kept, **single, **flags).out
@@ -417,6 +435,10 @@ def _filled(
         return Use(step)
 
     return make
+
+
+def _cloned(given: Any) -> Any:
+    return given.clone() if isinstance(given, Tensor) else tuple(map(_cloned, given))
 
 
 def _itself(subject: Target, flags: dict[str, bool]) -> Callable[[], Use]:

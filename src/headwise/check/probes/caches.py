@@ -79,20 +79,13 @@ def _tried(ctx: ProbeContext, way: Way, x: Tensor) -> tuple[str, Finding]:
     except Stale:
         return "stale", found("cache", "stale")
     except Exception as error:
-        if _may_blame(ctx, way, error) and _single(ctx, way, x):
+        if way.own and not refuses(error) and _single(ctx, way, x):
             return "refused", found("cache", "refused", error=told(error))
         raise
     if _is_whole(ctx, outs):
         wrong = not _is_emptied(ctx, way, x)
         return ("reset", found("cache", "reset")) if wrong else ("passed", passed("cache"))
     return _compared(ctx, way, x, outs)
-
-
-def _may_blame(ctx: ProbeContext, way: Way, error: Exception) -> bool:
-    """Whether a chunk that fails is the layer's own mistake, if single tokens are right: no mask of
-    ours went in with it, and it does not refuse."""
-    handed = ctx.exact.mask_form is None and isinstance(error, RuntimeError)
-    return (way.own or handed) and not refuses(error)
 
 
 def _compared(ctx: ProbeContext, way: Way, x: Tensor, outs: Tensor) -> tuple[str, Finding]:
