@@ -606,6 +606,19 @@ class UnderAnotherName(Layer):
         return (out, (k, v)) if use_cache else out
 
 
-@pytest.mark.parametrize("layer", [OnlyGivesThem, OnlyPlaced, UnderAnotherName])
+class OfAnotherSequence(Layer):
+    """Keeps the keys of another sequence, which are all there from the first call on."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Kept | None = None) -> Any:
+        queries, keys, values = (
+            layer(one).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for layer, one in ((self.w_q, q), (self.w_k, k), (self.w_v, v))
+        )
+        if cache is not None:
+            keys, values = cache
+        return self.attend(queries, keys, values), (keys, values)
+
+
+@pytest.mark.parametrize("layer", [OnlyGivesThem, OnlyPlaced, UnderAnotherName, OfAnotherSequence])
 def test_a_flag_or_a_place_alone_is_no_cache(layer: type[Layer]) -> None:
     assert not check(layer).errors
