@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.kv_cache import KVCache
-from ..target.call_adapter import Caller, MaskForm, tensors_in
+from ..target.call_adapter import Caller
 from ..target.checked_target import Target
 from ..target.construct import build
 from ..target.copies import copied
@@ -28,9 +28,18 @@ from ..target.fills import FILLS, Fill
 from ..target.names import parts_of
 from ..target.signatures import signature
 from ..target.sizes import BuildSizes
-
-Chunk = Callable[[Tensor, int], Tensor]
-"""Gives the output of the next chunk; the second argument is how many tokens came before."""
+from .cache_steps import (
+    Use,
+    asked,
+    attend_cached,
+    dynamic_cache,
+    filled,
+    handed_back,
+    is_free,
+    itself,
+    methods,
+    pair_back,
+)
 
 SWITCH = re.compile(r"cache|(^|_)kv(_|$)|infer|decod(e|ing)|incremental|generat|streaming")
 """Names of flags that may switch a cache on."""
@@ -40,28 +49,12 @@ PLACE = re.compile(
     r"(^|_)(pos|start|offset|idx|index|step|seen|cur|current|i)(_|$)|past_len|cache_len"
 )
 """Names of what may say where a chunk begins."""
-OF_TABLES = re.compile(r"rope|rot|freq|cos|sin|mask|bias|pos|emb")
-"""Names that speak of a cache of something else."""
 GIVES = re.compile(r"return|output|give")
 """Names of flags that may only say what comes back."""
-EMPTIES = re.compile(r"^(reset|clear|empty|flush)_.*(cache|kv)")
-"""Names of methods that empty a cache."""
 PREPARES = re.compile(r"^(set_?up|init|enable|start|allocate|use|make|create|build)_.*(cache|kv)")
 """Names of methods that make one, or switch it on."""
 ROOM = 16
 """Tokens that a cache has room for which is made before the first call."""
-
-
-class Stale(Exception):
-    """A cache comes back as it went in."""
-
-
-@dataclass
-class Use:
-    """A cache in use: what gives the next chunk's output, and what empties the cache."""
-
-    step: Chunk
-    empty: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def ways(subject: Target) -> Iterator[Way]:
     for switched, said, named in _switched(first):
         for placed, known in _placed(switched):
             for flags in _flags(placed.caller):
-                yield Way(_itself(placed, flags), False, named and known, True, said)
+                yield Way(itself(placed, flags), False, named and known, True, said)
 
 
 def _of_call(subject: Target) -> Iterator[Way]:
@@ -97,19 +90,19 @@ def _of_call(subject: Target) -> Iterator[Way]:
     caller = subject.caller
     names, starts = caller.named("cache"), caller.named("start")
     if hasattr(caller.target, "attend_cached"):
-        yield Way(lambda: _attend_cached(subject.fresh()))
+        yield Way(lambda: attend_cached(subject.fresh()))
     for number, flags in enumerate(_flags(caller)):
         for name in names:
             for way in _passed(subject, name, flags):
                 yield replace(way, sure=way.sure and not number)
         if pair := _pair(caller):
-            yield Way(lambda f=flags, p=pair: _pair_back(subject.fresh(), p, f), False, True)
+            yield Way(lambda f=flags, p=pair: pair_back(subject.fresh(), p, f), False, True)
             for zeros in _made_before(subject):
                 given = dict(zip(pair, zeros, strict=True))
-                yield Way(_filled(subject, dict, given, flags), False)
+                yield Way(filled(subject, dict, given, flags), False)
         elif (flags or starts) and not names:
             sure = not number and _is_told(caller)
-            yield Way(_itself(subject, flags), sure, True, bool(caller.named("use_cache")))
+            yield Way(itself(subject, flags), sure, True, bool(caller.named("use_cache")))
 
 
 def _is_told(caller: Caller) -> bool:
@@ -124,22 +117,22 @@ def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]
     """Ways to hand a cache in under a name."""
     caller = subject.caller
     if type(caller.target).__module__.split(".")[0] == "transformers":
-        yield Way(lambda: _dynamic_cache(subject.fresh(), name))
+        yield Way(lambda: dynamic_cache(subject.fresh(), name))
         return
     home = sys.modules.get(type(caller.target).__module__)
     ours = getattr(home, "KVCache", KVCache) is KVCache
     if ours and "KVCache" in str(caller.parameters[name].annotation):
-        yield Way(_filled(subject, lambda: {name: KVCache()}, {}, {}))
+        yield Way(filled(subject, lambda: {name: KVCache()}, {}, {}))
     else:
-        yield Way(lambda: _handed_back(subject.fresh(), name, None, flags))
-        yield Way(_filled(subject, lambda: {name: {}}, {}, flags))
-        yield Way(_filled(subject, lambda: {name: []}, {}, flags), False)
+        yield Way(lambda: handed_back(subject.fresh(), name, None, flags))
+        yield Way(filled(subject, lambda: {name: {}}, {}, flags))
+        yield Way(filled(subject, lambda: {name: []}, {}, flags), False)
     for kind in _own_caches(subject):
-        yield Way(_filled(subject, lambda kind=kind: {name: kind()}, {}, flags))
+        yield Way(filled(subject, lambda kind=kind: {name: kind()}, {}, flags))
     for empty in _made_before(subject, 0):
-        yield Way(lambda empty=empty: _handed_back(subject.fresh(), name, empty, flags), False)
+        yield Way(lambda empty=empty: handed_back(subject.fresh(), name, empty, flags), False)
     for zeros in _made_before(subject) if _places(caller) or caller.named("start") else ():
-        yield Way(_filled(subject, dict, {name: zeros}, flags), False)
+        yield Way(filled(subject, dict, {name: zeros}, flags), False)
 
 
 # --- what a call is told --------------------------------------------------------------------------
@@ -149,12 +142,8 @@ def _flags(caller: Caller) -> list[dict[str, bool]]:
     """Flags of a call that switch a cache on: the known one, and with all that may do so."""
     known = dict.fromkeys(caller.named("use_cache"), True)
     others = (n for n, its in caller.parameters.items() if isinstance(its.default, bool))
-    more = known | {n: True for n in others if SWITCH.search(n.lower()) and _is_free(n)}
+    more = known | {n: True for n in others if SWITCH.search(n.lower()) and is_free(n)}
     return [known] + [more] * (more != known)
-
-
-def _is_free(name: str) -> bool:
-    return not OF_TABLES.search(name.lower())
 
 
 def _pair(caller: Caller) -> tuple[str, str] | None:
@@ -243,15 +232,15 @@ def _switched(subject: Target) -> Iterator[tuple[Target, str, bool]]:
         if value is False and _is_switch(name) and name not in done:
             own = _with(subject, place, name, lambda: True)
             yield own, f"self.{name} = True", "cache" in name.lower()
-        elif value is None and "cache" in name.lower() and _is_free(name):
+        elif value is None and "cache" in name.lower() and is_free(name):
             for kind in _own_caches(subject):
                 with contextlib.suppress(Exception):  # it may want what is not known
                     yield _with(subject, place, name, kind), f"a cache in self.{name}", False
-    for name in _methods(module, PREPARES):
+    for name in methods(module, PREPARES):
         own = subject.fresh()
         with contextlib.suppress(Exception):
             method = getattr(own.module, name)
-            method(**{one.name: _size(one.name, own) for one in signature(method) if _asked(one)})
+            method(**{one.name: _size(one.name, own) for one in signature(method) if asked(one)})
             yield own, f"its {name}()", False
 
 
@@ -264,7 +253,7 @@ def _options(subject: Target) -> Iterator[tuple[str, Any]]:
 
 
 def _is_switch(name: str) -> bool:
-    return SWITCH.search(name.lower()) is not None and _is_free(name)
+    return SWITCH.search(name.lower()) is not None and is_free(name)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -279,16 +268,6 @@ def _with(subject: Target, place: str, name: str, value: Callable[[], Any]) -> T
     own = subject.fresh()
     setattr(own.module.get_submodule(place) if own.module else None, name, value())
     return own
-
-
-def _methods(module: nn.Module | None, names: re.Pattern[str]) -> list[str]:
-    """Methods of such names that a class of somebody's defines."""
-    known = (name for kind in type(module).__mro__ for name in vars(kind))
-    return [name for name in dict.fromkeys(known) if names.search(name) and _is_free(name)]
-
-
-def _asked(one: inspect.Parameter) -> bool:
-    return one.default is one.empty and one.kind <= one.POSITIONAL_OR_KEYWORD
 
 
 def _size(name: str, subject: Target) -> Any:
@@ -330,128 +309,3 @@ def _made_before(subject: Target, tokens: int = ROOM) -> Iterator[tuple[Tensor, 
     groups, dim = subject.num_kv_heads or subject.num_heads, subject.head_dim or 1
     for shape in ((2, groups, tokens, dim), (2, tokens, groups, dim), (2, tokens, groups * dim)):
         yield torch.zeros(shape, dtype=subject.dtype), torch.zeros(shape, dtype=subject.dtype)
-
-
-# --- using it -------------------------------------------------------------------------------------
-
-
-def _called(subject: Target, x: Tensor, past: int, /, **given: Any) -> Any:
-    """The result on a chunk, with its causal mask where masks are passed."""
-    form = subject.mask_form
-    if form is not None:
-        allowed = torch.ones(len(x), x.shape[1], past + x.shape[1], dtype=torch.bool).tril(past)
-        given[form.argument] = form.make(allowed, x.dtype, subject.num_heads)
-    return replace(subject.caller, start=past)(x, **given)
-
-
-def _attend_cached(subject: Target) -> Use:
-    target: Any = subject.caller.target
-    heads, dim = subject.num_heads, subject.head_dim or 1
-    past: list[Tensor] = []
-
-    def step(x: Tensor, first: int) -> Tensor:
-        empty = x.new_zeros(len(x), heads, 0, dim)
-        out, *new = target.attend_cached(x, *(past or [empty, empty]))
-        past[:] = new
-        return out
-
-    return Use(step)
-
-
-def _dynamic_cache(subject: Target, name: str) -> Use:
-    form = subject.mask_form or MaskForm("attention_mask", "added", "[B, 1, T, S]")
-    kept = {name: sys.modules["transformers"].DynamicCache()}
-    return _filled(replace(subject, mask_form=form), lambda: kept, {}, {})()
-
-
-def _handed_back(subject: Target, name: str, empty: Any, flags: dict[str, bool]) -> Use:
-    """A cache that comes back with the result and goes in again with the next chunk."""
-    kept: list[Any] = [empty]
-    left = not subject.caller.required(name)
-
-    def step(x: Tensor, first: int) -> Tensor:
-        given = {} if kept[0] is None and left else {name: kept[0]}
-        result = _called(subject, x, first, **given, **flags)
-        try:
-            kept[0] = _present(result.raw, result.out, first + x.shape[1])
-        except LookupError:
-            if first and _present(result.raw, result.out, first):
-                raise Stale from None
-            raise
-        return result.out
-
-    return Use(step)
-
-
-def _pair_back(subject: Target, names: tuple[str, str], flags: dict[str, bool]) -> Use:
-    """Keys and values that come back with the result, and go in again apart."""
-    kept: list[Tensor] = []
-
-    def step(x: Tensor, first: int) -> Tensor:
-        given = dict(zip(names, kept, strict=False))
-        result = _called(subject, x, first, **given, **flags)
-        length = first + x.shape[1]
-        held = [t for t in tensors_in(result.raw) if t.ndim > 2 and length in t.shape[1:]]
-        held = [t for t in held if t.shape[-1] != length and not torch.equal(t, result.out)]
-        if len(held) != 2:
-            raise LookupError("nothing that comes back looks like a cache")
-        kept[:] = held
-        return result.out
-
-    return Use(step)
-
-
-def _present(raw: Any, out: Tensor, length: int) -> Any:
-    """The part of a result that can be a cache: it holds tensors with an axis of that length."""
-    for part in list(raw.values()) if isinstance(raw, dict) else list(raw):
-        if part is out or part is None or (isinstance(part, Tensor) and part.ndim < 4):
-            continue
-        fields = list(getattr(part, "__dict__", {}).values())
-        held = list(tensors_in(part)) or list(tensors_in(fields))
-        are_weights = len(held) == 1 and held[0].shape[-1] == length
-        if held and all(length in t.shape for t in held) and not are_weights:
-            return part
-    raise LookupError("nothing that comes back looks like a cache")
-
-
-def _filled(
-    subject: Target,
-    empty: Callable[[], dict[str, Any]],
-    zeros: dict[str, Any],
-    flags: dict[str, bool],
-) -> Callable[[], Use]:
-    """A cache that the call fills: an empty one, or one of zeros with room for all tokens."""
-
-    def make() -> Use:
-        kept, own = empty(), subject.fresh()
-        single = {name: _cloned(given) for name, given in zeros.items()}
-
-        def step(x: Tensor, first: int) -> Tensor:
-            out = _called(own, x, first, **kept, **single, **flags).out
-            if not all(kept.values()):
-                raise LookupError("the cache that was passed stays empty")
-            return out
-
-        return Use(step)
-
-    return make
-
-
-def _cloned(given: Any) -> Any:
-    return given.clone() if isinstance(given, Tensor) else tuple(map(_cloned, given))
-
-
-def _itself(subject: Target, flags: dict[str, bool]) -> Callable[[], Use]:
-    """A cache that the layer keeps itself."""
-
-    def make() -> Use:
-        own = subject.fresh()
-        methods = [getattr(own.module, name) for name in _methods(own.module, EMPTIES)]
-        plain = [one for one in methods if not any(map(_asked, signature(one)))]
-
-        def step(x: Tensor, first: int) -> Tensor:
-            return _called(own, x, first, **flags).out
-
-        return Use(step, plain[0] if plain else None)
-
-    return make

@@ -18,7 +18,8 @@ from ..findings.verdict import Example, Finding
 from ..target.call_faults import refuses
 from ..target.checked_target import told
 from ..target.layouts import TIME_FIRST, USUAL
-from .cache_ways import Chunk, Stale, Way, ways
+from .cache_steps import Chunk, Stale
+from .cache_ways import Way, ways
 from .probe_context import ProbeContext
 
 CHUNKS, SINGLE = (3, 2, 1), (3, 1, 1, 1)
