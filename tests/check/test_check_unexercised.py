@@ -236,7 +236,7 @@ ROWS = [
     ((), "runs", "Nothing defines the name flash"),
     ((DEFINED, ("scores = scores.masked_fill", "scores.masked_fill")), "unused-result", "masked"),
     ((DEFINED, ("self.turned(k, start)", "self.turned(k, start, -1.0)")), "rotary", "one distance"),
-    ((DEFINED, (TURNED, ""), ("triu(S - T + 1)", "triu(1)")), "cache", "from token"),
+    ((DEFINED, (TURNED, ""), ("triu(S - T + 1)", "triu(1)")), "cache", "the first key alone"),
 ]
 
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
 from types import ModuleType
 
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from ..target.names import building_role, calling_role
+from ..target.names import building_role
 from .read_built import always_dropped, listed_layers, made_anew, set_on_condition
+from .read_caches import misaligned, stored_once
 from .read_pieces import (
     HIDES,
     INNER,
     LONG,
     PLAIN,
+    WORKED_ON,
     Known,
     Reader,
     Said,
@@ -61,8 +63,6 @@ A_MODULE = nn.Module()
 """What each module has, `training` among it."""
 OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
-WORKED_ON = re.compile(r"score|att(n|ention)|weight|prob|energy|logit")
-"""Names of what attention is made of on its way."""
 
 
 def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -231,33 +231,6 @@ def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "tiled", call.lineno, {"name": masks[0]}
 
 
-def misaligned(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """A triangle over all scores that starts at the first key, also behind a cache:
-    `triu(ones_like(scores), 1)`, in which a single new token sees the first key alone."""
-    for function in nodes(ast.FunctionDef, part):
-        taken = {one.arg for one in function.args.args if calling_role(one.arg) == "cache"}
-        if not taken & names(*function.body, context=ast.Load):
-            continue
-        for call in nodes(ast.Call, *_always(function.body)):
-            way, given = getattr(call.func, "attr", ""), [*call.args]
-            if isinstance(call.func, ast.Attribute) and word_of(call.func.value) != "torch":
-                given.insert(0, call.func.value)
-            given += [one.value for one in call.keywords if one.arg == "diagonal"]
-            like = re.search(r"_like\((\w+)", ast.unparse(given[0])) if given else None
-            fixed = all(isinstance(one, ast.Constant) for one in given[1:])
-            if way in ("triu", "tril") and fixed and like and WORKED_ON.search(like[1].lower()):
-                yield "aligned", call.lineno, {"way": way, "name": min(taken)}
-
-
-def _always(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run whenever a layer is causal."""
-    for one in body:
-        if not isinstance(one, ast.If):
-            yield one
-        elif all(calling_role(word) == "causal" for word in words_in(one.test) - {"self"}):
-            yield from _always(one.body)
-
-
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Arguments that are None by default, and used where nothing has asked yet whether they are,
     though another line asks."""
@@ -402,7 +375,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (dropped_masks, tiled_masks),
-    "cache": (misaligned,),
+    "cache": (misaligned, stored_once),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (read_on, summed_apart, idle_permutes),

@@ -25,6 +25,8 @@ BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 PRODUCTS = {"matmul", "bmm", "mm", "einsum", "baddbmm"}
 BY_CHANCE = re.compile("drop|keep|rand|sample")
 """Names of masks that are drawn."""
+WORKED_ON = re.compile(r"score|att(n|ention)|weight|prob|energy|logit")
+"""Names of what attention is made of on its way."""
 HIDES = re.compile(r"fill|inf|where|\de\d|==")
 """Code that may hide what is 0."""
 

@@ -16,6 +16,9 @@ from .verdict import Finding
 UNNAMED = "definition"
 """The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
 
+BOTH = {"cache"}
+"""Rules that are both read off the code and tried."""
+
 COMPARING = {"context", "dropout"}
 """Rules of handling that compare numbers with others, and so fail where these are wrong."""
 
@@ -46,7 +49,7 @@ def joined(
     >>> [(one.rule, one.explained_by) for one in joined([mistake], [seen])]
     [('scale', None), ('prefix', 'scale')]
     """
-    named, probed = weighed(named, probed, called, built)
+    named, probed = weighed(*_once_each(named, probed), called, built)
     unnamed = (one for one in named if one.rule == UNNAMED and one.severity == "error")
     vague = [one for one in unnamed if one.ground != "any"]
     sharp = [one for one in named if one not in vague]
@@ -61,6 +64,15 @@ def joined(
     results = _after_each_other(results)
     wrong = any(one.severity == "error" and one.explained_by is None for one in results)
     return tuple(_waiting(one) if wrong else one for one in results)
+
+
+def _once_each(named: list[Finding], probed: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Of a rule that was read off the code as well as tried: what was tried counts where it is
+    right, and what was read, which knows the line, where it is not."""
+    right = {one.rule for one in probed if one.severity == "passed"} & BOTH
+    named = [one for one in named if one.rule not in right]
+    read = {one.rule for one in named if one.severity == "error"} & BOTH
+    return named, [one for one in probed if one.rule not in read]
 
 
 def with_other(results: Sequence[Finding], other: Finding) -> tuple[Finding, ...]:

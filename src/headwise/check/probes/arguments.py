@@ -1,31 +1,23 @@
-"""Probe what else a call takes: another sequence, a cache."""
+"""Probe what else a call takes: another sequence, rotary tables."""
 
 from __future__ import annotations
 
 import dis
-import inspect
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...layers.kv_cache import KVCache
 from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
-from ..findings.verdict import Example, Finding
-from ..target.call_adapter import MaskForm, tensors_in
+from ..findings.verdict import Finding
 from ..target.checked_target import Target, told
-from ..target.construct import build
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
-from ..target.signatures import signature
-from ..target.sizes import BuildSizes
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
 
@@ -211,176 +203,3 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     )
     wrong = found("rotary", "distance")  # gains behind the turning have reasons of their own
     return wrong if gains else replace(wrong, ground="call")
-
-
-# --- caches ---------------------------------------------------------------------------------------
-
-Chunk = Callable[[Tensor, int], Tensor]
-"""Gives the output of the next chunk; the second argument is how many tokens came before."""
-
-
-def cache(ctx: ProbeContext) -> Finding | None:
-    """Chunks of 3, 2, 1, … tokens against the whole."""
-    if not ctx.subject.causal or ctx.tokens < 6 or not ctx.subject.bare:
-        return None
-    caller, said, wanted = ctx.exact.caller, "", ctx.out[:, :6]
-    drivers = list(_drivers(ctx.exact))
-    for make in drivers:
-        try:
-            outs = _in_chunks(make(), ctx.x, (3, 2, 1))
-        except Stale:
-            return found("cache", "stale")
-        except Exception as error:
-            said = said or ("" if isinstance(error, LookupError) else told(error))
-            if caller.named("use_cache") and not caller.named("cache") and _single(ctx, make):
-                return found("cache", "refused", error=told(error))
-            continue
-        return passed("cache") if ctx.near(outs, wanted) else _cache_fault(ctx, make, outs)
-    if said:
-        return skipped("cache", f"No way was found to use its cache ({said}).")
-    return skipped("cache", "Nothing that comes back looks like a cache.") if drivers else None
-
-
-def _cache_fault(ctx: ProbeContext, make: Callable[[], Chunk], outs: Tensor) -> Finding:
-    gap = (outs - ctx.out[:, :6]).abs().amax((0, 2))
-    token = int((~(gap <= 1e-6 * ctx.out.abs().max())).nonzero()[0])
-    single = _single(ctx, make)
-    said = "  # it goes in as chunks of 3, 2 and 1 tokens"
-    example = Example.of(ctx.exact.source(ctx.tokens, 2) + said, ctx.out[0, :6], outs[0])
-    return found("cache", "chunks" if single else "differs", example, token=token)
-
-
-def _single(ctx: ProbeContext, make: Callable[[], Chunk]) -> bool:
-    """Whether token after token is right, behind a first chunk."""
-    try:
-        return ctx.near(_in_chunks(make(), ctx.x, (3, 1, 1, 1)), ctx.out[:, :6])
-    except Exception:
-        return False
-
-
-def _in_chunks(step: Chunk, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    outs, first = [], 0
-    with torch.no_grad():
-        for size in sizes:
-            outs.append(step(x[:, first : first + size].clone(), first))
-            first += size
-    return torch.cat(outs, dim=1)
-
-
-class Stale(Exception):
-    """A cache comes back as it went in."""
-
-
-def _drivers(subject: Target) -> Iterator[Callable[[], Chunk]]:
-    """Ways to use a cache, as far as names and the first results tell."""
-    caller, target = subject.caller, subject.caller.target
-    names, flags = caller.named("cache"), dict.fromkeys(caller.named("use_cache"), True)
-    if hasattr(target, "attend_cached"):
-        yield lambda: _attend_cached(subject)
-    for name in names:
-        if type(target).__module__.split(".")[0] == "transformers":
-            yield lambda name=name: _dynamic_cache(subject, name)
-            continue
-        if "KVCache" in str(caller.parameters[name].annotation):
-            yield lambda name=name: _kept(subject, {name: KVCache()}, {})
-        else:
-            yield lambda name=name: _handed_back(subject, name, flags)
-            yield lambda name=name: _kept(subject, {name: {}}, flags)
-        for kind in _own_caches(subject):
-            yield lambda name=name, kind=kind: _kept(subject, {name: kind()}, flags)
-    if (flags or caller.named("start")) and not names:
-        yield lambda: _kept(subject.fresh(), {}, flags)
-
-
-def _own_caches(subject: Target) -> Iterator[Callable[[], Any]]:
-    """What makes an empty cache of a class of the layer's own file."""
-    home = sys.modules.get(type(subject.caller.target).__module__)
-    sizes = BuildSizes(subject.embed_dim, subject.num_heads, subject.num_kv_heads)
-    sizes = replace(sizes, head_dim=subject.head_dim, context_length=subject.context_length)
-    for name, kind in list(vars(home).items()) if home is not None else ():
-        if inspect.isclass(kind) and "cache" in name.lower() and kind is not KVCache:
-            given = {one.name: 1 for one in signature(kind) if "layer" in one.name}
-            yield lambda kind=kind, given=given: _in_dtype(
-                build(kind, (), given, sizes)[0], subject.dtype
-            )
-
-
-def _in_dtype(cache: Any, dtype: torch.dtype) -> Any:
-    """The same with its numbers in another dtype."""
-    for name, value in vars(cache).items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            setattr(cache, name, value.to(dtype))
-        elif isinstance(value, list):
-            value[:] = [one.to(dtype) if isinstance(one, Tensor) else one for one in value]
-    return cache
-
-
-def _called(subject: Target, x: Tensor, past: int, /, **given: Any) -> Any:
-    """The result on a chunk, with its causal mask where masks are passed."""
-    form = subject.mask_form
-    if form is not None:
-        allowed = torch.ones(len(x), x.shape[1], past + x.shape[1], dtype=torch.bool).tril(past)
-        given[form.argument] = form.make(allowed, x.dtype, subject.num_heads)
-    return replace(subject.caller, start=past)(x, **given)
-
-
-def _attend_cached(subject: Target) -> Chunk:
-    target: Any = subject.caller.target
-    heads, dim = subject.num_heads, subject.head_dim or 1
-    past: list[Tensor] = []
-
-    def step(x: Tensor, first: int) -> Tensor:
-        empty = x.new_zeros(len(x), heads, 0, dim)
-        out, *new = target.attend_cached(x, *(past or [empty, empty]))
-        past[:] = new
-        return out
-
-    return step
-
-
-def _dynamic_cache(subject: Target, name: str) -> Chunk:
-    kept = {name: sys.modules["transformers"].DynamicCache()}
-    form = subject.mask_form or MaskForm("attention_mask", "added", "[B, 1, T, S]")
-    return _kept(replace(subject, mask_form=form), kept, {})
-
-
-def _handed_back(subject: Target, name: str, flags: dict[str, bool]) -> Chunk:
-    """A cache that comes back with the result and goes in again with the next chunk."""
-    kept: list[Any] = [None]
-
-    def step(x: Tensor, first: int) -> Tensor:
-        result = _called(subject, x, first, **{name: kept[0]}, **flags)
-        try:
-            kept[0] = _present(result.raw, result.out, first + x.shape[1])
-        except LookupError:
-            if first and _present(result.raw, result.out, first):
-                raise Stale from None
-            raise
-        return result.out
-
-    return step
-
-
-def _present(raw: Any, out: Tensor, length: int) -> Any:
-    """The part of a result that can be a cache: it holds tensors with an axis of that length."""
-    for part in list(raw.values()) if isinstance(raw, dict) else list(raw):
-        if part is out or part is None or (isinstance(part, Tensor) and part.ndim < 4):
-            continue
-        fields = list(getattr(part, "__dict__", {}).values())
-        held = list(tensors_in(part)) or list(tensors_in(fields))
-        are_weights = len(held) == 1 and held[0].shape[-1] == length
-        if held and all(length in t.shape for t in held) and not are_weights:
-            return part
-    raise LookupError("nothing that comes back looks like a cache")
-
-
-def _kept(subject: Target, kept: dict[str, Any], flags: dict[str, bool]) -> Chunk:
-    """A cache that the call fills, or one that the module keeps itself."""
-
-    def step(x: Tensor, first: int) -> Tensor:
-        out = _called(subject, x, first, **kept, **flags).out
-        if not all(kept.values()):
-            raise LookupError("the cache that was passed stays empty")
-        return out
-
-    return step

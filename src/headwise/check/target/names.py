@@ -38,6 +38,15 @@ _OTHER_MASKS = re.compile(
 _OF_KEYS = {"key_dim", "value_dim", "val_dim", "k_dim", "v_dim"}
 _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_width".split())
 
+_CACHES = {
+    "use_cache": r"^(use|return|enable|with|store|save|update|output)_(kv_|past_|present_)*"
+    r"(cache|past|present|kv)(_kv)?$",
+    "cache": r"^(past_|layer_|self_attn_|attn_|key_value_|kv_)*(kv|key_values?)_?(cache|past)s?$|"
+    r"^(layer|attn|self_attn|decoder)_(kv_)?cache$|^incremental_state$|"
+    r"^(past|prev|previous|cached)_(kvs?|keys?_values?)$",
+}
+"""Patterns of names in a call of a cache of keys and values, and of what switches it on."""
+
 _GUESSED = {
     "eps": r"(^|_)eps(ilon)?$",
     "sides": r"_resolution$|(img|image|video|map|grid)_(size|shape)$",
@@ -103,6 +112,9 @@ def calling_role(name: str) -> str | None:
         return "rotary"
     if bare not in _CALL and re.search(r"freqs?_(cis|complex)|complex_freq", bare):
         return "complex"
+    for role, pattern in _CACHES.items() if bare not in _CALL else ():
+        if re.search(pattern, bare):
+            return role
     if bare in _CALL or "mask" not in bare or _OTHER_MASKS.search(bare):
         return _CALL.get(bare)
     return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"
