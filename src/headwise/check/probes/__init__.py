@@ -25,6 +25,7 @@ from .behaviour import (
 from .masks import mask, padding
 from .paths import paths
 from .probe_context import Failed, Probe, ProbeContext
+from .relative import relative
 from .robustness import (
     contiguous,
     deterministic,
@@ -56,6 +57,7 @@ NUMBERS = _by_rule(
     order,
     weights,
     rotary,
+    relative,
     mask,
     padding,
     cross,
