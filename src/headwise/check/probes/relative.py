@@ -41,14 +41,19 @@ def relative(ctx: ProbeContext) -> Finding | None:
     subject = ctx.exact
     if subject.module is None or not 4 <= ctx.tokens <= MOST or does_without_shift(subject):
         return None
-    for pair in pairs(subject):
-        looked = _compared(pair)
-        if looked is None or not looked.plain or not looked.differ:
-            continue
-        if not looked.fits:
-            return _apart(looked)
-        return _of_another(pair, ctx.x) or _table(pair) or passed("relative")
-    return None
+    seen = [_looked_at(pair, ctx.x) for pair in pairs(subject)]
+    results = [one for one in seen if one is not None]
+    right = (one for one in results if one.severity == "passed")  # with a table as it is meant
+    return next(right, results[0] if results else None)
+
+
+def _looked_at(pair: Pair, x: Tensor) -> Finding | None:
+    looked = _compared(pair)
+    if looked is None or not looked.plain or not looked.differ:
+        return None
+    if not looked.fits:
+        return _apart(looked)
+    return _of_another(pair, x) or _table(pair) or passed("relative")
 
 
 # --- scores ---------------------------------------------------------------------------------------

@@ -41,14 +41,15 @@ class Pair:
 
 
 def pairs(subject: Target) -> Iterator[Pair]:
-    """What may be compared, the surest first."""
+    """What may be compared: with its own tables, or with each kind of table that it takes."""
     tables, names = _own_tables(subject), list(_handed_in(subject))
     if _is_given_places(subject, names * (not tables)):
         return
     if tables:
         yield Pair(subject, zeroed(subject, tables), tables)
         return
-    if not names or not _says_relative(subject):
+    said = any(SAYS.search(name.lower()) for name in names) or _says_relative(subject)
+    if not names or not said:
         return
     place = Place(subject.input(), subject.input())
     for kind in (_by_distance, _far_and_wide, _rows):
@@ -57,8 +58,6 @@ def pairs(subject: Target) -> Iterator[Pair]:
             continue
         given = {name: fill for name, fill in fills.items() if fill is not None}
         layer = _with(subject, given)
-        if kind is _far_and_wide and _runs(_with(subject, _longer(given)), 7, 2):
-            continue  # it takes a part of the rows, and which is not known
         if all(_runs(layer, *sizes) for sizes in ((7, 2), (5, 4))):
             yield Pair(layer, _with(subject, {n: _silent(fill) for n, fill in given.items()}))
 
@@ -67,13 +66,14 @@ def _own_tables(subject: Target) -> tuple[str, ...]:
     """Names of the parameters and buffers that hold relative positions."""
     module = subject.module
     assert module is not None
-    kinds = [f"{path}." for path, child in module.named_modules() if path and _is_table(child)]
+    holders = [f"{path}." for path, child in module.named_modules() if _is_table(path, child)]
     numbers = [n for n, one in _numbers(module) if not OTHERWISE.search(n.lower())]
 
     def says(name: str) -> bool:
-        return bool(SAYS.search(name.lower())) or any(name.startswith(path) for path in kinds)
+        own = SAYS.search(layer_of(name).split(".")[-1].lower())
+        return bool(own) or any(name.startswith(path) for path in holders)
 
-    surely = tuple(name for name in numbers if says(name) and not parts_of(layer_of(name)))
+    surely = tuple(name for name in numbers if says(name))
     if surely or not _says_relative(subject) or any(True for _ in _handed_in(subject)):
         return surely
     if len(numbers) < sum(1 for _ in _numbers(module)):
@@ -81,10 +81,12 @@ def _own_tables(subject: Target) -> tuple[str, ...]:
     return tuple(name for name in numbers if POSITIONS.search(layer_of(name).lower()))
 
 
-def _is_table(module: nn.Module) -> bool:
-    """Whether a class that says so holds relative positions, and nothing else of an attention."""
-    said = OF_CLASS.search(type(module).__name__) is not None
-    return said and not any(parts_of(layer_of(name)) for name, _ in module.named_parameters())
+def _is_table(path: str, module: nn.Module) -> bool:
+    """Whether a part that says so holds relative positions, and is no attention itself."""
+    name, kind = path.split(".")[-1], type(module).__name__
+    parts = {parts_of(layer_of(name)) for name, _ in module.named_parameters()}
+    said = SAYS.search(name.lower()) or OF_CLASS.search(kind)
+    return bool(path and said) and not parts & {"q", "qk", "qkv"}
 
 
 def layer_of(name: str) -> str:
@@ -170,16 +172,6 @@ def _runs(subject: Target, tokens: int, batch: int) -> bool:
     except Exception:  # whatever a table of the wrong shape raises
         return False
     return True
-
-
-def _longer(fills: dict[str, Fill]) -> dict[str, Fill]:
-    """The same with rows for two more tokens."""
-    return {
-        name: lambda place, fill=fill: fill(
-            Place(*[torch.cat((place.x, place.x[..., :2, :]), -2)] * 2)
-        )
-        for name, fill in fills.items()
-    }
 
 
 def _silent(fill: Fill) -> Fill:
