@@ -48,6 +48,7 @@ def relative(ctx: ProbeContext) -> Finding | None:
 
 
 def _looked_at(pair: Pair, x: Tensor) -> Finding | None:
+    """What its positions do; None where they do nothing, or others do, too."""
     looked = _compared(pair)
     if looked is None or not looked.plain or not looked.differ:
         return None
@@ -64,9 +65,8 @@ class _Scores(TorchFunctionMode):
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.tokens, self.first = tokens, None
-
-    first: Tensor | None
+        self.tokens = tokens
+        self.first: Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

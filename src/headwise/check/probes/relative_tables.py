@@ -26,7 +26,7 @@ OF_CLASS = re.compile(r"[Rr]elativ|Rel(?=[A-Z]|$)|A[Ll]i[Bb]i|Distance|Skew")
 TURNS = re.compile(r"(rel\w*_?|pos\w*_?)shift|skew|rel\w*_to_abs")
 """Names of functions that move the scores of each query to their keys."""
 POSITIONS = re.compile(r"pos|(^|\.)er?$|emb")
-"""Names of what holds positions, where the layer says that its own are relative."""
+"""Names of what holds positions, where the layer moves scores to their keys."""
 OTHERWISE = re.compile(r"abs|contextual|cope|fire|token|word|segment|type")
 """Names of other embeddings, and of positions that count by more than a distance."""
 
@@ -74,7 +74,7 @@ def _own_tables(subject: Target) -> tuple[str, ...]:
         return bool(own) or any(name.startswith(path) for path in holders)
 
     surely = tuple(name for name in numbers if says(name))
-    if surely or not _says_relative(subject) or any(True for _ in _handed_in(subject)):
+    if surely or any(True for _ in _handed_in(subject)) or not _turns(subject):
         return surely
     if len(numbers) < sum(1 for _ in _numbers(module)):
         return ()
