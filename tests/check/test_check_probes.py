@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_check_paths import MergesNothing, SeesAll, TwoPaths
+from test_check_relative import RelativeKeys, Sums
 from torch import Tensor, nn
 
 from headwise.check import probes
@@ -452,6 +453,7 @@ def found(thing: Any, rule: str) -> Finding:
 
 RIGHT: dict[str, type[nn.Module]] = {rule.id: Right for rule in PROBE_RULES}
 RIGHT |= {"mask": Masked, "padding": Padded, "cross": Cross, "cache": Cached, "rotary": Rotary}
+RIGHT |= {"relative": RelativeKeys}
 RIGHT |= {"assert": Right, "weights": Cached, "half": Right, "paths": TwoPaths}
 
 
@@ -517,6 +519,7 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("cross", CrossThatLooksBack, "error", "changes nothing"),
     ("rotary", QueriesTurned, "error", "5 further on"),
     ("rotary", NothingTurned, "error", "any positions"),
+    ("relative", Sums, "error", "as far away"),
     ("cache", CachedWithSquareMask, "error", "differs from token 3 on"),
     ("cache", CachedInFront, "error", "differs from token"),
 ]

@@ -59,7 +59,7 @@ class Calls(TorchFunctionMode):
                 return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         square = isinstance(result, Tensor) and result.shape[-2:] == (self.tokens, self.tokens)
-        scores = _scores(name, args, kwargs) if square or name == FUSED else None
+        scores = softmax_input(name, args, kwargs) if square or name == FUSED else None
         astray = name == "softmax" and self._is_astray(result.shape, args, kwargs)
         table = name in ("triu", "tril") and isinstance(result, Tensor) and result.ndim > 1
         empty = table and result.shape[-2] > 1 and not bool(result.any())
@@ -74,7 +74,7 @@ class Calls(TorchFunctionMode):
         return rows and shape[axis] != self.tokens
 
 
-def _scores(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def softmax_input(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """What a softmax is taken of, or what the fused function takes its own of."""
     if name == "softmax":
         return args[0] if args else kwargs.get("input")

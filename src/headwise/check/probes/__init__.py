@@ -26,6 +26,7 @@ from .caches import cache
 from .masks import mask, padding
 from .paths import paths
 from .probe_context import Failed, Probe, ProbeContext
+from .relative import relative
 from .robustness import (
     contiguous,
     deterministic,
@@ -57,6 +58,7 @@ NUMBERS = _by_rule(
     order,
     weights,
     rotary,
+    relative,
     mask,
     padding,
     cross,

@@ -283,7 +283,9 @@ def gradients(ctx: ProbeContext) -> Finding | None:
         return passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     code = "".join(map(source_of, {type(part) for part in own.module.modules()}))
-    layers = [re.sub(r"\.(weight|bias)$", "", name).split(".")[-1] for name in missing]
+    untouched = {name for (name, _), slope in zip(named, slopes, strict=True) if slope is None}
+    bare = [re.sub(r"\.(weight|bias)$", "", name) for name in missing if name in untouched]
+    layers = [name.split(".")[-1] for name in bare]
     unread = [one for one in layers if len(re.findall(rf"\b{one}\b", code)) == 1]
     one = found("gradients", "missing", which=which)
     if unread:
