@@ -93,3 +93,56 @@ def test_an_output_that_sees_one_token_only_is_asked_about() -> None:
 
     with pytest.raises(ValueError, match="I do not know how to call this"):
         check(Last)
+
+
+class Labels(nn.Module):
+    """Queries of its own, one for each label, look at all tokens.
+
+    `mask` is 1 for real tokens, 0 for padding.
+    """
+
+    def __init__(self, dim: int, num_heads: int, num_classes: int = 5) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.labels = nn.Embedding(num_classes, dim)
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: tokens.
+            mask (Tensor, optional): 1 for real tokens, 0 for padding.
+        """
+        rows = self.labels.weight.expand(len(x), -1, -1)
+        q, k, v = (
+            of(given).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for of, given in ((self.query, rows), (self.key, x), (self.value, x))
+        )
+        scores = q @ k.mT / k.shape[-1] ** 0.5
+        if mask is not None:
+            scores = self.hide(scores, mask)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
+
+
+class Turned(Labels):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None] != 0, float("-inf"))
+
+
+class Unhidden(Labels):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask.any() & (scores == 0), -1e-9)
+
+
+def test_an_output_for_each_query_of_the_layer_s_own_is_checked() -> None:
+    assert check(Labels).passed
+    assert check(Unhidden).errors[0].rule == "mask-fill"
+
+
+def test_a_mask_that_is_taken_the_other_way_round_than_it_says() -> None:
+    one = check(Turned).errors[0]
+    assert one.rule == "mask"
+    assert "`1 for real`" in one.message

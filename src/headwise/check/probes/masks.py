@@ -16,6 +16,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.checked_target import Target, told
+from ..target.uses import said_of
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
 
@@ -30,6 +31,14 @@ REFUSED = re.compile(
 """What PyTorch says where a fill has no value, or a mask of this dtype will not do."""
 MISFIT = re.compile("must match the size|number of dimensions|broadcast")
 """What it says where shapes do not fit."""
+_SEEN = r"(real|valid|keep|kept|attend\w*|visible|actual|present|non-?pad\w*|not (pad|mask)\w*)\b"
+_LOST = r"(pad\w*|mask(ed)?( out)?|ignored?|hid(e|den)|blocked|invalid|not attend\w*)\b"
+_ONES, _ZEROS = (rf"\b({w})\b[^.;,:\n01]{{0,30}}?\b" for w in ("1s?|true|ones", "0s?|false|zeros"))
+SAID = {
+    True: re.compile(f"{_ONES}{_SEEN}|{_ZEROS}{_LOST}"),
+    False: re.compile(f"{_ONES}{_LOST}|{_ZEROS}{_SEEN}"),
+}
+"""What people write of a mask whose ones may be seen, and of one whose ones are hidden."""
 BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 
@@ -55,7 +64,7 @@ def mask(ctx: ProbeContext) -> Finding | None:
         influence = trial.influence(ctx.exact.input(tokens, 1)).nan_to_num(0.0)
     leaks = (influence > NOTHING * influence.max()) & ~allowed[0]
     if not bool(leaks.any()):
-        return passed("mask", f"The mask is followed: {form}.")
+        return _turned(ctx, "mask", form) or passed("mask", f"The mask is followed: {form}.")
     i, j = leaks.nonzero()[0].tolist()
     return found("mask", "leaks", i=i, j=j)
 
@@ -95,6 +104,17 @@ def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
         if changed and all(changed):
             return found("mask", "zeros", name=name)
     return None
+
+
+def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
+    """That a mask hides what its author's own words say may be seen, or the other way round."""
+    call = getattr(ctx.subject.caller.target, "forward", ctx.subject.caller.target)
+    said = said_of(getattr(call, "__func__", call), form.argument).lower()
+    ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
+    words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
+    if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:
+        return None
+    return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
 
 
 def _masked(subject: Target, allowed: Tensor) -> Target:
@@ -146,7 +166,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
         elif not seen.right and ctx.subject.caller.streams:
             return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
         elif seen.right:
-            return passed(rule, f"What it hides counts for nothing: {seen.form}.")
+            right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
+            return _turned(ctx, rule, seen.form) or right
         elif not seen.any:
             return found(rule, "ignored", name=name)
         else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...core.masks import Causal, Dense
@@ -98,7 +98,12 @@ class Result:
 
 
 class UnusableResult(Exception):
-    """A call went through, but nothing in what it returned can be the output."""
+    """A call went through, but nothing in what it returned can be the output; its first tensor had
+    the shape."""
+
+    def __init__(self, said: str, shape: Sequence[int] = ()) -> None:
+        super().__init__(said)
+        self.shape = list(shape)
 
 
 @dataclass
@@ -108,7 +113,7 @@ class Caller:
     `fills` are how arguments are made that nobody gave, where it is not in the first way of their
     role; `proven` are those of them that numbers have shown to be right; `start` is the position
     of the first token, and `usual` the layout that the target itself says. A `pooled` output is
-    one for all tokens, and stands for the output of each.
+    one for all tokens, or one for each of the layer's own queries, and stands for that of each.
     """
 
     target: Callable[..., Any]
@@ -216,6 +221,13 @@ class Caller:
         """The same call with tables of later positions; a cache of its own still starts at 0."""
         starts = dict.fromkeys(self.named("start"), 0)
         return replace(self, start=positions, extra={**starts, **self.extra})
+
+    def pools(self, shape: Sequence[int], lead: Sequence[int]) -> bool:
+        """Whether a result has one output for all tokens of each sequence, `[B, E]` or `[B, 1, E]`,
+        or one for each of the layer's own queries, `[B, K, E]`."""
+        rows = {1, *_learnt_queries(self.target)}
+        single = len(shape) == 2 or (len(shape) == 3 and shape[1] in rows)
+        return single and shape[0] == lead[0] and tuple(shape) != tuple(lead)
 
     def named(self, role: str) -> list[str]:
         """The parameters of one role, in order."""
@@ -331,14 +343,12 @@ class Caller:
             raise UnusableResult(f"returns {said}")
         tensors = [(t, self.layout.back(t) if t.ndim == turned else _apart(t, x)) for t in found]
         fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
-        if self.pooled and not fits and x.ndim == 3:
-            fits = [
-                (t, t.reshape(len(t), 1, -1).expand(*lead, -1))
-                for t in found
-                if _is_pooled(t, lead)
-            ]
+        if self.pooled and x.ndim == 3:
+            alone = [t for t in found if self.pools(t.shape, lead)]
+            fits = [(t, t.reshape(len(t), 1, -1).expand(*lead, -1)) for t in alone] or fits
         if not fits:
-            raise UnusableResult(f"returns a tensor of shape {list(found[0].shape)}")
+            shape = list(found[0].shape)
+            raise UnusableResult(f"returns a tensor of shape {shape}", shape)
         others = [pair for pair in fits if tuple(pair[1].shape[-2:]) != square]  # no weights
         own, out = (others or fits)[0]
         weights = (t for t in found if t is not own and tuple(t.shape[-2:]) == square)
@@ -377,10 +387,13 @@ def _apart(out: Tensor, q: Tensor) -> Tensor:
     return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
 
-def _is_pooled(out: Tensor, lead: tuple[int, ...]) -> bool:
-    """Whether it is one output for all tokens of each sequence, `[B, E]` or `[B, 1, E]`."""
-    single = out.ndim == 2 or (out.ndim == 3 and out.shape[1] == 1)
-    return single and out.shape[0] == lead[0] and tuple(out.shape) != lead
+def _learnt_queries(target: Any) -> set[int]:
+    """How many queries of its own a layer may have: the rows of an embedding, or of a parameter
+    `[K, E]` or `[1, K, E]` of no other layer."""
+    parts = [*target.modules()] if isinstance(target, nn.Module) else []
+    own = [p for p in parts if isinstance(p, nn.Embedding) or "torch." not in type(p).__module__]
+    tables = [table for one in own for table in one.parameters(recurse=False) if table.ndim > 1]
+    return {table.shape[-2] for table in tables if table.shape[:-2] in ((), (1,))}
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:

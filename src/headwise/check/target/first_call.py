@@ -57,9 +57,6 @@ WANTED = (
 )
 """How errors speak of as many features as came, and as many as are wanted."""
 
-POOLED = re.compile(rf"shape \[{BATCH}, (1, )?\d+\]$")
-"""What is said of a result without an axis of tokens."""
-
 
 @dataclass(frozen=True)
 class Way:
@@ -135,8 +132,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
         return None
-    results = (str(one) for one in errors if isinstance(one, UnusableResult))
-    if not caller.pooled and POOLED.search(next(results, "")):
+    results = (one for one in errors if isinstance(one, UnusableResult))
+    if not caller.pooled and _pools(caller, next(results, None)):
         with contextlib.suppress(Broken, ValueError):
             caller.pooled = True
             return first_call(subject, widened)
@@ -169,16 +166,20 @@ def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
-        pooled = POOLED.search(str(error)) is not None  # one output for all tokens, or weights
-        if (
-            "count" in subject.roles or "H" in caller.layout.axes or pooled
-        ):  # outputs of its own number
+        own_number = "count" in subject.roles or "H" in caller.layout.axes
+        if own_number or _pools(caller, error):  # one output for all tokens, or weights
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     broken = not_run(f"x {shape}", error)
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def _pools(caller: Caller, error: BaseException | None) -> bool:
+    """Whether a result had no axis of tokens."""
+    shape = error.shape if isinstance(error, UnusableResult) else []
+    return caller.pools(shape, (BATCH, TOKENS))
 
 
 def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None:

@@ -92,14 +92,23 @@ def documented(factory: Callable[..., Any], name: str) -> Use | None:
     ...     def __init__(self, K, d): ...
     >>> documented(Layer, "K")
     """
-    code = source_of(_written(factory))
-    after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
-    beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
-    for said in re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE):
+    for said in said_of(_written(factory), name).splitlines():
         for role, words in TOLD if " " in said else ():
             if re.search(words, said.lower()):
                 return Use(role, sure=False)
     return None
+
+
+def said_of(thing: Any, name: str) -> str:
+    """What the docstring or a comment of a class or function says of an argument, line by line.
+
+    >>> said_of(said_of, "name")
+    ''
+    """
+    code = source_of(thing)
+    after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
+    beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
+    return "\n".join(re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE))
 
 
 def as_config(factory: Callable[..., Any], name: str) -> Use | None:
