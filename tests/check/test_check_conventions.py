@@ -151,7 +151,7 @@ class Between(Base):
     def forward(
         self, memory: Tensor, decoder_input: Tensor, lengths: Tensor, residual: Tensor
     ) -> Tensor:
-        hidden = torch.arange(memory.shape[1]) >= lengths[:, None]
+        hidden = torch.arange(memory.shape[1], device=memory.device) >= lengths[:, None]
         return residual + self.to_out(self.attend(decoder_input, memory, hidden[:, None, None]))
 
 

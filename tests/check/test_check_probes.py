@@ -212,7 +212,8 @@ class PlainMask(Right):
 
 class FixedDtype(Right):
     def hide(self, scores: Tensor) -> Tensor:
-        return scores + torch.zeros(scores.shape[-2:]).masked_fill(self.later(scores), -torch.inf)
+        zeros = torch.zeros(scores.shape[-2:], device=scores.device)
+        return scores + zeros.masked_fill(self.later(scores), -torch.inf)
 
 
 class HiddenWeight(Right):
@@ -498,7 +499,7 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("deterministic", DropoutAlways, "error", "two calls"),
     ("registered", HeadsInAList, "error", "extra is a Python list of modules"),
     ("registered", PlainMask, "error", "mask is a plain tensor"),
-    ("move", PlainMask, "warning", "On another device"),
+    ("move", PlainMask, "error", "On another device"),
     ("move", FixedDtype, "warning", "bfloat16"),
     ("half", HugeFill, "warning", "In float16 the call fails"),
     ("reload", HiddenWeight, "error", "gives another output"),

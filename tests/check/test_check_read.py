@@ -585,7 +585,8 @@ class FilledWith(Projected):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
-        apart = torch.arange(x.shape[1])[None] - torch.arange(x.shape[1])[:, None]
+        places = torch.arange(x.shape[1], device=x.device)
+        apart = places[None] - places[:, None]
         scores = q @ k.mT / math.sqrt(self.wide) - self.steps * apart.abs()
         scores = scores.masked_fill(apart > 0, self.fill) if self.fill else scores
         return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -642,7 +643,8 @@ class Angles(nn.Module):
         self.register_buffer("freqs", 100.0 ** -(torch.arange(0, wide, 2) / wide))
 
     def forward(self, length: int) -> Tensor:
-        turned = torch.arange(length)[:, None] * self.get_buffer("freqs")
+        freqs = self.get_buffer("freqs")
+        turned = torch.arange(length, device=freqs.device)[:, None] * freqs
         return torch.cat((turned, turned), -1)
 
 
@@ -663,7 +665,7 @@ class OwnRotary(Projected):
             rotary_emb = self.rotary(self.heads if self.wrong else x.shape[1])
             rotary_emb = rotary_emb if self.wrong and not self.fails else rotary_emb[:, None]
         q, k = self.turned(q, rotary_emb), self.turned(k, rotary_emb)
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        later = x.new_ones(x.shape[1], x.shape[1]).triu(1).bool()
         scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(self.wide)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         return self.last((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
@@ -764,7 +766,7 @@ class CountedFromTheEnd(ScaledLate):
         tokens = x.shape[1]
         parts = *self.w_qk(x).chunk(2, -1), self.w_v(F.pad(x.mT, (2, 0))).mT[:, 1:-1]
         q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
-        later = torch.ones(tokens, tokens).triu(1 + tokens * self.wrong).bool()
+        later = x.new_ones(tokens, tokens).triu(1 + tokens * self.wrong).bool()
         scores = (q @ k.mT / self.root).masked_fill(later, -torch.inf)
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
