@@ -113,7 +113,8 @@ class Caller:
     `fills` are how arguments are made that nobody gave, where it is not in the first way of their
     role; `proven` are those of them that numbers have shown to be right; `start` is the position
     of the first token, and `usual` the layout that the target itself says. A `pooled` output is
-    one for all tokens, or one for each of the layer's own queries, and stands for that of each.
+    one for all tokens, or one for each of the layer's own queries, and stands for that of each. In
+    a `turned` call x is the second sequence that the target takes.
     """
 
     target: Callable[..., Any]
@@ -129,6 +130,7 @@ class Caller:
     proven: frozenset[str] = frozenset()
     settled: bool = False
     pooled: bool = False
+    turned: bool = False
 
     def __post_init__(self) -> None:
         call = getattr(self.target, "forward", self.target)
@@ -151,6 +153,18 @@ class Caller:
         if len(self.inputs) == 1 and not self.named("value"):  # of (Q, K): values are made of K
             pairs = [n for n in self.named("key") if n not in self.inputs]
             self.roles |= dict.fromkeys(pairs, "context")
+        if self.turned:
+            ((first, other),) = self.pairs
+            self.inputs, self.roles = [other], {**self.roles, first: "context", other: ""}
+            self.guessed.append(first)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Its input and the only other sequence that it wants, which may be the other way round: of
+        `(query [B, E], keys [B, S, E])` the keys are x."""
+        others = [name for name in self.made_up if self.roles[name] == "context"]
+        single = len(self.inputs) == len(others) == 1 and self.custom is None
+        return [(self.inputs[0], others[0])] if single and not self.listed else []
 
     def _guess(self, first: list[str]) -> None:
         """Give roles to arguments of unknown names: one that must be given beside x is most likely

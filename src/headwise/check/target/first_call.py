@@ -132,12 +132,18 @@ def first_call(subject: Target, widened: bool = False) -> None:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
         return None
+    Way(usual).set(subject)
     results = (one for one in errors if isinstance(one, UnusableResult))
     if not caller.pooled and _pools(caller, next(results, None)):
         with contextlib.suppress(Broken, ValueError):
             caller.pooled = True
             return first_call(subject, widened)
         caller.pooled = False
+    if not caller.turned and caller.pairs:
+        subject.caller = replace(caller, turned=True)
+        with contextlib.suppress(Broken, ValueError):
+            return first_call(subject, widened)
+        subject.caller = caller
     if not widened and (width := _other_width(subject, errors)):
         own_width, subject.embed_dim = subject.embed_dim, width
         with contextlib.suppress(Broken, ValueError):
