@@ -1023,3 +1023,72 @@ class RowsOfItsOwn(Projected):
 def test_the_scale_is_followed_past_rows_of_its_own() -> None:
     verdict = check(RowsOfItsOwn)
     assert verdict.errors[0].rule == "scale", str(verdict)
+
+
+class PrivateLists(nn.Module):
+    """Keeps the layers of its heads in lists that PyTorch does not look into."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        wide = width // heads
+        self.wide = wide
+        self._parts = [[nn.Linear(width, wide) for _ in range(heads)] for _ in range(3)]
+        self._q, self._k, self._v = self._parts
+        del self._parts
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for to_q, to_k, to_v in zip(self._q, self._k, self._v, strict=True):
+            scores = to_q(x) @ to_k(x).mT / math.sqrt(self.wide)
+            found.append(scores.softmax(-1) @ to_v(x))
+        return self.last(torch.cat(found, -1))
+
+
+class AsksTheMask(Projected):
+    """Takes a mask for yes or no, within a norm of its own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.norm, self.more = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask:
+            scores = scores.masked_fill(mask == 0, -torch.inf)
+        out = self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.norm(x + self.more(out).relu())
+
+
+class Called(Projected):
+    """Is called by a method of its own, which makes its layers anew."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made = [nn.Linear(query.shape[-1], query.shape[-1]) for _ in range(3)]
+        q, k, v = (self.split(f(t)) for f, t in zip(made, (query, key, value), strict=True))
+        return self.joined(q, k, v)
+
+
+class FailsAndFills(Projected):
+    """A name that is not there, and behind it a mask that hides nothing."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, 1e-9)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(q.shape[0], -1, "wide"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule"),
+    [
+        (PrivateLists, "registration"),
+        (AsksTheMask, "mask"),
+        (Called, "deterministic"),
+        (FailsAndFills, "runs"),
+    ],
+)
+def test_what_comes_first(layer: type[nn.Module], rule: str) -> None:
+    assert check(layer, 24, 3).errors[0].rule == rule

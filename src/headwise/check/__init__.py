@@ -81,7 +81,7 @@ def check(
         except Broken as broken:
             own = {broken.finding.rule} - {"builds"}
             read = [one for one in read_off(thing) if one.rule not in own]
-            findings = sorted([*read, broken.finding], key=lambda one: one.rule != "builds")
+            findings = sorted([*read, broken.finding], key=_urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := tuple(read_off(thing)):  # which needs no call
@@ -94,6 +94,12 @@ def check(
         if not wrong and (other := options(subject, kept)) is not None:
             results = with_other(results, other)
         return Verdict(subject.name, results, tuple(subject.notes))
+
+
+def _urgency(one: Finding) -> tuple[bool, bool]:
+    """Where a finding stands beside a call that fails: what cannot be built comes first, and last
+    what makes numbers wrong and stops no call."""
+    return one.rule != "builds", one.rule in ("scale", "mask-fill", "dropout-in-eval")
 
 
 def _diagnosed(subject: Target) -> list[Finding]:

@@ -160,7 +160,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
         if seen is None:
             said.append(name)
         elif seen.error:
-            return found(rule, "fails", name=name, error=seen.error)
+            one = found(rule, "fails", name=name, error=seen.error)
+            return replace(one, ground="any") if "ambiguous" in seen.error else one
         elif seen.single:
             return found(rule, "single", name=name, form=seen.form, error=seen.single)
         elif not seen.right and ctx.subject.caller.streams:

@@ -21,7 +21,7 @@ from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
-from .signatures import insisted, signature, source_of
+from .signatures import entry, insisted, signature, source_of
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -133,7 +133,7 @@ class Caller:
     turned: bool = False
 
     def __post_init__(self) -> None:
-        call = getattr(self.target, "forward", self.target)
+        call = entry(self.target)
         parameters = signature(call)
         self.parameters = {p.name: p for p in parameters}
         self.roles = {name: calling_role(name) or "" for name in self.parameters}

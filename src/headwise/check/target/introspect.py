@@ -93,11 +93,12 @@ def unregistered(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
     known = {id(one) for one in (*module.parameters(), *module.modules())}
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+            if not isinstance(value, (list, tuple, dict)):
                 continue
             held = list(value.values()) if isinstance(value, dict) else list(value)
             lost = [one for one in held if isinstance(one, nn.Module | nn.Parameter)]
-            if any(id(one) not in known for one in lost):
+            hides = name.startswith("_") and len(lost) < 2  # one alone may be kept out on purpose
+            if not hides and any(id(one) not in known for one in lost):
                 yield f"{path}.{name}" if path else name, held
 
 

@@ -84,6 +84,16 @@ def _wanted_within(kind: type) -> list[inspect.Parameter]:
     return wanted
 
 
+def entry(target: Any) -> Any:
+    """What takes the arguments of a call: `forward`, or `__call__` where a class defines it
+    instead."""
+    own = [kind for kind in type(target).__mro__ if kind.__module__.split(".")[0] != "torch"]
+    called = next((kind for kind in own if {"forward", "__call__"} & {*vars(kind)}), object)
+    if "forward" in vars(called) or isinstance(target, type) or called is object:
+        return getattr(target, "forward", target)
+    return target.__call__ if isinstance(target, nn.Module) else target
+
+
 @functools.lru_cache(maxsize=64)
 def insisted(function: Callable[..., Any]) -> frozenset[str]:
     """The arguments without which a function refuses every call, whatever their defaults are.
