@@ -167,3 +167,19 @@ def test_a_query_that_comes_before_the_tokens_it_looks_at() -> None:
     assert verdict.passed
     assert verdict["cross"].severity == "skipped"
     assert check(Asked, axis=0)["batch"].open  # not judged for a call that was made up
+
+
+class Shares(nn.Module):
+    """Gives how much each token counts, and no more."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(x).squeeze(-1).softmax(-1)
+
+
+def test_weights_alone_are_asked_about() -> None:
+    with pytest.raises(ValueError, match="do not know how to call"):
+        check(Shares)

@@ -173,7 +173,8 @@ def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         own_number = "count" in subject.roles or "H" in caller.layout.axes
-        if own_number or _pools(caller, error):  # one output for all tokens, or weights
+        weights = error.shape == [BATCH, TOKENS]
+        if own_number or weights or _pools(caller, error):
             raise how_to_call(subject, error) from error
         raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
     broken = not_run(f"x {shape}", error)
