@@ -28,6 +28,12 @@ class Reading(nn.Module):
             for one in self.qkv(x).chunk(3, -1)
         ]
 
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / self.head_dim**0.5
+
+    def joined(self, scores: Tensor, v: Tensor) -> Tensor:
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
 
 class CutFromTheStart(Reading):
     def forward(self, x: Tensor, past_kv: Any = None) -> Any:
@@ -38,9 +44,9 @@ class CutFromTheStart(Reading):
             k = torch.cat([past_k, k], dim=2)
             v = torch.cat([past_v, v], dim=2)
         S = k.shape[2]
-        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        scores = self.scores(q, k)
         scores = scores.masked_fill(~self.mask[:T, :S], float("-inf"))
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)), (k, v)
+        return self.joined(scores, v).reshape(B, T, C), (k, v)
 
 
 class CutAtTheEnd(Reading):
@@ -51,9 +57,9 @@ class CutAtTheEnd(Reading):
             k = torch.cat([past_kv[0], k], dim=2)
             v = torch.cat([past_kv[1], v], dim=2)
         S = k.shape[2]
-        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        scores = self.scores(q, k)
         scores = scores.masked_fill(~self.mask[S - T : S, :S], float("-inf"))
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)), (k, v)
+        return self.joined(scores, v).reshape(B, T, C), (k, v)
 
 
 class CutWhereNothingIsCached(Reading):
@@ -64,10 +70,10 @@ class CutWhereNothingIsCached(Reading):
             k = torch.cat([past_kv[0], k], dim=2)
             v = torch.cat([past_kv[1], v], dim=2)
         S = k.shape[2]
-        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        scores = self.scores(q, k)
         if past_kv is None:
             scores = scores.masked_fill(~self.mask[:T, :S], float("-inf"))
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)), (k, v)
+        return self.joined(scores, v).reshape(B, T, C), (k, v)
 
 
 class CutTwice(Reading):
@@ -78,12 +84,12 @@ class CutTwice(Reading):
             k = torch.cat([past_kv[0], k], dim=2)
             v = torch.cat([past_kv[1], v], dim=2)
         S = k.shape[2]
-        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        scores = self.scores(q, k)
         seen = self.mask[:T, :S]
         if S > T:
             seen = self.mask[S - T : S, :S]
         scores = scores.masked_fill(~seen, float("-inf"))
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)), (k, v)
+        return self.joined(scores, v).reshape(B, T, C), (k, v)
 
 
 class TriangleFromTheStart(Reading):
@@ -92,8 +98,8 @@ class TriangleFromTheStart(Reading):
         if cache is not None:
             k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
         later = torch.triu(torch.ones(q.size(2), k.size(2), device=x.device), diagonal=1).bool()
-        scores = (q @ k.transpose(-2, -1) / self.head_dim**0.5).masked_fill(later, -torch.inf)
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+        scores = self.scores(q, k).masked_fill(later, -torch.inf)
+        return self.joined(scores, v), (k, v)
 
 
 class TriangleAtTheEnd(Reading):
@@ -103,8 +109,8 @@ class TriangleAtTheEnd(Reading):
             k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
         before = k.size(2) - q.size(2)
         later = torch.triu(torch.ones(q.size(2), k.size(2), device=x.device), 1 + before).bool()
-        scores = (q @ k.transpose(-2, -1) / self.head_dim**0.5).masked_fill(later, -torch.inf)
-        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+        scores = self.scores(q, k).masked_fill(later, -torch.inf)
+        return self.joined(scores, v), (k, v)
 
 
 class StoredOnce(Reading):
@@ -120,7 +126,7 @@ class StoredOnce(Reading):
         else:
             k = torch.cat((self.past_k, k), dim=2)
             v = torch.cat((self.past_v, v), dim=2)
-        weights = (q @ k.transpose(-2, -1) / self.head_dim**0.5).softmax(-1)
+        weights = self.scores(q, k).softmax(-1)
         return self.last((weights @ v).transpose(1, 2).flatten(2))
 
 
@@ -138,7 +144,7 @@ class StoredAlways(Reading):
             k = torch.cat((self.past_k, k), dim=2)
             v = torch.cat((self.past_v, v), dim=2)
             self.past_k, self.past_v = k, v
-        weights = (q @ k.transpose(-2, -1) / self.head_dim**0.5).softmax(-1)
+        weights = self.scores(q, k).softmax(-1)
         return self.last((weights @ v).transpose(1, 2).flatten(2))
 
 
@@ -172,7 +178,7 @@ class MovedElsewhere(Reading):
             v = torch.cat([past_kv[1], v], dim=2)
         S = k.shape[2]
         q = torch.cat((q.new_zeros(B, self.n_heads, S - T, self.head_dim), q), 2)
-        scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+        scores = self.scores(q, k)
         T, new = S, T
         scores = scores.masked_fill(~self.mask[:T, :S], float("-inf"))
         mixed = (scores.softmax(-1) @ v)[:, :, S - new :]

@@ -15,10 +15,12 @@ from .read_pieces import (
     Known,
     Said,
     is_mask,
+    is_within,
     may_end,
     of_self,
     qkv_of,
     root_of,
+    sized,
     target_of,
     word_of,
     words_in,
@@ -95,7 +97,7 @@ def stored_once(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         name = _tested(branch.test)
         if not name or not BEFORE.search(name.lower()) or OF_TABLES.search(name.lower()):
             continue
-        first = [one for one in every if name in _set_by(one) and _within(one, branch.body)]
+        first = [one for one in every if name in _set_by(one) and is_within(one, *branch.body)]
         joins = [one for call in nodes(ast.Call, *branch.orelse) for one in _parts(call)]
         others = [one for one in every if name in _set_by(one) and one not in first]
         plain = all(map(_is_constant, others))
@@ -144,10 +146,6 @@ def _set_by(statement: Setting) -> set[str]:
     return {of_self(root_of(one)) for one in parts} - {""}
 
 
-def _within(node: ast.AST, body: Sequence[ast.stmt]) -> bool:
-    return any(one is node for statement in body for one in ast.walk(statement))
-
-
 def _parts(call: ast.Call) -> list[ast.expr]:
     """What a call puts together."""
     if getattr(call.func, "attr", "") not in JOINS or not call.args:
@@ -185,7 +183,7 @@ def _learn_lengths(
 ) -> None:
     """Note the lengths that a line names."""
     value = line.value
-    if (owner := _sized(value)) is not None:
+    if (owner := sized(value)) is not None:
         if word_of(owner) in inputs and len(targets) == 3 and isinstance(targets[1], ast.Name):
             found.new.add(targets[1].id)
     elif len(targets) == 1 and isinstance(targets[0], ast.Name):
@@ -201,15 +199,6 @@ def _is_before(name: str) -> bool:
     low = name.lower()
     said = BEFORE.search(low) is not None or calling_role(name) == "cache"
     return said and not OF_TABLES.search(low) and not re.search(r"^use|len|size|idx|layer_id", low)
-
-
-def _sized(value: ast.expr) -> ast.expr | None:
-    """`x` of `x.shape` and `x.size()`."""
-    match value:
-        case ast.Attribute(owner, "shape") | ast.Call(ast.Attribute(owner, "size"), []):
-            return owner
-        case _:
-            return None
 
 
 def _axis_of(node: ast.AST | None) -> tuple[str, int | None]:

@@ -50,8 +50,17 @@ def called_of_self(value: ast.AST | None) -> list[str]:
     return [name for call in calls if (name := of_self(call.func))]
 
 
-def is_within(node: ast.Name, whole: ast.stmt) -> bool:
-    return any(one is node for one in ast.walk(whole))
+def is_within(node: ast.AST, *whole: ast.stmt) -> bool:
+    return any(one is node for statement in whole for one in ast.walk(statement))
+
+
+def sized(value: ast.expr) -> ast.expr | None:
+    """`x` of `x.shape` and `x.size()`."""
+    match value:
+        case ast.Attribute(owner, "shape") | ast.Call(ast.Attribute(owner, "size"), []):
+            return owner
+        case _:
+            return None
 
 
 def is_plain(statement: ast.AST) -> bool:

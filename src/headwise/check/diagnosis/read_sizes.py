@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..files.syntax import Source, nodes, pairs
 from ..target.layouts import AXES
 from ..target.names import building_role
-from .read_pieces import LAYERS, Known, Said, of_self, word_of
+from .read_pieces import LAYERS, Known, Said, of_self, sized, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
 PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
@@ -146,12 +146,8 @@ def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
 def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
     """A tensor whose axes a statement names, and their names."""
     match statement:
-        case ast.Assign(
-            [ast.Tuple(targets)],
-            ast.Attribute(ast.Name(name), "shape")
-            | ast.Call(ast.Attribute(ast.Name(name), "size"), []),
-        ):
-            return name, [word_of(one) for one in targets]
+        case ast.Assign([ast.Tuple(targets)], value) if isinstance(of := sized(value), ast.Name):
+            return of.id, [word_of(one) for one in targets]
         case _:
             return "", []
 

@@ -18,6 +18,7 @@ from ..target.checked_target import Target, told
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
+from ..target.signatures import entry
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
 
@@ -50,7 +51,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
             return skipped("cross", f"Its queries are made of {context[0]}, its keys of x.")
         if caller.layout is not caller.usual:
             return skipped(
-                "cross", f"Its axes were guessed, and so it refuses: {told(failure.error)}."
+                "cross", f"With axes that were guessed it refuses: {told(failure.error)}."
             )
         if _keys_from_queries(ctx, subject, source[:, :tokens]):
             return _queries_apart(ctx, subject, context)
@@ -128,7 +129,7 @@ def _built_without(target: Any) -> bool:
 
 def _is_read(target: Any, name: str) -> bool:
     """Whether the code of its call reads an argument at all."""
-    call = getattr(target, "forward", target)
+    call = entry(target)
     if not hasattr(call, "__code__"):
         return True
     read = [its.argval for its in dis.get_instructions(call) if its.opname.startswith("LOAD")]
@@ -141,13 +142,12 @@ def rotary(ctx: ProbeContext) -> Finding | None:
     if caller.custom is not None or ctx.tokens < 4:
         return None
     if not any(caller.required(name) for name in caller.tables):
-        own = {**caller.fills, **dict.fromkeys(caller.tables, left_out)}
-        one = _by_distance(ctx, replace(ctx.exact, caller=replace(caller, fills=own)))
+        one = _by_distance(ctx, ctx.exact.with_fills(dict.fromkeys(caller.tables, left_out)))
         if not caller.tables or (one is not None and one.severity == "error"):
             return one
     others = {name: reversed_rows(fill) for name, fill in caller.tables.items()}
     moved = replace(ctx.exact, caller=caller.shifted())
-    other = replace(ctx.exact, caller=replace(caller, fills={**caller.fills, **others}))
+    other = ctx.exact.with_fills(others)
     try:
         here, there = ctx.call(ctx.x, moved.fresh()), ctx.call(ctx.x, other.fresh())
     except Failed:  # the table holds no more positions

@@ -174,15 +174,10 @@ def _placed(subject: Target) -> Iterator[tuple[Target, bool]]:
     own = [n for n in caller.named("positions") if not caller.required(n)]
     if guessed:
         start: Fill = lambda place: place.start  # noqa: E731
-        yield _told(subject, fills | dict.fromkeys(guessed, start)), False
+        yield subject.with_fills(fills | dict.fromkeys(guessed, start)), False
     for fill in FILLS["positions"](caller.target, caller.head_dim) if own else ():
-        yield _told(subject, fills | dict.fromkeys(own, fill)), not guessed
-    yield _told(subject, fills), not guessed and not own
-
-
-def _told(subject: Target, fills: dict[str, Fill]) -> Target:
-    caller = subject.caller
-    return replace(subject, caller=replace(caller, fills={**caller.fills, **fills}))
+        yield subject.with_fills(fills | dict.fromkeys(own, fill)), not guessed
+    yield subject.with_fills(fills), not guessed and not own
 
 
 # --- caches of the layer's own --------------------------------------------------------------------

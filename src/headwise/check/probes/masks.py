@@ -16,6 +16,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.checked_target import Target, told
+from ..target.signatures import entry
 from ..target.uses import said_of
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
@@ -108,8 +109,7 @@ def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
 
 def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     """That a mask hides what its author's own words say may be seen, or the other way round."""
-    call = getattr(ctx.subject.caller.target, "forward", ctx.subject.caller.target)
-    said = said_of(getattr(call, "__func__", call), form.argument).lower()
+    said = said_of(entry(ctx.subject.caller.target), form.argument).lower()
     ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
     words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
     if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:

@@ -6,15 +6,15 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
-from ..target.fills import Fill, Place
-from ..target.introspect import names_called
+from ..target.fills import Fill, Place, zeros_of
+from ..target.introspect import layer_of, names_called
 from ..target.names import parts_of
 
 SAYS = re.compile(
@@ -57,9 +57,10 @@ def pairs(subject: Target) -> Iterator[Pair]:
         if any(fill is None for fill in fills.values()):
             continue
         given = {name: fill for name, fill in fills.items() if fill is not None}
-        layer = _with(subject, given)
+        layer = subject.with_fills(given).fresh()
         if all(_runs(layer, *sizes) for sizes in ((7, 2), (5, 4))):
-            yield Pair(layer, _with(subject, {n: _silent(fill) for n, fill in given.items()}))
+            silent = {name: zeros_of(fill) for name, fill in given.items()}
+            yield Pair(layer, subject.with_fills(silent).fresh())
 
 
 def _own_tables(subject: Target) -> tuple[str, ...]:
@@ -87,11 +88,6 @@ def _is_table(path: str, module: nn.Module) -> bool:
     parts = {parts_of(layer_of(name)) for name, _ in module.named_parameters()}
     said = SAYS.search(name.lower()) or OF_CLASS.search(kind)
     return bool(path and said) and not parts & {"q", "qk", "qkv"}
-
-
-def layer_of(name: str) -> str:
-    """A parameter's path without the name of its kind."""
-    return re.sub(r"\.(weight|bias)$", "", name)
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -160,11 +156,6 @@ def _handed_in(subject: Target) -> Iterator[str]:
                 yield name
 
 
-def _with(subject: Target, fills: dict[str, Fill]) -> Target:
-    caller = replace(subject.caller, fills={**subject.caller.fills, **fills})
-    return replace(subject, caller=caller).fresh()
-
-
 def _runs(subject: Target, tokens: int, batch: int) -> bool:
     try:
         with torch.no_grad():
@@ -172,10 +163,6 @@ def _runs(subject: Target, tokens: int, batch: int) -> bool:
     except Exception:  # whatever a table of the wrong shape raises
         return False
     return True
-
-
-def _silent(fill: Fill) -> Fill:
-    return lambda place: torch.zeros_like(fill(place))
 
 
 def _waves(turn: Tensor, width: int) -> Tensor:

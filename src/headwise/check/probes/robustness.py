@@ -171,7 +171,7 @@ def _is_drawn(ctx: ProbeContext, name: str) -> bool:
 
 
 def move(ctx: ProbeContext) -> Finding | None:
-    """To another device, which stops it, to float64 and to bfloat16."""
+    """To another device, to float64 and to bfloat16."""
     fault = _elsewhere(ctx) or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
     return fault or passed("move")
 

@@ -139,8 +139,7 @@ class Caller:
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
-        refused = insisted(getattr(call, "__func__", call))
-        self.insisted = {n for n in refused if self.roles.get(n) in ("context", "")}
+        self.insisted = {n for n in insisted(call) if self.roles.get(n) in ("context", "")}
         self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]
@@ -154,17 +153,17 @@ class Caller:
             pairs = [n for n in self.named("key") if n not in self.inputs]
             self.roles |= dict.fromkeys(pairs, "context")
         if self.turned:
-            ((first, other),) = self.pairs
+            first, other = self.pair
             self.inputs, self.roles = [other], {**self.roles, first: "context", other: ""}
             self.guessed.append(first)
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
+    def pair(self) -> tuple[str, ...]:
         """Its input and the only other sequence that it wants, which may be the other way round: of
-        `(query [B, E], keys [B, S, E])` the keys are x."""
+        `(query [B, E], keys [B, S, E])` the keys are x. Nothing where there is no such pair."""
         others = [name for name in self.made_up if self.roles[name] == "context"]
         single = len(self.inputs) == len(others) == 1 and self.custom is None
-        return [(self.inputs[0], others[0])] if single and not self.listed else []
+        return (*self.inputs, *others) if single and not self.listed else ()
 
     def _guess(self, first: list[str]) -> None:
         """Give roles to arguments of unknown names: one that must be given beside x is most likely

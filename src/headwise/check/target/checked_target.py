@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from ..findings.verdict import Finding
 from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
 from .copies import copied, randomise
-from .introspect import names_called, set_dropout
+from .fills import Fill
+from .introspect import layer_of, names_called, set_dropout
 from .names import is_known
 
 BATCH, TOKENS = 2, 7
@@ -202,7 +203,7 @@ class Target:
         except Exception:  # whatever it raises, a probe says so
             return set()
         said, named = set(names_called(self.module)), dict(self.module.named_parameters())
-        layers = {name: re.sub(r"\.(weight|bias)$", "", name) for name in named}
+        layers = {name: layer_of(name) for name in named}
         used = {layers[name] for name, one in named.items() if id(one) in touched.seen}
         return {n for n, one in layers.items() if one not in used and said & set(one.split("."))}
 
@@ -277,6 +278,11 @@ class Target:
 
     def _with(self, target: Any, **changes: Any) -> Target:
         return replace(self, caller=replace(self.caller, target=target), **changes)
+
+    def with_fills(self, fills: Mapping[str, Fill]) -> Target:
+        """The same, called with other values for some arguments."""
+        caller = replace(self.caller, fills={**self.caller.fills, **fills})
+        return replace(self, caller=caller)
 
     def to(self, dtype: torch.dtype) -> Target:
         """A copy with weights and inputs in another dtype."""

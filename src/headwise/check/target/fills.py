@@ -256,6 +256,11 @@ def _distances(place: Place) -> Tensor:
     return _sinusoids(Place(around, around, -most)).flip(0)[None].to(place.x.device)
 
 
+def zeros_of(fill: Fill) -> Fill:
+    """The same table with zeros in it, which say nothing."""
+    return lambda place: torch.zeros_like(fill(place))
+
+
 def reversed_rows(fill: Fill) -> Fill:
     """The same table with its rows in the opposite order: other positions."""
 

@@ -139,7 +139,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             caller.pooled = True
             return first_call(subject, widened)
         caller.pooled = False
-    if not caller.turned and caller.pairs:
+    if not caller.turned and caller.pair:
         subject.caller = replace(caller, turned=True)
         with contextlib.suppress(Broken, ValueError):
             return first_call(subject, widened)

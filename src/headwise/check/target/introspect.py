@@ -88,6 +88,15 @@ def set_dropout(module: nn.Module, p: float) -> bool:
     return any_found
 
 
+def layer_of(name: str) -> str:
+    """A parameter's path without the name of its kind.
+
+    >>> layer_of("heads.0.query.weight")
+    'heads.0.query'
+    """
+    return re.sub(r"\.(weight|bias)$", "", name)
+
+
 def unregistered(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
     """Plain lists that hold modules or parameters which PyTorch does not know of."""
     known = {id(one) for one in (*module.parameters(), *module.modules())}

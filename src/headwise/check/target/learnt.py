@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .call_adapter import Caller
 from .checked_target import BATCH, TOKENS, Target
-from .fills import FILLS, Fill, Place, angles, left_out, no_value
+from .fills import FILLS, Fill, Place, angles, left_out, no_value, zeros_of
 
 AXES = """
 BSE SE 1SE S1E SBE PE 1PE P1E BPE ME 1ME M1E HD 1HD H1D 1H1D 11HD TS 1TS 11TS BTS B1TS HTS 1HTS BHTS
@@ -192,13 +192,9 @@ def silenced(caller: Caller) -> tuple[Caller, list[str]]:
     """The same call with zeros in the tables of positions that were made up, and their names."""
     fills = {name: caller.fill(name) for name in caller.parameters if name not in caller.extra}
     tables = {
-        name: replace(fill, silent=True) if isinstance(fill, Table) else _zeros(fill)
+        name: replace(fill, silent=True) if isinstance(fill, Table) else zeros_of(fill)
         for name, fill in fills.items()
         if isinstance(fill, Table)
         or (caller.roles[name] == "embedding" and fill not in (left_out, no_value))
     }
     return replace(caller, fills={**caller.fills, **tables}), list(tables)
-
-
-def _zeros(fill: Fill) -> Fill:
-    return lambda place: torch.zeros_like(fill(place))

@@ -94,7 +94,6 @@ def entry(target: Any) -> Any:
     return target.__call__ if isinstance(target, nn.Module) else target
 
 
-@functools.lru_cache(maxsize=64)
 def insisted(function: Callable[..., Any]) -> frozenset[str]:
     """The arguments without which a function refuses every call, whatever their defaults are.
 
@@ -103,8 +102,13 @@ def insisted(function: Callable[..., Any]) -> frozenset[str]:
     >>> sorted(insisted(forward))
     ['memory']
     """
+    return _refused(source_of(function))
+
+
+@functools.lru_cache(maxsize=64)
+def _refused(code: str) -> frozenset[str]:
     try:
-        body = ast.parse(textwrap.dedent(source_of(function))).body
+        body = ast.parse(textwrap.dedent(code)).body
     except SyntaxError:  # nothing that can be read
         return frozenset()
     found = set[str]()
@@ -124,7 +128,7 @@ def insisted(function: Callable[..., Any]) -> frozenset[str]:
 def source_of(factory: Any) -> str:
     """The code of a class, function or module; nothing where there is none."""
     try:
-        return _read(factory)
+        return _read(getattr(factory, "__func__", factory))  # which keeps no object of a method
     except (OSError, TypeError):  # which an object without a hash raises as well
         return ""
 
