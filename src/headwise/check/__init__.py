@@ -65,7 +65,7 @@ def check(
     (True, ())
     """
     from .diagnosis.static_checks import read_off
-    from .findings.triage import joined, with_other
+    from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
     from .probes.options import options
     from .target.checked_target import Broken
@@ -81,11 +81,11 @@ def check(
         except Broken as broken:
             own = {broken.finding.rule} - {"builds"}
             read = [one for one in read_off(thing) if one.rule not in own]
-            findings = sorted([*read, broken.finding], key=_urgency)
+            findings = sorted([*read, broken.finding], key=urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
-            if read := tuple(read_off(thing)):  # which needs no call
-                return Verdict(name_of(thing), read)
+            if read := sorted(read_off(thing), key=urgency):  # which needs no call
+                return Verdict(name_of(thing), tuple(read))
             raise
         built = [*subject.made_up, *subject.absent]
         results = joined(_diagnosed(subject), probe(subject), subject.guesses, built)
@@ -94,12 +94,6 @@ def check(
         if not wrong and (other := options(subject, kept)) is not None:
             results = with_other(results, other)
         return Verdict(subject.name, results, tuple(subject.notes))
-
-
-def _urgency(one: Finding) -> tuple[bool, bool]:
-    """Where a finding stands beside a call that fails: what cannot be built comes first, and last
-    what makes numbers wrong and stops no call."""
-    return one.rule != "builds", one.rule in ("scale", "mask-fill", "dropout-in-eval")
 
 
 def _diagnosed(subject: Target) -> list[Finding]:

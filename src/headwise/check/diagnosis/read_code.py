@@ -30,6 +30,7 @@ from .read_pieces import (
     Reader,
     Said,
     asks,
+    built_of_self,
     called_of_self,
     goes_into_softmax,
     is_mask,
@@ -72,8 +73,7 @@ def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         return
     given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
     read = {one.attr for one in nodes(ast.Attribute, kind) if isinstance(one.ctx, ast.Load)}
-    built = (of_self(target) for target, value in given if isinstance(value, ast.Call))
-    spare = {qkv_of(name): name for name in built if name not in read}
+    spare = {qkv_of(name): name for name in built_of_self(kind) if name not in read}
     for target, value in given:
         role = qkv_of(target.id) if isinstance(target, ast.Name) else ""
         made = [name for name in called_of_self(value) if qkv_of(name)]
@@ -117,8 +117,10 @@ def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Results that nothing takes, or that the next value of their name replaces unread."""
     yield from (("lost", line, {"name": name}) for line, name in unused(part))
+    layers = {*built_of_self(part)}
     for name, lost, _ in overwritten(part):
-        made = getattr(getattr(lost.value, "func", None), "attr", "") in NO_EFFECT
+        called = getattr(lost.value, "func", None)
+        made = getattr(called, "attr", "") in NO_EFFECT or word_of(called) in layers
         if (made or isinstance(lost.value, ast.BinOp)) and target_of(lost) == name:
             yield "overwritten", lost.lineno, {"name": name}
 

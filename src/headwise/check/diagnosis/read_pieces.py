@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.syntax import Source, names, nodes
+from ..files.syntax import Source, names, nodes, pairs
 from ..target.names import building_role, calling_role, parts_of
 
 Said = tuple[str, int, dict[str, str]]
@@ -48,6 +48,13 @@ def called_of_self(value: ast.AST | None) -> list[str]:
     """Attributes of self that are called."""
     calls = nodes(ast.Call, value) if value is not None else ()
     return [name for call in calls if (name := of_self(call.func))]
+
+
+def built_of_self(part: ast.stmt) -> Iterator[str]:
+    """Attributes of self that are given what a call makes."""
+    for target, value in (pair for node in nodes(ast.Assign, part) for pair in pairs(node)):
+        if isinstance(value, ast.Call) and (name := of_self(target)):
+            yield name
 
 
 def is_within(node: ast.AST, *whole: ast.stmt) -> bool:
@@ -131,7 +138,7 @@ def overwritten(part: ast.stmt) -> Iterator[tuple[str, ast.Assign, ast.Assign]]:
                     yield from ((name, waiting[name], statement) for name in made & {*waiting})
                 waiting = {name: one for name, one in waiting.items() if name not in mentioned}
                 if isinstance(statement, ast.Assign):
-                    waiting |= dict.fromkeys(made, statement)
+                    waiting |= dict.fromkeys(made | ({target_of(statement)} - {""}), statement)
 
 
 def softmax_of(statement: ast.AST) -> set[str] | None:

@@ -32,6 +32,12 @@ TURNED = {"rotary": "It turns queries and keys as the definition does; gains beh
 """The same, where the definition gives them with rotary positions."""
 
 
+def urgency(one: Finding) -> tuple[bool, bool]:
+    """Where a finding stands beside a call that fails: what cannot be built comes first, and last
+    what makes numbers wrong and stops no call."""
+    return one.rule != "builds", one.rule in ("scale", "mask-fill", "dropout-in-eval")
+
+
 def joined(
     named: list[Finding],
     probed: list[Finding],
@@ -62,6 +68,8 @@ def joined(
     if vague:
         results = _with_vague(vague[0], results, probed)
     results = _after_each_other(results)
+    if any(one.rule == "runs" and one.severity == "error" for one in results):
+        results.sort(key=urgency)
     wrong = any(one.severity == "error" and one.explained_by is None for one in results)
     return tuple(_waiting(one) if wrong else one for one in results)
 
