@@ -347,11 +347,14 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     gives: `q.permute(0, 2, 1, 3).views(…)`."""
     own = {one.name for one in nodes(ast.FunctionDef, source.tree)}
     own |= {one.attr for one in nodes(ast.Attribute, source.tree) if isinstance(one.ctx, ast.Store)}
+    named = {one.arg for each in nodes(ast.arguments, part) if (one := each.kwarg) is not None}
     for call in nodes(ast.Call, part):
         name, made = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
         given = getattr(made.func, "attr", "") if isinstance(made, ast.Call) else ""
         score = isinstance(made, ast.Name) and WORKED_ON.search(made.id.lower())
         if not (given in NO_EFFECT or score) or name in own or hasattr(Tensor, name):
+            continue
+        if word_of(made) in named:  # `**kwargs`
             continue
         for meant in get_close_matches(name, dir(Tensor), 1, 0.85):
             yield "method", call.lineno, {"name": name, "meant": meant}

@@ -193,8 +193,8 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     last = scores[0][..., -1, :]
     if turning and ctx.near(last, last[..., :1].expand_as(last)):
         return replace(found("rotary", "unused", names=turning[0]), ground="any")
-    first = scores[0].masked_fill(~seen, 0.0)
-    alike = ctx.near(first[..., 1:, 1:].tril(), first[..., :-1, :-1].tril())
+    later = scores[0].masked_fill(~seen, 0.0)[..., 1:, 1:]  # before the first there is no token
+    alike = ctx.near(later[..., 1:, 1:].tril(), later[..., :-1, :-1].tril())
     said = "Its rotary positions count by the distance of two tokens alone."
     if alike:
         return passed("rotary", said)

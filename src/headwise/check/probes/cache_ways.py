@@ -23,7 +23,6 @@ from ...layers.kv_cache import KVCache
 from ..target.call_adapter import Caller
 from ..target.checked_target import Target
 from ..target.construct import build
-from ..target.copies import copied
 from ..target.fills import FILLS, Fill
 from ..target.names import parts_of
 from ..target.signatures import signature
@@ -75,7 +74,7 @@ class Way:
 
 def ways(subject: Target) -> Iterator[Way]:
     """Ways to use a cache, the likeliest first."""
-    first = _unused(subject)
+    first = subject.untouched()
     for placed, known in _placed(first):
         for way in _of_call(placed):
             yield replace(way, sure=way.sure and known, named=way.named and known)
@@ -183,35 +182,6 @@ def _placed(subject: Target) -> Iterator[tuple[Target, bool]]:
 # --- caches of the layer's own --------------------------------------------------------------------
 
 
-def _unused(subject: Target) -> Target:
-    """A copy as it was before its first call, with the same weights."""
-    if subject.uncalled is None or subject.module is None:
-        return subject.fresh()
-    return _alike(subject, copied(subject.uncalled)) or subject.fresh()
-
-
-def _alike(subject: Target, module: nn.Module) -> Target | None:
-    """The subject with another module of its class, and its own weights in it; None where it has
-    others."""
-    assert subject.module is not None
-    given = dict(subject.module.named_parameters())
-    own = dict(module.named_parameters())
-    if any(isinstance(one, nn.UninitializedParameter) for one in own.values()):
-        return None
-    if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in given.items()}:
-        return None
-    module = module.to(subject.dtype).eval()
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(given[name])
-    for child in module.modules():
-        kept = {n: one for n, one in vars(child).items() if isinstance(one, Tensor)}
-        for name, value in kept.items():
-            if value.is_floating_point():
-                setattr(child, name, value.to(subject.dtype))
-    return replace(subject, caller=replace(subject.caller, target=module))
-
-
 def _switched(subject: Target) -> Iterator[tuple[Target, str, bool]]:
     """The layer with a cache switched on or made for it, by what, and whether that says so."""
     module, done = subject.module, set[str]()
@@ -221,7 +191,7 @@ def _switched(subject: Target) -> Iterator[tuple[Target, str, bool]]:
         done.add(name)
         with contextlib.suppress(Exception):  # the constructor may refuse it
             built = type(module)(**{**subject.arguments, name: value})
-            if isinstance(built, nn.Module) and (other := _alike(subject, built)):
+            if isinstance(built, nn.Module) and (other := subject.alike(built)):
                 yield other, f"{name}={value!r}", "cache" in name.lower()
     for place, name, value in _attributes(module):
         if value is False and _is_switch(name) and name not in done:

@@ -20,6 +20,8 @@ MOVES = {"to", "type_as", "cuda", "copy_"}
 """Methods that bring a tensor elsewhere."""
 MIXES = {"__getitem__", "__setitem__", "index_put_"}
 """Methods that take indices from here."""
+SHAPES = {"expand_as", "view_as", "reshape_as", "sum_to_size"}
+"""Methods that read no more than the shape of the other tensor."""
 
 
 class Elsewhere(TorchFunctionMode):
@@ -42,8 +44,8 @@ class Elsewhere(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given, name = list(tensors_in([*args, kwargs])), getattr(func, "__name__", "")
         there = [tensor for tensor in given if _is_marked(tensor)]
-        here = [tensor for tensor in given if not _is_marked(tensor) and tensor.ndim]
-        if there and here and name not in MOVES | MIXES:
+        here = [one for one in given if not _is_marked(one) and one.ndim and one.numel()]
+        if there and here and name not in MOVES | MIXES | SHAPES:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but one is on the CPU, whatever "
                 "the input's device is"
@@ -56,8 +58,17 @@ class Elsewhere(TorchFunctionMode):
 
 
 def everything(module: nn.Module) -> list[Tensor]:
-    """What moves with a module: parameters and buffers."""
-    return [*module.parameters(), *module.buffers()]
+    """What moves with a module: parameters and buffers; and tables that it keeps for each device,
+    which it makes anew for another one."""
+    kept = (
+        value for one in module.modules() for value in {**vars(type(one)), **vars(one)}.values()
+    )
+    tables = [one for one in kept if isinstance(one, dict) and any(map(_of_device, one))]
+    return [*module.parameters(), *module.buffers(), *tensors_in(tables)]
+
+
+def _of_device(key: Any) -> bool:
+    return any(isinstance(one, torch.device) for one in (key if isinstance(key, tuple) else (key,)))
 
 
 def _told(args: Any) -> bool:

@@ -46,11 +46,12 @@ KINDS = ("may", "hidden", "added", "ones", "later")
 
 def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
+    ctx = ctx.unflagged
     caller, form = ctx.subject.caller, ctx.subject.mask_form
     if (one := _bias_of_zeros(ctx)) is not None:
         return one
     names = [name for name in caller.named("mask") if not caller.takes_values(name)]
-    if caller.custom is not None or not names or (form is not None and form.kind == "flag"):
+    if caller.custom is not None or not names:
         return None
     if form is None or form.argument not in names:
         return _judged(ctx, "mask", names)
@@ -72,6 +73,7 @@ def mask(ctx: ProbeContext) -> Finding | None:
 
 def padding(ctx: ProbeContext) -> Finding | None:
     """Hidden fillings change nothing for the other tokens."""
+    ctx = ctx.unflagged
     caller = ctx.subject.caller
     own = caller.named("padding") + caller.named("lengths")
     masks = caller.named("mask")
@@ -190,6 +192,14 @@ def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
             yield seen.form, {name: given}
 
 
+def written_masks(ctx: ProbeContext) -> set[str]:
+    """Arguments whose masks are others after a call."""
+    caller = ctx.subject.caller
+    for name in (*caller.named("mask"), *caller.named("padding")) if not caller.custom else ():
+        best(ctx, name)
+    return ctx.written
+
+
 def best(ctx: ProbeContext, name: str) -> Effect | None:
     """The effect in the form that is understood best; None where no form goes in."""
     if name in ctx.effects:
@@ -294,7 +304,13 @@ def _effect(ctx: ProbeContext, form: MaskForm, alone: bool, rows: int = 2) -> Ef
         if form.kind == "added":  # −inf would hide in an arithmetic that is wrong for numbers
             given = given.clamp(min=-1e4)
         named: dict[str, Any] = {form.argument: given}
-        return ctx.result(x, **named).out
+        if not isinstance(given, Tensor):
+            return ctx.result(x, **named).out
+        named[form.argument] = written = given.clone(memory_format=torch.contiguous_format)
+        result = ctx.result(x, **named)
+        if not torch.equal(given, written):
+            ctx.written.add(form.argument)
+        return result.out
 
     x, full = ctx.x[-rows:], ctx.out[-rows:]
     changed = x.clone()

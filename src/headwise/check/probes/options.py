@@ -32,6 +32,7 @@ KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 SECONDS = 1.0
 """How long options are tried."""
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
+OF_KEYS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
 HIDES_LATER = re.compile(r"^(is_|use_)?causal|autoregressive|unidirectional")
 """Options that hide later tokens, with no mask from outside."""
 OTHER_KIND = re.compile(
@@ -51,6 +52,9 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     end = time.process_time() + SECONDS
     for changes in _hiding(subject) if "definition" in kept else ():
         if (one := _leaky(subject, changes)) is not None:
+            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
+    for changes in _inner(subject) if "scale" in kept or "definition" in kept else ():
+        if (one := _misscaled(subject, changes)) is not None:
             return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
     tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
     for changes, resized in tried:
@@ -127,6 +131,31 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     if "width" in roles.values():
         wider = [name for name, role in roles.items() if role == "out_width"]
         yield from ({name: 2 * subject.embed_dim} for name in wider)
+
+
+def _inner(subject: Target) -> Iterator[dict[str, Any]]:
+    """Widths of queries and keys that have a name of their own and got that of the input, with
+    another."""
+    names = [parameter.name for parameter in signature(type(subject.module))]
+    same = [name for name in names if subject.arguments.get(name) == subject.embed_dim]
+    wide = [name for name in same if building_role(name, True, names) == "width"]
+    own = [name for name in wide if OF_KEYS.search(name.lower())]
+    if own and len(own) < len(wide):
+        yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
+
+
+def _misscaled(subject: Target, changes: dict[str, Any]) -> Finding | None:
+    """What is wrong with the scale where queries and keys have another width than the input."""
+    from ..diagnosis import run as diagnose
+
+    try:
+        other = subject.rebuilt(**changes)
+    except (ValueError, Broken):  # this width must be that of the input
+        return None
+    if other is None or other.guesses:
+        return None
+    named = [one for one in diagnose(other) if one.severity == "error"]
+    return named[0] if [one.rule for one in named] == ["scale"] else None
 
 
 def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +62,7 @@ class ProbeContext:
         exact: the same in float64, where that works and is wanted.
         x, out: an input of the usual size, and what `exact` gives for it.
         effects: what masks were seen to do, by the argument's name.
+        written: arguments that were masks of another shape or of other numbers after a call.
     """
 
     def __init__(self, subject: Target, exact: bool = True) -> None:
@@ -70,6 +72,16 @@ class ProbeContext:
         self.x = self.exact.input()
         self.tokens = self.x.shape[1]
         self.effects: dict[str, Any] = {}
+        self.written: set[str] = set()
+
+    @cached_property
+    def unflagged(self) -> ProbeContext:
+        """The same without a flag that hides later tokens: with one, some refuse a mask."""
+        form = self.subject.mask_form
+        if form is None or form.kind != "flag":
+            return self
+        open_ = replace(self.subject, causal=False, mask_form=None)
+        return ProbeContext(open_, exact=self.exact.dtype != self.subject.dtype)
 
     @cached_property
     def out(self) -> Tensor:

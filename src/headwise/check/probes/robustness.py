@@ -23,6 +23,7 @@ from ..target.introspect import unregistered
 from ..target.signatures import source_of
 from .behaviour import bent
 from .devices import Elsewhere, everything
+from .masks import written_masks
 from .probe_context import Failed, ProbeContext, failing
 
 
@@ -61,9 +62,11 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         given, kept = [ctx.x], [x]
         with failing(f"x {list(x.shape)}"), torch.no_grad():
             subject.caller(x, **subject.mask_for(x))
-    if all(torch.equal(a, b) for a, b in zip(kept, given, strict=True)):
-        return passed("input-kept")
-    return found("input-kept", "x" if subject.projections is None else "qkv")
+    if not all(torch.equal(a, b) for a, b in zip(kept, given, strict=True)):
+        return found("input-kept", "x" if subject.projections is None else "qkv")
+    if written := written_masks(ctx.unflagged):
+        return found("input-kept", "mask", name=min(written))
+    return passed("input-kept")
 
 
 def contiguous(ctx: ProbeContext) -> Finding | None:
@@ -186,12 +189,17 @@ def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
 
 
 def _elsewhere(ctx: ProbeContext) -> Finding | None:
-    own = ctx.random.fresh()
+    """What is wrong with a first call on another device: tables that a call keeps may be kept for
+    one device, and made anew for the next."""
+    own = ctx.random.untouched()
     x = own.input()
     given = own.mask_for(x)
     there = [x, given, *(everything(own.module) if own.module is not None else ())]
     try:
         with torch.no_grad(), Elsewhere(there):
+            if own.module is not None:  # what it makes as it goes into eval mode is made there
+                own.module.train()
+                own.module.eval()
             if own.projections is None:
                 own.caller(x, **given)
             else:

@@ -276,6 +276,35 @@ class Target:
         """An independent copy."""
         return self._with(copied(self.caller.target))
 
+    def untouched(self) -> Target:
+        """A copy as it was before its first call, with the same weights; a usual one where its
+        weights are made in that call."""
+        if self.uncalled is None or self.module is None:
+            return self.fresh()
+        return self.alike(copied(self.uncalled)) or self.fresh()
+
+    def alike(self, module: nn.Module) -> Target | None:
+        """The same with another module of its class, and its own weights in it; None where it has
+        others."""
+        assert self.module is not None
+        given = dict(self.module.named_parameters())
+        own = dict(module.named_parameters())
+        if any(isinstance(one, nn.UninitializedParameter) for one in own.values()):
+            return None
+        if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in given.items()}:
+            return None
+        module.to(self.dtype)
+        module.eval()  # somebody's own may give nothing back
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(given[name])
+        for child in module.modules():
+            kept = {n: one for n, one in vars(child).items() if isinstance(one, Tensor)}
+            for name, value in kept.items():
+                if value.is_floating_point():
+                    setattr(child, name, value.to(self.dtype))
+        return self._with(module)
+
     def _with(self, target: Any, **changes: Any) -> Target:
         return replace(self, caller=replace(self.caller, target=target), **changes)
 

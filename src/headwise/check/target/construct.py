@@ -364,7 +364,8 @@ def _gives_way(role: str, parameter: inspect.Parameter, sizes: BuildSizes) -> bo
         return sizes.head_dim is not None or isinstance(default, int)
     if role in ("out_width", "rotary_width"):
         return isinstance(default, int)
-    return role in SET_ALWAYS and default is not None and not isinstance(default, bool)
+    settled = default is None or isinstance(default, bool | list | tuple | dict)
+    return role in SET_ALWAYS and not settled
 
 
 def _first_choice(factory: Callable[..., Any], parameter: inspect.Parameter, tried: int) -> Any:

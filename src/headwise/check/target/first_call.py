@@ -58,6 +58,10 @@ WANTED = (
 """How errors speak of as many features as came, and as many as are wanted."""
 
 
+TWO = re.compile(r"too many values to unpack \(expected 2\)")
+"""What Python says of `batch, tokens = x.shape`, where x has three axes."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to make the first call; `room` as in `Target`."""
@@ -150,7 +154,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             return first_call(subject, widened=True)
         subject.embed_dim = own_width
     Way(usual).set(subject)
-    return _refuse(subject, errors[0], own)
+    return _refuse(subject, errors[0], own or _cut_short(subject, errors))
 
 
 def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
@@ -181,6 +185,14 @@ def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def _cut_short(subject: Target, errors: Sequence[BaseException]) -> bool:
+    """Whether it takes the shape of x for two numbers, and one sequence without a batch will not
+    do either, in a call for which nothing was made up."""
+    single = errors[1] if len(errors) > 1 else None  # the second way to call is that
+    sure = "width" in subject.roles and not subject.made_up and not subject.caller.made_up
+    return sure and TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
 
 
 def _pools(caller: Caller, error: BaseException | None) -> bool:

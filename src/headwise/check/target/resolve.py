@@ -313,7 +313,7 @@ def _of_factory(
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
         until, others = time.process_time() + SECONDS, list[Exception]()
-        for sizes in other_sizes(factory, own, first, given, widths):
+        for sizes in other_sizes(factory, own, first, given, widths, others):
             if time.process_time() > until:
                 break
             try:

@@ -34,6 +34,9 @@ TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
 """What Python says where a class is built with too few arguments."""
 GROUPS = re.compile(r"num_channels \((\d+)\) must be divisible by num_groups \((\d+)\)")
 """What PyTorch says of channels that do not divide into the groups of a norm."""
+NO_CHANNELS = re.compile(r"to be at least 1 at dimension 0, but got weight of size \[0,")
+"""What it says of a convolution that gives no channels."""
+THREE = re.compile(r"not enough values to unpack \(expected 3, got 2\)")
 UNMADE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
 """What is said where a constructor forgot that of its base class, or how to call it."""
 
@@ -44,6 +47,7 @@ def other_sizes(
     first: Exception,
     given: bool,
     widths: Sequence[int | None],
+    others: Sequence[Exception],
 ) -> Iterator[BuildSizes]:
     """Other sizes to build it with: some insist on such numbers, or on those of their own
     configuration; and what no name tells is tried, where nothing else is left.
@@ -53,8 +57,25 @@ def other_sizes(
         first: what the first try raised.
         given: whether somebody said a size or how it is called, which nothing else replaces.
         widths: of the input as it was built, where it was.
+        others: what was raised since then, the newest last.
     """
+    for sizes in _other_sizes(factory, own, first, given, widths):
+        yield sizes
+        newest = others[-1] if others else first
+        if not given and (fitting := _as_wanted(sizes, newest)) is not None:
+            yield fitting
+
+
+def _other_sizes(
+    factory: Callable[..., Any],
+    own: BuildSizes,
+    first: Exception,
+    given: bool,
+    widths: Sequence[int | None],
+) -> Iterator[BuildSizes]:
     if not given:
+        if (fitting := _as_wanted(own, first)) is not None:
+            yield fitting
         yield from _own_width(own, widths)
         yield from _flags_spoken(factory, own, first)
         if "rotat" in str(first):
@@ -62,7 +83,7 @@ def other_sizes(
     if not given and not isinstance(first, Unsaid):
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
-        yield replace(own, embed_dim=_for_groups(own, first) or 64)
+        yield replace(own, embed_dim=64)
     fault = first.__cause__
     if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
         yield replace(own, every=True)
@@ -117,13 +138,20 @@ def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildS
             yield replace(own, embed_dim=width)
 
 
-def _for_groups(own: BuildSizes, first: Exception) -> int | None:
-    """A width that has as many groups of channels as a norm wants."""
-    said = GROUPS.search(str(first.__cause__))
-    if said is None:
-        return None
-    channels, groups = map(int, said.groups())
-    return (own.settle(False).embed_dim or 1) * groups // math.gcd(channels, groups)
+def _as_wanted(sizes: BuildSizes, fault: Exception) -> BuildSizes | None:
+    """The sizes as an error says that they must be: a width that has as many groups of channels as
+    a norm wants, an output that is wider than what is put beside it, the sides of a volume."""
+    text = str(fault.__cause__)
+    if said := GROUPS.search(text):
+        channels, groups = map(int, said.groups())
+        width = sizes.settle(False).embed_dim or 1
+        return replace(sizes, embed_dim=width * groups // math.gcd(channels, groups))
+    width = sizes.settle(False).embed_dim or 1
+    if NO_CHANNELS.search(text) and "out_width" not in sizes.changes:
+        return replace(sizes, changes={**sizes.changes, "out_width": 2 * width})
+    if THREE.search(text) and "sides" not in sizes.changes:
+        return replace(sizes, changes={**sizes.changes, "sides": (2, 4, 4)})
+    return None
 
 
 def _flags_spoken(
@@ -156,9 +184,14 @@ def _is_steady(
 ) -> bool:
     """Whether a line of somebody's file fails alike for all sizes, where names tell what each
     argument is."""
-    known = (building_role(one.name) for one in signature(factory) if one.default is one.empty)
+    parameters = signature(factory)
+    known = (building_role(one.name) for one in parameters if one.default is one.empty)
+    unset = {one.name for one in parameters if one.default is None}
+    line = traceback.extract_tb(fault.__traceback__)[-1].line or ""
     if not isinstance(fault, STEADY) or refuses(fault) or not {*known} <= SIZES:
         return False
+    if unset & {*re.findall(r"\w+", line)}:
+        return False  # it may want a value for that
     places = {_place(one.__cause__) for one in others if _builds(one)}
     return len(others) >= ENOUGH and places == {_place(fault)} and is_users(_place(fault)[1])
 

@@ -27,6 +27,7 @@ from .call_faults import of_guess, refuses
 from .checked_target import Target, is_users
 from .fills import Fill, left_out
 from .layouts import SINGLE
+from .signatures import signature
 
 ANSWERS, RUNS, SECONDS = 24, 64, 1.0
 """How many questions a call may ask of unknown values, how many ways of answering are tried, and
@@ -39,6 +40,10 @@ SOME = 3
 """How often a loop runs that goes on for an unknown number of times."""
 CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
+OPEN = re.compile("Unknown|dtype|number of dimensions")
+"""What errors say of unknown values, and of axes that x may have as well."""
+WIDE = re.compile(r"normalized_shape=\[(\d+)\]|and (\d+)x\d+\)")
+"""How errors speak of the features that a layer takes."""
 MISCALLED = re.compile(
     r"\(\) (got (an unexpected keyword|multiple values)|missing \d+ required|takes \d+ positional)"
 )
@@ -358,7 +363,7 @@ def _always(subject: Target, names: list[str], inputs: bool) -> BaseException | 
 def _is_sure(subject: Target, error: BaseException) -> bool:
     """Whether an error has nothing to do with what is not known."""
     text = str(error)
-    if "Unknown" in text or "dtype" in text or of_guess(subject, error):
+    if OPEN.search(text) or of_guess(subject, error) or _of_another_width(subject, text):
         return False
     frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
     number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
@@ -368,6 +373,14 @@ def _is_sure(subject: Target, error: BaseException) -> bool:
     code = _failing(traceback.extract_tb(error.__traceback__)[number])
     values = (_value(name.split("."), known) for name in re.findall(r"[A-Za-z_][\w.]*", code))
     return not any(True for _ in _unknowns([*values]))
+
+
+def _of_another_width(subject: Target, text: str) -> bool:
+    """Whether a layer takes as many features as a default of the constructor says, and x has
+    others."""
+    said = WIDE.search(text)
+    defaults = {one.default for one in signature(type(subject.module)) if type(one.default) is int}
+    return said is not None and int(said[1] or said[2]) in defaults - {subject.embed_dim}
 
 
 def _value(path: list[str], known: Mapping[str, Any]) -> Any:
