@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,6 +193,71 @@ def test_a_plain_tensor_that_stops_a_call_on_another_device_is_a_mistake() -> No
     assert [(one.rule, one.severity) for one in verdict.errors] == [("registered", "error")]
 
 
+class KeptForADevice(Options):
+    """Its masks are kept where all layers find them, one for each device."""
+
+    kept: ClassVar[dict[tuple[int, torch.device], Tensor]] = {}
+
+    def later(self, x: Tensor) -> Tensor:
+        key = x.shape[1], x.device
+        if key not in self.kept:
+            self.kept[key] = torch.ones(key[0], key[0], device=x.device).triu(1).bool()
+        return self.kept[key]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = (q @ k.mT / self.dim**0.5).masked_fill(self.later(x), -torch.inf)
+        weights = F.dropout(scores.softmax(-1), self.rate(), self.training)
+        return self.out(self.merged(weights @ v))
+
+
+class KeptForTheLast(KeptForADevice):
+    """It is kept for one device, and made anew for another one."""
+
+    def later(self, x: Tensor) -> Tensor:
+        if getattr(self, "last", None) is None or self.last[0] != (x.shape[1], x.device):
+            mask = torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool()
+            self.last = (x.shape[1], x.device), mask
+        return self.last[1]
+
+
+class MadeForEval(KeptForADevice):
+    """It is made as the layer goes into eval mode, and thrown away for training."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.bias = nn.Parameter(torch.zeros(16, 16))
+        self.sum: Tensor | None = None
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self.sum = None if mode else self.bias * 2
+
+    def later(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        both = self.bias * 2 if self.sum is None else self.sum
+        ones = torch.ones(n, n, device=x.device)
+        return ones.expand_as(both[:n, :n]).triu(1).bool()
+
+
+class OfAnotherShape(KeptForADevice):
+    """A tensor of the CPU takes the shape of one that is elsewhere, and follows it then."""
+
+    def later(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        own = torch.arange(n)[:, None].expand_as(x[0, :, :n]).to(x.device)
+        return own < own.mT
+
+
+@pytest.mark.parametrize("layer", [KeptForADevice, KeptForTheLast, MadeForEval, OfAnotherShape])
+def test_what_is_made_anew_for_another_device_is_no_mistake(layer: type[KeptForADevice]) -> None:
+    assert [one.rule for one in check(layer, 24, 3).errors] == []
+
+
 class SumsOverQueries(Options):
     """Values first, and the weights not transposed: each output sums the weights of all queries."""
 
@@ -236,3 +303,110 @@ def test_a_mask_that_only_an_option_switches_on_is_looked_at() -> None:
     finding = check(HidesTooLittle).errors[0]
     assert finding.rule == "causal-mask"
     assert finding.message.startswith("With causal=True: The mask is off by one")
+
+
+class OneHead(nn.Module):
+    """Queries and keys have a width of their own, which nobody gave."""
+
+    def __init__(self, dim_embedding: int, dim_qk: int, dim_v: int) -> None:
+        super().__init__()
+        self.linear_q = nn.Linear(dim_embedding, dim_qk, bias=False)
+        self.linear_k = nn.Linear(dim_embedding, dim_qk, bias=False)
+        self.linear_v = nn.Linear(dim_embedding, dim_v, bias=False)
+        self.factor = self.root(dim_embedding, dim_qk) ** -0.5
+
+    def root(self, wide: int, own: int) -> int:
+        return own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.linear_q(x) @ self.linear_k(x).mT * self.factor
+        return scores.softmax(-1) @ self.linear_v(x)
+
+
+class RootOfTheInput(OneHead):
+    def root(self, wide: int, own: int) -> int:
+        return wide
+
+
+def test_the_root_of_the_input_shows_where_queries_have_another_width() -> None:
+    assert check(OneHead).passed
+    (one,) = check(RootOfTheInput).errors
+    assert one.rule == "scale"
+    assert one.message.startswith("With dim_qk=28: The scores are divided by √24")
+
+
+class MaskInPlace(nn.Module):
+    """A mask, and what becomes of it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask.logical_not()[:, None, None]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(self.hidden(mask), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Unsqueezes(MaskInPlace):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask.unsqueeze_(1).unsqueeze_(1).logical_not()
+
+
+class Inverts(MaskInPlace):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask.logical_not_()[:, None, None]
+
+
+@pytest.mark.parametrize("layer", [Unsqueezes, Inverts])
+def test_a_mask_that_a_call_writes_to(layer: type[MaskInPlace]) -> None:
+    assert check(MaskInPlace, 24, 3).passed
+    assert [one.rule for one in check(layer, 24, 3).errors] == ["input-kept"]
+
+
+def flagged(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """Takes a flag or a mask, and refuses both."""
+    if is_causal:
+        assert attn_mask is None
+        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def unmasked(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """The same, and hides nothing but what is later."""
+    if is_causal:
+        return flagged(q, k, v, None, True)
+    return flagged(q, k, v)
+
+
+def test_a_mask_is_tried_without_the_flag_that_goes_in_its_place() -> None:
+    assert check(flagged).passed
+    assert [one.rule for one in check(unmasked).errors] == ["mask"]
+
+
+class Listed(MaskInPlace):
+    """A dropout that is told in words: its default is no number."""
+
+    def __init__(self, width: int, heads: int, drop: dict[str, float] | None = None) -> None:
+        super().__init__(width, heads)
+        self.rate = nn.Dropout((drop or {"p": 0.1})["p"])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.rate(super().forward(x, mask))
+
+
+def test_a_dropout_that_is_no_number_is_left_alone() -> None:
+    assert check(Listed, 24, 3).passed

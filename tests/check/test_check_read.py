@@ -284,9 +284,44 @@ class AskedBySame(Projected):
         return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class LayerLost(Projected):
+    """The attention is thrown away: the last line starts from x again."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.w_q(x)), self.split(self.w_k(x)), self.split(self.w_v(x))
+        output = self.joined(q, k, v)
+        output = self.norm(output + x)
+        output = self.last(x)
+        return output + x
+
+
+class LayerKept(Projected):
+    """A method that is called for what it does, and a layer on one of two ways."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def kept(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.kept(x)
+        out = self.norm(x)
+        if self.training:
+            out = self.norm(out)
+        return self.last(out)
+
+
 @pytest.mark.parametrize(
     ("layer", "rule", "says"),
     [
+        (LayerLost, "unused-result", "output becomes there is replaced"),
         (SetSometimes, "runs", "self.drop is set only where `rate is not None` holds"),
         (NoSuchList, "builds", "There is no nn.Modulelist"),
         (NoSuchName, "builds", "Nothing defines the name Rihgt"),
@@ -314,6 +349,35 @@ def test_the_code_tells(layer: type[nn.Module], rule: str, says: str) -> None:
     assert says in one.message
     assert "test_check_read.py" in one.hint
     assert one.ground == "any"
+
+
+def test_what_a_method_does_beside_is_no_lost_result() -> None:
+    assert [*read_off(LayerKept)] == []
+
+
+class Spread(Right):
+    """Some name what the rest of the arguments are after attention."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, **attention_kwargs: Any) -> Tensor:
+        known = {name for name, _ in attention_kwargs.items()}
+        return super().forward(x, mask if "mask" not in known else None)
+
+
+def test_the_rest_of_the_arguments_is_no_tensor() -> None:
+    assert [*read_off(Spread)] == []
+
+
+class DropsAndLacks(Right):
+    """Two mistakes: a call that fails comes before numbers that are wrong."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = x * heads_of_it
+        return F.dropout(super().forward(x), 0.5)
+
+
+def test_a_name_that_is_not_there_comes_before_dropout_in_eval() -> None:
+    assert [one.rule for one in check(DropsAndLacks, 24, 3).errors] == ["runs", "dropout-in-eval"]
 
 
 @pytest.mark.parametrize("layer", [NoSuchList, NoSuchName])
@@ -669,6 +733,36 @@ class OwnRotary(Projected):
         scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(self.wide)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         return self.last((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+class ShiftedInTime(OwnRotary):
+    """Half of the features are those of the token before; before the first there is none."""
+
+    def forward(self, x: Tensor, rotary_emb: Tensor | None = None) -> Tensor:
+        half = x.shape[-1] // 2
+        before = F.pad(x[:, :-1, :half], (0, 0, 1, 0))
+        return super().forward(torch.cat((before, x[..., half:]), -1), rotary_emb)
+
+
+class RotaryOfHeads(OwnRotary):
+    """Turns [B, T, H, D] as if it were [B, H, T, D]."""
+
+    def turned(self, rows: Tensor, angles: Tensor) -> Tensor:
+        batch, tokens, heads, wide = rows.shape
+        mixed = rows.reshape(batch * heads, tokens, wide)
+        return super().turned(mixed, angles.squeeze(1)).reshape(rows.shape)
+
+
+def test_equal_tokens_that_are_mixed_with_the_one_before_are_equal_from_the_second_on() -> None:
+    assert check(ShiftedInTime, 24, 3, wrong=False).passed
+
+
+def test_positions_of_heads_explain_another_beginning() -> None:
+    verdict = check(RotaryOfHeads, 24, 3, wrong=False)
+    (one,) = verdict.errors
+    assert one.rule == "rotary"
+    assert "[batch, tokens, heads, wide]" in one.message
+    assert verdict["prefix"].explained_by == "rotary"
 
 
 class OneForAll(nn.Module):

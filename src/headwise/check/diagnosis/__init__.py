@@ -70,10 +70,11 @@ READ = {
     "scale": {"scale"},
     "head-split": {"head-split"},
     "definition": set(),
+    "rotary": set(),
     "dropout-in-eval": {"dropout-in-eval"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
-GIVEN = {"scale", "head-split", "definition"}
+GIVEN = {"scale", "head-split", "definition", "rotary"}
 """Those that the numbers answer, where the definition gives them."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""

@@ -53,6 +53,7 @@ from .read_pieces import (
 from .read_sizes import (
     idle_permutes,
     read_on,
+    read_on_turned,
     summed_apart,
     viewed_heads,
     whole_roots,
@@ -384,6 +385,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),
     "definition": (read_on, summed_apart, idle_permutes),
+    "rotary": (read_on_turned,),
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..files.syntax import Source, nodes, pairs
+from ..target.introspect import SPEAKS_OF_ROPE
 from ..target.layouts import AXES
 from ..target.names import building_role
 from .read_pieces import LAYERS, Known, Said, of_self, sized, word_of
@@ -117,22 +118,44 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 
 def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`b, c, h, w = x.shape` and `x.view(b, h, w, c)`: axes in another order by a view alone."""
+    """`b, c, h, w = x.shape` and `x.view(b, h, w, c)`: axes in another order by a view alone; so
+    is `x.view(-1, t, d)` of what `x.view(b, t, h, d)` made."""
+    yield from (said for said, turns in _read_on(part) if not turns)
+
+
+def read_on_turned(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """The same, of what rotary positions turn: those of other tokens, then."""
+    yield from (said for said, turns in _read_on(part) if turns)
+
+
+def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
+    """What is read on in another order, and whether to be turned by its positions."""
     for function in nodes(ast.FunctionDef, part):
         given = [*nodes(ast.Assign, function)]
+        shapes = dict(filter(None, map(_kept_shape, given)))
         branches = [{*ast.walk(one)} for one in nodes(ast.If, function) if not one.orelse]
+        turning = [{*ast.walk(one)} for one in nodes(ast.Call, function) if _turns(one.func)]
         for call in nodes(ast.Call, function):
             name = word_of(getattr(call.func, "value", None))
             if not name or getattr(call.func, "attr", "") not in ("view", "reshape"):
                 continue
             apart = set[ast.AST]().union(*(one for one in branches if call not in one))
             before = [one for one in given if one.lineno < call.lineno and one not in apart]
-            for shape in [one for one in before if _named_axes(one)[0] == name][-1:]:
-                axes, order = _named_axes(shape)[1], [word_of(one) for one in _factors(call)]
+            for shape in [one for one in before if _named_axes(one, shapes)[0] == name][-1:]:
+                axes = _named_axes(shape, shapes)[1]
+                order = _whole([*_factors(call)], axes)
                 later = (one for one in before if one.lineno > shape.lineno)
                 again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
                 if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
-                    yield "reread", call.lineno, {"name": name, "axes": ", ".join(axes)}
+                    turns = any(call in one for one in turning) or _turns(part, function)
+                    words = {"name": name, "axes": ", ".join(axes)}
+                    yield ("reread", call.lineno, words), turns
+
+
+def _turns(*named: ast.AST) -> bool:
+    """Whether a name speaks of rotary positions, and not of a whole attention."""
+    names = [getattr(one, "name", "") or ast.unparse(one).split(".")[-1] for one in named]
+    return any(SPEAKS_OF_ROPE.search(one.lower()) and "att" not in one.lower() for one in names)
 
 
 def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -143,13 +166,42 @@ def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
             yield "idle", call.lineno, {"call": f"permute({', '.join(map(str, axes))})"}
 
 
-def _named_axes(statement: ast.Assign) -> tuple[str, list[str]]:
-    """A tensor whose axes a statement names, and their names."""
+def _kept_shape(statement: ast.Assign) -> tuple[str, str] | None:
+    """The name under which the shape of a tensor is kept, and the tensor's."""
     match statement:
-        case ast.Assign([ast.Tuple(targets)], value) if isinstance(of := sized(value), ast.Name):
-            return of.id, [word_of(one) for one in targets]
+        case ast.Assign([ast.Name(kept)], value) if isinstance(of := sized(value), ast.Name):
+            return kept, of.id
+        case _:
+            return None
+
+
+def _named_axes(statement: ast.Assign, shapes: Mapping[str, str]) -> tuple[str, list[str]]:
+    """A tensor whose axes a statement names, and their names: as it takes them apart, or as it cuts
+    them.
+
+    Args:
+        shapes: names of shapes that are kept, with that of the tensor.
+    """
+    match statement:
+        case ast.Assign([ast.Tuple(targets)], value):
+            of = sized(value)
+            name = of.id if isinstance(of, ast.Name) else shapes.get(word_of(value), "")
+            return name, [word_of(one) for one in targets]
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(_, "view" | "reshape")) as call):
+            axes = [word_of(one) for one in sizes_of(call)]
+            return (name, axes) if len(axes) > 3 and all(axes) else ("", [])
         case _:
             return "", []
+
+
+def _whole(sizes: list[ast.expr], axes: list[str]) -> list[str]:
+    """The words for sizes, with what is left of the axes where the size is open."""
+    words = [word_of(one) for one in sizes]
+    rest = [one for one in axes if one not in words]
+    for place, one in enumerate(sizes):
+        if ast.unparse(one) == "-1" and len(rest) > 1:
+            words[place : place + 1] = rest
+    return words
 
 
 def sizes_of(call: ast.Call) -> list[ast.expr]:

@@ -16,7 +16,7 @@ from .verdict import Finding
 UNNAMED = "definition"
 """The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
 
-BOTH = {"cache"}
+BOTH = {"cache", "rotary"}
 """Rules that are both read off the code and tried."""
 
 COMPARING = {"context", "dropout"}
