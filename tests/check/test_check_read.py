@@ -355,6 +355,35 @@ def test_what_a_method_does_beside_is_no_lost_result() -> None:
     assert [*read_off(LayerKept)] == []
 
 
+class FusedTheOtherWay(Projected):
+    """What it writes of its mask is not what the fused call takes it for."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(self.w_q(x)), self.split(self.w_k(x)), self.split(self.w_v(x))
+        bias = (mask == 0)[:, None, None]  # True = ignore
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.last(out.transpose(1, 2).flatten(2))
+
+
+class FusedAsWritten(FusedTheOtherWay):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(self.w_q(x)), self.split(self.w_k(x)), self.split(self.w_v(x))
+        bias = (mask == 0)[:, None, None]  # True = ignore
+        bias = ~bias
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        shown = mask.bool()[:, None, None]  # 0 = hidden
+        out = out + F.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+        return self.last(out.transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_goes_the_other_way_into_the_fused_call_than_is_written() -> None:
+    (one,) = read_off(FusedTheOtherWay)
+    assert one.rule == "mask"
+    assert "True = ignore" in one.message
+    (right,) = {one.rule for one in check(FusedAsWritten, 24, 3).results} & {"mask"}
+    assert check(FusedAsWritten, 24, 3)[right].severity != "error"
+
+
 class Spread(Right):
     """Some name what the rest of the arguments are after attention."""
 

@@ -8,8 +8,6 @@ where it is not sure.
 from __future__ import annotations
 
 import ast
-import contextlib
-import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import ModuleType
@@ -17,14 +15,19 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from ..target.names import building_role
 from .read_built import always_dropped, listed_layers, made_anew, set_on_condition
 from .read_caches import misaligned, stored_once
+from .read_masks import (
+    dropped_masks,
+    misread_by_fused,
+    multiplied_masks,
+    small_fills,
+    tiled_masks,
+    zero_fills,
+)
 from .read_pieces import (
-    HIDES,
     INNER,
     LONG,
-    PLAIN,
     WORKED_ON,
     Known,
     Reader,
@@ -32,23 +35,18 @@ from .read_pieces import (
     asks,
     built_of_self,
     called_of_self,
-    goes_into_softmax,
-    is_mask,
     is_plain,
     is_set_beside,
     is_within,
     kind_of,
-    masked_product,
     may_end,
     needs,
     of_self,
     overwritten,
     parameters_of,
     qkv_of,
-    softmax_of,
     target_of,
     word_of,
-    words_in,
 )
 from .read_sizes import (
     idle_permutes,
@@ -63,8 +61,6 @@ OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
 A_MODULE = nn.Module()
 """What each module has, `training` among it."""
-OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
-"""Code that makes a mask speak of queries, which may come to nothing."""
 
 
 def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -143,95 +139,6 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             later = [load for load in read if not own or load.lineno > one.lineno]
             if not later and len(one.targets) == 1 and (own or WORKED_ON.search(name.lower())):
                 yield "never", one.lineno, {"name": name}
-
-
-def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Numbers near 0 that are filled in where a mask hides: −1e-9 for −1e9."""
-    for call in nodes(ast.Call, part):
-        if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
-            *_, mask, value = call.args
-            with contextlib.suppress(ValueError):
-                number = ast.literal_eval(value)
-                small = isinstance(number, float) and 0 < abs(number) < 0.01
-                if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
-                    yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
-
-
-def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Scores that are set to 0 where a mask hides, and go into a softmax: `scores[mask] = 0`."""
-    for function in nodes(ast.FunctionDef, part):
-        lines = [one for one in ast.walk(function) if isinstance(one, ast.Assign)]
-        lines.sort(key=lambda one: one.lineno)
-        for number, line in enumerate(lines):
-            target, value = line.targets[0], line.value
-            hides = [target.slice] if isinstance(target, ast.Subscript) else []
-            if isinstance(value, ast.Call) and len(value.args) > 1:
-                filled = getattr(value.func, "attr", "").strip("_") == "masked_fill"
-                hides, value = (value.args[-2:-1], value.args[-1]) if filled else ([], value)
-            zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
-            said = [*filter(is_mask, sorted(words_in(*hides)))] if zero and hides else []
-            name = target_of(line)  # rows in which all is hidden may be filled with anything
-            hidden = any(
-                target_of(one) == name and HIDES.search(ast.unparse(one))
-                for one in lines
-                if one is not line
-            )
-            if said and not hidden and goes_into_softmax(name, lines[number + 1 :]):
-                yield "small", line.lineno, {"name": said[0], "value": "0"}
-
-
-def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Masks that scores or weights are multiplied with, and that hide nothing in any other way."""
-    for function in nodes(ast.FunctionDef, part):
-        lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
-        lines.sort(key=lambda one: one.lineno)
-        for number, line in enumerate(lines):
-            if (product := masked_product(line)) is None:
-                continue
-            target, other, mask = product
-            kin, rest = {mask}, [one for one in lines if one is not line]
-            for one in (*rest, *rest):  # what is made of the mask, and what it is made of
-                if kin & (said := words_in(one)) and not said & {target, other}:
-                    kin |= {target_of(one), *filter(is_mask, said)} - {""}
-            about = [ast.unparse(one) for one in (line, *rest) if kin & words_in(one)]
-            used = any(kin & (said := words_in(one)) and said & {target, other} for one in rest)
-            if used or any(OF_QUERIES.search(code) and "&" not in code for code in about):
-                continue
-            before = [one for one in lines[:number] if other and target_of(one) == other]
-            after = [one for one in lines[number + 1 :] if target in words_in(one)]
-            if not other or (before and softmax_of(before[-1]) is not None):
-                code = "\n".join(map(ast.unparse, after))
-                if "/" not in code and "norm" not in code and "softmax" not in code:
-                    yield "weights", line.lineno, {"name": mask}
-            elif goes_into_softmax(target, after):
-                yield "scores", line.lineno, {"name": mask}
-
-
-def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Masks that forward takes and never reads, while it hands on None in their place:
-    `self.attention(x, x, x, mask=None)`."""
-    for function in nodes(ast.FunctionDef, part):
-        given = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
-        unread = [one for one in given - names(*function.body) if is_mask(one)]
-        for call in nodes(ast.Call, function) if function.name == "forward" and unread else ():
-            for one in call.keywords:
-                if is_mask(one.arg or "") and ast.unparse(one.value) == "None":
-                    yield "dropped", call.lineno, {"name": unread[0]}
-
-
-def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Masks for PyTorch's own layer, which counts [B · H] sequence by sequence, that are repeated
-    head by head: `mask.repeat(self.num_heads, 1, 1)`."""
-    if not isinstance(kind, ast.ClassDef) or "nn.MultiheadAttention(" not in ast.unparse(kind):
-        return
-    for call in nodes(ast.Call, kind):
-        sizes = [ast.unparse(one) for one in call.args]
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        repeats = owner is not None and getattr(call.func, "attr", "") == "repeat"
-        heads = building_role(sizes[0].split(".")[-1], needed=True) if sizes else None
-        masks = [*filter(is_mask, sorted(words_in(owner)))] if repeats and owner else []
-        if masks and heads == "heads" and sizes[1:] == ["1", "1"]:
-            yield "tiled", call.lineno, {"name": masks[0]}
 
 
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -380,7 +287,7 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
-    "mask": (dropped_masks, tiled_masks),
+    "mask": (dropped_masks, tiled_masks, misread_by_fused),
     "cache": (misaligned, stored_once),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads,),

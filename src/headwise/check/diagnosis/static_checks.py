@@ -178,7 +178,35 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
                 if name in source.definitions and name not in own:
                     own[name] = source.definitions[name]
                     waiting |= names(own[name])
-            yield source, [own[n] for n in sorted(own) if not _is_begun(source, own[n])], known
+            parts = [own[n] for n in sorted(own) if not _is_begun(source, own[n])]
+            yield source, [_in_force(one, parts) for one in parts], known
+
+
+def _in_force(part: ast.stmt, parts: Sequence[ast.stmt]) -> ast.stmt:
+    """A class that others are only derived from, without the methods that all of them write anew
+    and do not call."""
+    name = getattr(part, "name", "")
+    heirs = [
+        one
+        for one in parts
+        if isinstance(one, ast.ClassDef) and name in {ast.unparse(base) for base in one.bases}
+    ]
+    said = [one.id for one in nodes(ast.Name, *parts) if one.id == name]
+    if not isinstance(part, ast.ClassDef) or not heirs or len(said) > len(heirs):
+        return part
+    body = [
+        one
+        for one in part.body
+        if not isinstance(one, ast.FunctionDef) or not all(_replaces(heir, one) for heir in heirs)
+    ]
+    fields = {key: getattr(part, key) for key in part._fields}
+    return ast.copy_location(ast.ClassDef(**{**fields, "body": body}), part)
+
+
+def _replaces(heir: ast.ClassDef, method: ast.FunctionDef) -> bool:
+    written = any(isinstance(one, ast.FunctionDef) and one.name == method.name for one in heir.body)
+    called = re.search(rf"super\([^)]*\)\.{method.name}\b", ast.unparse(heir))
+    return written and called is None
 
 
 def _is_begun(source: Source, part: ast.stmt) -> bool:

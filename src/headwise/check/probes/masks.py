@@ -17,7 +17,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.checked_target import Target, told
 from ..target.signatures import entry
-from ..target.uses import said_of
+from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
 
@@ -32,14 +32,6 @@ REFUSED = re.compile(
 """What PyTorch says where a fill has no value, or a mask of this dtype will not do."""
 MISFIT = re.compile("must match the size|number of dimensions|broadcast")
 """What it says where shapes do not fit."""
-_SEEN = r"(real|valid|keep|kept|attend\w*|visible|actual|present|non-?pad\w*|not (pad|mask)\w*)\b"
-_LOST = r"(pad\w*|mask(ed)?( out)?|ignored?|hid(e|den)|blocked|invalid|not attend\w*)\b"
-_ONES, _ZEROS = (rf"\b({w})\b[^.;,:\n01]{{0,30}}?\b" for w in ("1s?|true|ones", "0s?|false|zeros"))
-SAID = {
-    True: re.compile(f"{_ONES}{_SEEN}|{_ZEROS}{_LOST}"),
-    False: re.compile(f"{_ONES}{_LOST}|{_ZEROS}{_SEEN}"),
-}
-"""What people write of a mask whose ones may be seen, and of one whose ones are hidden."""
 BIASES = {"attn_bias", "attention_bias", "bias"}
 KINDS = ("may", "hidden", "added", "ones", "later")
 

@@ -38,6 +38,14 @@ TOLD = (
     ("width", r"(dim|size|width|number of).*"),
 )
 """What people write of an argument of each role, the plainest first."""
+_SEEN = r"(real|valid|keep|kept|attend\w*|visible|actual|present|non-?pad\w*|not (pad|mask)\w*)\b"
+_LOST = r"(pad\w*|mask(ed)?( out)?|ignored?|hid(e|den)|blocked|invalid|not attend\w*)\b"
+_ONES, _ZEROS = (rf"\b({w})\b[^.;,:\n01]{{0,30}}?\b" for w in ("1s?|true|ones", "0s?|false|zeros"))
+SAID = {
+    True: re.compile(f"{_ONES}{_SEEN}|{_ZEROS}{_LOST}"),
+    False: re.compile(f"{_ONES}{_LOST}|{_ZEROS}{_SEEN}"),
+}
+"""What people write of a mask whose ones may be seen, and of one whose ones are hidden."""
 
 
 @dataclass(frozen=True)

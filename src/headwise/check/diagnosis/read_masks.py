@@ -1,0 +1,139 @@
+"""Read mistakes off the code of masks: how they are filled in, multiplied, repeated, handed on, and
+what is written of them. Readers are as in `read_code`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterator
+
+from ..files.syntax import Source, names, nodes
+from ..target.names import building_role
+from ..target.uses import SAID
+from .call_lines import FUSED
+from .read_pieces import (
+    HIDES,
+    PLAIN,
+    Known,
+    Said,
+    goes_into_softmax,
+    is_mask,
+    masked_product,
+    softmax_of,
+    target_of,
+    words_in,
+)
+
+OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
+"""Code that makes a mask speak of queries, which may come to nothing."""
+
+ADDED = re.compile(r"inf|masked_fill|where|float|finfo|-1e|zeros")
+"""Code that makes numbers that are added to scores."""
+
+
+def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Numbers near 0 that are filled in where a mask hides: −1e-9 for −1e9."""
+    for call in nodes(ast.Call, part):
+        if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
+            *_, mask, value = call.args
+            with contextlib.suppress(ValueError):
+                number = ast.literal_eval(value)
+                small = isinstance(number, float) and 0 < abs(number) < 0.01
+                if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
+                    yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
+
+
+def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Scores that are set to 0 where a mask hides, and go into a softmax: `scores[mask] = 0`."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in ast.walk(function) if isinstance(one, ast.Assign)]
+        lines.sort(key=lambda one: one.lineno)
+        for number, line in enumerate(lines):
+            target, value = line.targets[0], line.value
+            hides = [target.slice] if isinstance(target, ast.Subscript) else []
+            if isinstance(value, ast.Call) and len(value.args) > 1:
+                filled = getattr(value.func, "attr", "").strip("_") == "masked_fill"
+                hides, value = (value.args[-2:-1], value.args[-1]) if filled else ([], value)
+            zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
+            said = [*filter(is_mask, sorted(words_in(*hides)))] if zero and hides else []
+            name = target_of(line)  # rows in which all is hidden may be filled with anything
+            hidden = any(
+                target_of(one) == name and HIDES.search(ast.unparse(one))
+                for one in lines
+                if one is not line
+            )
+            if said and not hidden and goes_into_softmax(name, lines[number + 1 :]):
+                yield "small", line.lineno, {"name": said[0], "value": "0"}
+
+
+def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks that scores or weights are multiplied with, and that hide nothing in any other way."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
+        lines.sort(key=lambda one: one.lineno)
+        for number, line in enumerate(lines):
+            if (product := masked_product(line)) is None:
+                continue
+            target, other, mask = product
+            kin, rest = {mask}, [one for one in lines if one is not line]
+            for one in (*rest, *rest):  # what is made of the mask, and what it is made of
+                if kin & (said := words_in(one)) and not said & {target, other}:
+                    kin |= {target_of(one), *filter(is_mask, said)} - {""}
+            about = [ast.unparse(one) for one in (line, *rest) if kin & words_in(one)]
+            used = any(kin & (said := words_in(one)) and said & {target, other} for one in rest)
+            if used or any(OF_QUERIES.search(code) and "&" not in code for code in about):
+                continue
+            before = [one for one in lines[:number] if other and target_of(one) == other]
+            after = [one for one in lines[number + 1 :] if target in words_in(one)]
+            if not other or (before and softmax_of(before[-1]) is not None):
+                code = "\n".join(map(ast.unparse, after))
+                if "/" not in code and "norm" not in code and "softmax" not in code:
+                    yield "weights", line.lineno, {"name": mask}
+            elif goes_into_softmax(target, after):
+                yield "scores", line.lineno, {"name": mask}
+
+
+def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks that forward takes and never reads, while it hands on None in their place:
+    `self.attention(x, x, x, mask=None)`."""
+    for function in nodes(ast.FunctionDef, part):
+        given = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+        unread = [one for one in given - names(*function.body) if is_mask(one)]
+        for call in nodes(ast.Call, function) if function.name == "forward" and unread else ():
+            for one in call.keywords:
+                if is_mask(one.arg or "") and ast.unparse(one.value) == "None":
+                    yield "dropped", call.lineno, {"name": unread[0]}
+
+
+def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks for PyTorch's own layer, which counts [B · H] sequence by sequence, that are repeated
+    head by head: `mask.repeat(self.num_heads, 1, 1)`."""
+    if not isinstance(kind, ast.ClassDef) or "nn.MultiheadAttention(" not in ast.unparse(kind):
+        return
+    for call in nodes(ast.Call, kind):
+        sizes = [ast.unparse(one) for one in call.args]
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        repeats = owner is not None and getattr(call.func, "attr", "") == "repeat"
+        heads = building_role(sizes[0].split(".")[-1], needed=True) if sizes else None
+        masks = [*filter(is_mask, sorted(words_in(owner)))] if repeats and owner else []
+        if masks and heads == "heads" and sizes[1:] == ["1", "1"]:
+            yield "tiled", call.lineno, {"name": masks[0]}
+
+
+def misread_by_fused(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks of which is written that they are True where a key is hidden, and that go to PyTorch's
+    fused attention, which takes True where a query may attend."""
+    for function in nodes(ast.FunctionDef, part):
+        for call in nodes(ast.Call, function):
+            if ast.unparse(call.func).split(".")[-1] != FUSED:
+                continue
+            given = [one.value for one in call.keywords if one.arg == "attn_mask"] or call.args[3:4]
+            name = given[0].id if given and isinstance(given[0], ast.Name) else ""
+            made = [one for one in nodes(ast.Assign, function) if target_of(one) == name != ""]
+            if len(made) != 1 or ADDED.search(ast.unparse(made[0].value)):
+                continue  # turned over in between, or numbers
+            line = source.text.splitlines()[(made[0].end_lineno or 1) - 1]
+            said = line.partition("#")[2].strip()
+            if SAID[False].search(said.lower()) and not SAID[True].search(said.lower()):
+                yield "fused", made[0].lineno, {"name": name, "said": said}
