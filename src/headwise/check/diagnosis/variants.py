@@ -38,7 +38,8 @@ class Variant:
         roles: whose features serve as queries, keys and values: `kqv` has q and k swapped, in `qkx`
             the input itself is the values.
         split: how q, k and v become heads: `heads`, `view` (no transpose after the view),
-            `strided` (the heads are the inner axis); or three of these, one for each.
+            `strided` (the heads are the inner axis), `whole` (one head); or three of these, one for
+            each.
         over: attention among `tokens`, or among the `heads` of one token.
         turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
         share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), or all
@@ -132,6 +133,7 @@ SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "heads": lambda x, heads: x.unflatten(-1, (heads, -1)).transpose(1, 2),
     "view": lambda x, heads: x.reshape(len(x), heads, x.shape[1], -1),
     "strided": lambda x, heads: x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+    "whole": lambda x, heads: x[:, None],
 }
 """`[B, T, heads · width]` to `[B, heads, T, width]`."""
 
