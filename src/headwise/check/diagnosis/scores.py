@@ -92,10 +92,14 @@ def heads_seen(subject: Target) -> int | None:
     taken = [call.scores.shape for call in recorded(subject, x) if call.scores is not None]
     if not taken:
         return None
-    first, among = taken[0], sum(shape == taken[0] for shape in taken)
+    first, calls = taken[0], sum(shape == taken[0] for shape in taken)
     if len(first) == 4 and len(x) in first[:2]:
-        return among * first[1 if first[0] == len(x) else 0]
-    return among * (first[0] // len(x)) if len(first) == 3 and not first[0] % len(x) else None
+        heads = first[1 if first[0] == len(x) else 0]
+    elif len(first) == 3 and not first[0] % len(x):
+        heads = first[0] // len(x)
+    else:
+        return None
+    return calls if heads == 1 else heads  # one after the other, or all of them in each call
 
 
 def scores_of(case: Case) -> Iterator[Tensor]:
