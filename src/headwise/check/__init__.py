@@ -67,7 +67,7 @@ def check(
     from .diagnosis.static_checks import read_off
     from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
-    from .probes.options import options
+    from .probes.options import guesses_that_count, options
     from .target.checked_target import Broken
     from .target.construct import name_of
     from .target.resolve import resolve
@@ -87,8 +87,10 @@ def check(
             if read := sorted(read_off(thing), key=urgency):  # which needs no call
                 return Verdict(name_of(thing), tuple(read))
             raise
-        built = [*subject.made_up, *subject.absent]
-        results = joined(_diagnosed(subject), probe(subject), subject.guesses, built)
+        named, probed = _diagnosed(subject), probe(subject)
+        loose = any(one.severity == "error" and one.ground != "any" for one in (*named, *probed))
+        built = [*(guesses_that_count(subject) if loose else ()), *subject.absent]
+        results = joined(named, probed, subject.guesses, built)
         wrong = any(one.severity == "error" for one in results)
         kept = {"runs", *(one.rule for one in results if one.severity == "passed")}
         if not wrong and (other := options(subject, kept)) is not None:

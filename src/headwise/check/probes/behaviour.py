@@ -14,7 +14,7 @@ from ..findings.verdict import Example, Finding
 from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
-from ..target.introspect import SPEAKS_OF_ROPE, layer_of, names_in
+from ..target.introspect import SPEAKS_OF_ROPE, is_called, layer_of, names_called, names_in
 from ..target.masking import one_attends
 from .probe_context import Failed, ProbeContext, failing
 
@@ -284,8 +284,8 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     code = "".join(map(source_of, {type(part) for part in own.module.modules()}))
     untouched = {name for (name, _), slope in zip(named, slopes, strict=True) if slope is None}
-    layers = [layer_of(name).split(".")[-1] for name in missing if name in untouched]
-    unread = [one for one in layers if len(re.findall(rf"\b{one}\b", code)) == 1]
+    read, layers = {*names_called(own.module)}, map(layer_of, untouched & {*missing})
+    unread = [name for name in layers if not is_called(own.module, name, read)]
     one = found("gradients", "missing", which=which)
     if unread:
         return replace(one, ground="any")  # a guess of a call excuses no such thing

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..findings.verdict import Finding
@@ -33,7 +34,9 @@ SECONDS = 1.0
 """How long options are tried."""
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
 OF_KEYS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
-HIDES_LATER = re.compile(r"^(is_|use_)?causal|autoregressive|unidirectional")
+HIDES_LATER = re.compile(
+    r"^(is_|use_)?causal|autoregressive|unidirectional|(mask|hide|no)_?(the_)?future|future_?mask"
+)
 """Options that hide later tokens, with no mask from outside."""
 OTHER_KIND = re.compile(
     r"causal|direction|mask|cross|encoder|decoder|future|stream|window|local|cache"
@@ -66,23 +69,48 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     return None
 
 
+def guesses_that_count(subject: Target) -> list[str]:
+    """What was guessed to build a layer, without flags and numbers that change no output, for
+    people."""
+    return [f"{n}={v!r}" for n, v in subject.made_up.items() if not _is_idle(subject, n, v)]
+
+
+def _is_idle(subject: Target, name: str, value: Any) -> bool:
+    """Whether the same weights give the same output where a flag is turned, or a number doubled."""
+    other = not value if isinstance(value, bool) else 2 * value if isinstance(value, int) else None
+    try:
+        built = None if other is None else subject.rebuilt(**{name: other})
+        module = None if built is None else built.module
+        own = None if module is None or subject.module is None else subject.alike(module)
+        x = subject.input()
+        return own is not None and torch.equal(own(x), subject(x))
+    except Exception:  # it wants this one
+        return False
+
+
 def _hiding(subject: Target) -> Iterator[dict[str, Any]]:
     """Flags of the constructor that make it causal, where it is not."""
-    handed = subject.causal or subject.caller.named("mask") or subject.caller.named("causal")
-    for parameter in () if handed else signature(type(subject.module)):
-        if parameter.default is False and HIDES_LATER.search(parameter.name.lower()):
+    own = subject.causal and subject.mask_form is None
+    for parameter in () if own else signature(type(subject.module)):
+        if parameter.default is False and _may_hide(parameter.name):
             yield {parameter.name: True}
 
 
+def _may_hide(name: str) -> bool:
+    return HIDES_LATER.search(name.lower()) is not None or building_role(name) == "causal"
+
+
 def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
-    """What is wrong with the mask of the same layer where it is causal."""
+    """What is wrong with the mask of the same layer where it is causal: as its option says, or as
+    is seen where that may speak of another mask."""
     from ..diagnosis import run as diagnose
 
     try:
         other = subject.rebuilt(**changes)
     except (ValueError, Broken):  # it wants a length, or another call
         return None
-    if other is None or other.guesses:
+    said = all(HIDES_LATER.search(name.lower()) for name in changes)
+    if other is None or other.guesses or not (said or other.causal_from == "seen"):
         return None
     other = _staying(subject, other, changes, causal=True, causal_from="given", mask_form=None)
     named = [one for one in diagnose(other) if one.severity == "error"]

@@ -10,20 +10,23 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from ..target.call_adapter import SINGLE, MaskForm
 from ..target.checked_target import Broken, Target, is_users, told
-from ..target.construct import signature
+from ..target.signatures import signature, source_of
 from .masks import HIDDEN, hiding
 from .probe_context import Failed, ProbeContext
 
 FUSED = re.compile(r"flash|sdpa|fused|(memory|mem)_?eff|efficient_att|scaled_dot_product")
 """Names of flags that choose a kernel, which changes no number."""
+ASKS = re.compile(r"hasattr\([\w.]+, *[\"']scaled_dot_product_attention[\"']\)")
+"""Code that asks whether PyTorch has a fused attention."""
 LAYOUT = "batch_first"
 FOREIGN = re.compile(r"cuda|gpu|kernel|backend|not (implemented|supported|available)|triton", re.I)
 """What errors say that speak of a machine or package, not of the layer."""
@@ -47,15 +50,50 @@ def paths(ctx: ProbeContext) -> Finding | None:
             error = failure.__cause__
             if isinstance(error, RuntimeError) and is_own(error):
                 return found("paths", "fails", call=call, error=told(error))
-    for name in _attributes(ctx):
+    for call, other in _by_itself(ctx):
         with contextlib.suppress(Failed):  # the constructor may have made nothing for that path
             tried = True
-            call, other = f"self.{name} the other way", _flipped(ctx.exact, name)
             if not ctx.near(ctx.call(ctx.x, other), ctx.out):
                 return found("paths", "differs", call=call)
             if (form := _masked_apart(ctx, other)) is not None:
                 return found("paths", "masked", call=call, form=form)
     return passed("paths") if tried else None
+
+
+def _by_itself(ctx: ProbeContext) -> Iterator[tuple[str, Target]]:
+    """The layer on the path that it would take on another machine, or with a PyTorch that has no
+    fused attention, as it says."""
+    for name in _attributes(ctx):
+        yield f"self.{name} the other way", _flipped(ctx.exact, name)
+    module = ctx.exact.module
+    if module is None or not ASKS.search(source_of(type(module))):
+        return
+    try:
+        with _unfused():
+            built = ctx.subject.rebuilt()
+    except (Broken, ValueError):
+        return
+    own = ctx.exact.alike(built.module) if built and built.module is not None else None
+    if own is not None and own.module is not None:
+        without = contextlib.ExitStack()
+
+        def hide(*_: Any) -> None:
+            without.enter_context(_unfused())
+
+        own.module.register_forward_pre_hook(hide)
+        own.module.register_forward_hook(lambda *_: without.close(), always_call=True)
+        yield "no F.scaled_dot_product_attention", own
+
+
+@contextlib.contextmanager
+def _unfused() -> Iterator[None]:
+    """A PyTorch without a fused attention."""
+    fused = nn.functional.scaled_dot_product_attention
+    del nn.functional.scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = fused
 
 
 def _out(ctx: ProbeContext, subject: Target) -> Tensor:

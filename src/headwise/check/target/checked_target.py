@@ -26,7 +26,7 @@ from ..findings.verdict import Finding
 from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
 from .copies import copied, randomise
 from .fills import Fill
-from .introspect import layer_of, names_called, set_dropout
+from .introspect import is_called, layer_of, names_called, set_dropout
 from .names import is_known
 
 BATCH, TOKENS = 2, 7
@@ -62,7 +62,7 @@ class Target:
         mask_form: how a causal mask is passed; None where none is.
         open_form: how a mask is passed that hides nothing, for calls that insist on one.
         uncalled: the module as it was before its first call, which may leave something behind.
-        made_up: what was guessed to build it, for people.
+        made_up: what was guessed to build it, by name.
         absent: what its code speaks of and could not be imported, for people.
         notes: what was worked out, for people.
     """
@@ -90,7 +90,7 @@ class Target:
     only: bool = False  # whether no other number of tokens than `room` goes in
     told: bool = False  # whether that is a number of its own
     uncalled: nn.Module | None = None
-    made_up: list[str] = field(default_factory=list)
+    made_up: dict[str, Any] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -205,7 +205,8 @@ class Target:
         said, named = set(names_called(self.module)), dict(self.module.named_parameters())
         layers = {name: layer_of(name) for name in named}
         used = {layers[name] for name, one in named.items() if id(one) in touched.seen}
-        return {n for n, one in layers.items() if one not in used and said & set(one.split("."))}
+        unused = {n: one for n, one in layers.items() if one not in used}
+        return {n for n, one in unused.items() if is_called(self.module, one, said)}
 
     # --- inputs -----------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,13 +39,59 @@ def names_in(module: nn.Module) -> Iterator[str]:
 
 
 def names_called(module: nn.Module) -> Iterator[str]:
-    """Names that a module's methods read, and those of the plain objects that it holds."""
+    """Names that the call of a module and of what is in it reads, and all methods of the plain
+    objects that they hold."""
     for child in module.modules():
-        held = [child, *(v for v in vars(child).values() if type(v).__module__ != "builtins")]
-        for kind in (kind for one in held for kind in _own_classes(one)):
-            for name, value in vars(kind).items():
-                if name != "__init__":
-                    yield from getattr(getattr(value, "__code__", None), "co_names", ())
+        yield from _reached(child)
+        for held in vars(child).values():
+            for kind in _own_classes(held) if type(held).__module__ != "builtins" else ():
+                yield from (
+                    one for name in vars(kind) if name != "__init__" for one in _read(kind, name)
+                )
+
+
+def is_called(module: nn.Module, layer: str, read: Collection[str]) -> bool:
+    """Whether a layer within is among the names that calls read, and so is all that it lies in;
+    what PyTorch's own modules hold is.
+
+    Args:
+        read: `names_called` of the module.
+    """
+    for part in layer.split("."):
+        if any(True for _ in _own_classes(module)) and part not in read:
+            return False
+        module = getattr(module, part, None)
+        if not isinstance(module, nn.Module):
+            return True
+    return True
+
+
+def _reached(module: nn.Module) -> Iterator[str]:
+    """Names that a module's call reads, and the methods that it calls: not those that only build
+    it, or show it."""
+    waiting, seen = ["forward", "__call__"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for kind in _own_classes(module):
+            if name in vars(kind):
+                read = {*_read(kind, name)}
+                yield from read
+                methods = vars(kind) if "getattr" in read else ()  # whichever it may be
+                waiting += {*read, *methods} - seen - {"__init__"}
+                if "super" not in read:
+                    break
+
+
+def _read(kind: type, name: str) -> Iterator[str]:
+    """Names that a method reads, or a function in it."""
+    value = vars(kind)[name]
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    waiting = [getattr(inspect.unwrap(value) if callable(value) else None, "__code__", None)]
+    while waiting:
+        if (code := waiting.pop()) is not None:
+            yield from code.co_names
+            waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
 
 
 def _own_classes(thing: Any) -> Iterator[type]:

@@ -121,13 +121,14 @@ def _causal_form(subject: Target) -> MaskForm | None:
 
 
 def _said_causal(subject: Target, without: Tensor | None) -> MaskForm | None:
-    """A flag that says causal and changes the output, though later tokens still count."""
+    """A flag that says causal and changes the output, though later tokens still count, or outputs
+    are no numbers with it."""
     for name in subject.caller.named("causal"):
         form = MaskForm(name, "flag")
         out = _quiet(replace(subject, causal=True, mask_form=form))
         if "causal" not in name.lower() or out is None or without is None:
             continue
-        if bool(out.isfinite().all()) and not torch.equal(out, without):
+        if bool(without.isfinite().all()) and not torch.equal(out, without):
             return form
     return None
 

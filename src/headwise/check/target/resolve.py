@@ -22,6 +22,7 @@ from .construct import build, facts, input_width, matrix_width, name_of
 from .copies import copied
 from .first_call import first_call
 from .functions import holding, of_function, weights_taken
+from .introspect import is_called, layer_of, names_called
 from .masking import learn_causality
 from .names import building_role, calling_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, other_sizes
@@ -284,7 +285,7 @@ def _of_factory(
         made_up |= request.sizes.changes
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         again = functools.partial(make, request)
-        made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": guessed}
+        made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": made_up}
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
             return replace(subject, roles=roles, **made)
@@ -371,10 +372,26 @@ def _settled(
         wide = known.get("kv_width", width)
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
+    _refuse_unmade(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
+
+
+def _refuse_unmade(subject: Target) -> None:
+    """Say which lazy layers have no weights after a call: nothing calls them, or not this call."""
+    named = subject.module.named_parameters() if subject.module is not None else ()
+    unmade = [name for name, one in named if isinstance(one, nn.UninitializedParameter)]
+    if not unmade or subject.module is None:
+        return
+    read, which = {*names_called(subject.module)}, " and ".join(unmade[:3])
+    if any(not is_called(subject.module, layer_of(name), read) for name in unmade):
+        raise Broken(replace(found("gradients", "missing", which=which), ground="any"))
+    raise ValueError(
+        f"check({subject.name}): {which} have no shape yet, for only another call makes them: give "
+        "it that call, hw.check(…, call=lambda layer, x: …), or a layer that was called"
+    )
 
 
 def _reads(target: Any, wide: int) -> bool:
