@@ -141,7 +141,7 @@ def _for_one_token(variant: Variant) -> Variant:
         unbiased=_for_values(variant.unbiased),
         roles="qk" + variant.roles[2],
         split="heads" if split == "view" else split,
-        share="repeat" if variant.share == "first keys" else variant.share,
+        share="repeat" if variant.share.endswith(" keys") else variant.share,
         scale=variant.scale if str(variant.scale).startswith("after") else "√D",
         softcap=None,
         mask="none",

@@ -42,8 +42,8 @@ class Variant:
             each.
         over: attention among `tokens`, or among the `heads` of one token.
         turned_keys: `transposed`, or `reshaped` into the shape of the transposed keys.
-        share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), or all
-            read the `first`, the `first keys` or the `first values`.
+        share: how query heads share fewer key/value heads: `repeat`, `tile` (in turns), `tile keys`
+            or `tile values` alone, or all read the `first`, the `first keys` or the `first values`.
         scale: a name that `scale_of` reads, or a number.
         softcap: `c` makes scores `c · tanh(score / c)`.
         mask: a name in `MASKS`, or `window 4` for the last four keys.
@@ -295,7 +295,7 @@ def _shared(part: Tensor, heads: int, how: str, whose: str) -> Tensor:
         return part
     if heads % groups:
         raise RuntimeError(f"{heads} query heads cannot share {groups}")
-    if how == "tile":
+    if how in ("tile", f"tile {whose}"):
         return part.repeat(1, heads // groups, 1, 1)
     return part.repeat_interleave(heads // groups, dim=1)
 

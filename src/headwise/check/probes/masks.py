@@ -146,29 +146,33 @@ class Effect:
     single: str = ""
 
 
-def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding | None:
-    """The finding on the first mask argument that can be judged."""
-    said = []
-    for name in names:
-        seen = best(ctx, name)
-        if seen is None:
-            said.append(name)
-        elif seen.error:
-            one = found(rule, "fails", name=name, error=seen.error)
-            return replace(one, ground="any") if "ambiguous" in seen.error else one
-        elif seen.single:
-            return found(rule, "single", name=name, form=seen.form, error=seen.single)
-        elif not seen.right and ctx.subject.caller.streams:
-            return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
-        elif seen.right:
-            right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
-            return _turned(ctx, rule, seen.form) or right
-        elif not seen.any:
-            return found(rule, "ignored", name=name)
-        else:
-            way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
-            return found(rule, way, name=name, form=seen.form)
-    return skipped(rule, f"No form was found in which {', '.join(said)} can be given.")
+def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding:
+    """The finding on the first mask argument with which something is wrong; else on the first that
+    can be judged."""
+    seen = {name: best(ctx, name) for name in names}
+    judged = [_finding(ctx, rule, name, one) for name, one in seen.items() if one is not None]
+    wrong = (one for one in judged if one.severity == "error")
+    if judged:
+        return next(wrong, judged[0])
+    return skipped(rule, f"No form was found in which {', '.join(names)} can be given.")
+
+
+def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
+    """What is to be said of a mask argument."""
+    if seen.error:
+        one = found(rule, "fails", name=name, error=seen.error)
+        return replace(one, ground="any") if "ambiguous" in seen.error else one
+    if seen.single:
+        return found(rule, "single", name=name, form=seen.form, error=seen.single)
+    if seen.right:
+        right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
+        return _turned(ctx, rule, seen.form) or right
+    if not seen.any:
+        return found(rule, "ignored", name=name)
+    if ctx.subject.caller.streams:
+        return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
+    way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
+    return found(rule, way, name=name, form=seen.form)
 
 
 def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
