@@ -65,8 +65,8 @@ def _by_itself(ctx: ProbeContext) -> Iterator[tuple[str, Target]]:
     fused attention, as it says."""
     for name in _attributes(ctx):
         yield f"self.{name} the other way", _flipped(ctx.exact, name)
-    module = ctx.exact.module
-    if module is None or not ASKS.search(source_of(type(module))):
+    kinds = type(ctx.exact.module).mro()[:-2] if ctx.exact.module is not None else ()
+    if not any(ASKS.search(source_of(kind)) for kind in kinds):  # below nn.Module
         return
     try:
         with _unfused():

@@ -8,6 +8,7 @@ mistake of the layer's author. Where nothing goes in, somebody has to say how.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
         ValueError: it fails, and the call may be at fault.
     """
     caller, errors = subject.caller, list[BaseException]()
+    windowed = list[tuple[BaseException, int]]()
     if getattr(caller.target, "batch_first", True) is False:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
@@ -118,6 +120,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
+            if way == Way(usual, way.room, only=True) and _fills_window(subject, error):
+                windowed.append((error, subject.most_tokens))
             goes_in = isinstance(error, UnusableResult) and way == Way(usual)
             if goes_in and not axis_too_many(error):
                 break
@@ -154,6 +158,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
             return first_call(subject, widened=True)
         subject.embed_dim = own_width
     Way(usual).set(subject)
+    for error, tokens in windowed if not subject.made_up and not caller.made_up else ():
+        raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
     return _refuse(subject, errors[0], own or _cut_short(subject, errors))
 
 
@@ -185,6 +191,17 @@ def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def _fills_window(subject: Target, error: BaseException) -> bool:
+    """Whether a call with as many tokens as its window has fails, and the error speaks of no such
+    number."""
+    tokens = subject.most_tokens
+    near = {tokens - 1, tokens, tokens + 1, 2 * tokens}
+    said = {int(number) for number in re.findall(r"\d+", str(error))}
+    window = subject.roles.get("window")
+    fills = isinstance(window, tuple) and math.prod(window) == tokens
+    return fills and not near & said and not of_guess(subject, error)
 
 
 def _cut_short(subject: Target, errors: Sequence[BaseException]) -> bool:
