@@ -451,3 +451,69 @@ class OverTheWrongHeads(OverHeads):
 def test_a_softmax_over_heads_whatever_goes_in() -> None:
     assert [one.rule for one in check(OverHeads, 24, 3).errors] == []
     assert check(OverTheWrongHeads, 24, 3).errors[0].rule == "softmax"
+
+
+class ReadOn(Layer):
+    """The keys' numbers are read on as if their heads came first."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n, tokens, _ = x.shape
+        k = self.fc_k(x).view(n, self.heads, tokens, -1).transpose(1, 2).contiguous()
+        return self.split(self.fc_q(x)), k.view(n, self.heads, tokens, -1), self.split(self.fc_v(x))
+
+
+class Sinusoids(Layer):
+    """Positions are put in without a parameter."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        place = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+        return super().parts(x + (place * torch.arange(x.shape[2], device=x.device)).sin())
+
+
+def test_where_no_positions_are_put_in_other_numbers_are_a_mistake() -> None:
+    (one,) = check(ReadOn, 24, 3).errors
+    assert one.rule == "definition"
+    assert check(Sinusoids, 24, 3).passed
+
+
+class HeadsForTokens(Layer):
+    """Runs where there are as many tokens as heads, and with one token."""
+
+    def split(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (self.heads, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k.transpose(1, 2)) / q.shape[-1] ** 0.5
+        return self.merged(scores.softmax(-1) @ v)
+
+
+def test_as_many_tokens_as_heads_are_a_chance() -> None:
+    assert [one.rule for one in check(HeadsForTokens).errors] == ["runs"]
+
+
+class Worded(Layer):
+    """What it does is said in a word, and each of them must be right."""
+
+    fill = float("-inf")
+
+    def __init__(self, d_model: int, num_heads: int, hiding: str) -> None:
+        super().__init__(d_model, num_heads)
+        self.hiding = hiding
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if self.hiding == "causal":
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), self.fill)
+        elif self.hiding != "none":
+            raise ValueError(f"hiding={self.hiding!r}: it is causal or none")
+        return scores.softmax(-1)
+
+
+class WordedAndWrong(Worded):
+    fill = 1e-9
+
+
+def test_a_word_that_the_code_asks_for_is_no_guess() -> None:
+    assert check(Worded).passed
+    assert check(WordedAndWrong).errors[0].rule == "mask-fill"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -20,7 +21,7 @@ from ..findings.verdict import Example, Finding, Ground
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import names_in, numbers_in
-from .call_lines import lines_of, recorded
+from .call_lines import LineCall, lines_of, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
@@ -58,6 +59,17 @@ OTHER_FUNCTIONS = set(
     ).split()
 )
 """Functions that are called for the same."""
+PLAIN_FUNCTIONS = set(
+    (
+        "linear matmul bmm baddbmm einsum softmax dropout layer_norm mul div add sub pow sqrt view "
+        "reshape transpose permute movedim swapaxes contiguous clone flatten unflatten unsqueeze "
+        "squeeze expand expand_as repeat repeat_interleave split chunk unbind stack cat getitem "
+        "masked_fill where triu tril ones ones_like zeros zeros_like full full_like tensor bool to "
+        "float type_as type logical_not eq ne lt gt le ge size dim numel get len iter "
+        "is_floating_point"
+    ).split()
+)
+"""Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 """Names that people give an input which is to be added to the output."""
 HIDING = re.compile(r"mask|fill|inf")
@@ -313,4 +325,15 @@ def _unexplained(case: Case, subject: Target, base: Variant) -> Finding:
     if heads_seen(case.subject) == groups < words["H"]:
         return found("grouped-heads", "summed", G=groups, **words)
     words |= {"names": _projections(case.reading)}
-    return found("definition", "unexplained", _example(case, subject, base), **words)
+    one = found("definition", "unexplained", _example(case, subject, base), **words)
+    return replace(one, ground="call") if _is_plain(subject, made) else one
+
+
+def _is_plain(subject: Target, made: Sequence[LineCall]) -> bool:
+    """Whether a call that nobody guessed only projects, moves axes, multiplies and takes a softmax:
+    then no positions are put in that would make it another attention."""
+    names = {call.name for call in made}
+    guessed = subject.guesses or subject.made_up or subject.absent
+    shifts = {"cat", "getitem"} <= names
+    held = [] if subject.module is None else [*subject.module.buffers()]
+    return not (guessed or held or shifts) and names <= PLAIN_FUNCTIONS

@@ -115,7 +115,8 @@ def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -
     errors = [one for one in told if one.severity == "error"]
     if errors:
         return [*results, replace(vague, explained_by=errors[0].rule)]
-    if told:  # the order of tokens counts: positions that are put in without a word, perhaps
+    positions = vague.ground != "call"  # which may be put in without a word
+    if told and positions:
         return [*results, replace(vague, severity="warning")]
     return [vague, *results]
 

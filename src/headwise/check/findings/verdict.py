@@ -118,8 +118,9 @@ class Finding:
     @property
     def open(self) -> bool:
         """Whether it says that something that matters could not be checked."""
-        untried = self.rule == "definition" or self.message.startswith(UNTRIED)
-        return self.severity == "skipped" and untried
+        if self.rule == "definition":  # other numbers than attention's may have their reasons
+            return self.severity in ("skipped", "warning")
+        return self.severity == "skipped" and self.message.startswith(UNTRIED)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -70,9 +70,12 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
 
 
 def guesses_that_count(subject: Target) -> list[str]:
-    """What was guessed to build a layer, without flags and numbers that change no output, for
-    people."""
-    return [f"{n}={v!r}" for n, v in subject.made_up.items() if not _is_idle(subject, n, v)]
+    """What was guessed to build a layer, for people: without flags and numbers that change no
+    output, and words that its code asks for, for with each of them it must be right."""
+    kind = type(subject.module)
+    own = {n for n, v in subject.made_up.items() if isinstance(v, str) and v in words_of(kind, n)}
+    made_up = {n: v for n, v in subject.made_up.items() if n not in own}
+    return [f"{n}={v!r}" for n, v in made_up.items() if not _is_idle(subject, n, v)]
 
 
 def _is_idle(subject: Target, name: str, value: Any) -> bool:

@@ -258,10 +258,9 @@ def _is_chance(subject: Target) -> bool:
     sure = all(caller.roles[name] in SURE for name in caller.made_up)
     if subject.made_up or not sure or caller.custom is not None:
         return False
-    for tokens in {1, subject.most_tokens - 1}:
-        with contextlib.suppress(Exception):
-            subject.result(subject.input(tokens=tokens))
-            return False
+    with contextlib.suppress(Exception):  # a single token goes in anywhere
+        subject.result(subject.input(tokens=subject.most_tokens - 1))
+        return False
     return True
 
 

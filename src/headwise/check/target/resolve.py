@@ -321,6 +321,8 @@ def _of_factory(
                 return make(replace(request, sizes=sizes))
             except (Broken, ValueError) as error:
                 others.append(error)
+                if isinstance(error, Broken) and error.finding.ground == "any":
+                    break  # whatever its sizes are
         fault = blamed(first, others, factory, given)
         raise fault from fault.__cause__ or first.__cause__
     flags = (p for p in signature(factory) if building_role(p.name) == "causal")
