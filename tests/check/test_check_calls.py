@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -331,7 +332,7 @@ def test_what_follows_from_a_named_mistake_is_no_finding() -> None:
 
 
 def test_what_no_mistake_explains_yields_to_what_was_seen() -> None:
-    vague = error("definition")
+    vague = replace(error("definition"), ground="weights")
     assert [one.rule for one in joined([vague], [])] == ["definition"]
     seen = joined([vague], [error("batch")])
     assert [(one.rule, one.explained_by) for one in seen] == [
@@ -342,6 +343,8 @@ def test_what_no_mistake_explains_yields_to_what_was_seen() -> None:
     right = Finding("definition", "passed", "the definition, with rotary positions")
     assert [one.severity for one in joined([right], [order])] == ["passed", "skipped"]
     assert [one.severity for one in joined([vague], [order])] == ["warning", "warning"]
+    plain = replace(vague, ground="call")  # where no positions can be put in
+    assert [one.severity for one in joined([plain], [order])] == ["error", "skipped"]
 
 
 def test_one_fault_in_handling_explains_its_followers() -> None:
