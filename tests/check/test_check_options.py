@@ -209,9 +209,10 @@ class KeptForADevice(Options):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, -1)
         )
+        q, k = self.normed(q, k)
         scores = (q @ k.mT / self.dim**0.5).masked_fill(self.later(x), -torch.inf)
         weights = F.dropout(scores.softmax(-1), self.rate(), self.training)
-        return self.out(self.merged(weights @ v))
+        return self.out(self.gated(x, self.merged(weights @ v)))
 
 
 class KeptForTheLast(KeptForADevice):

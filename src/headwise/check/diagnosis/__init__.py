@@ -18,6 +18,7 @@ import torch
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding, Ground
+from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import names_in, numbers_in
@@ -335,5 +336,7 @@ def _is_plain(subject: Target, made: Sequence[LineCall]) -> bool:
     names = {call.name for call in made}
     guessed = subject.guesses or subject.made_up or subject.absent
     shifts = {"cat", "getitem"} <= names
-    held = [] if subject.module is None else [*subject.module.buffers()]
+    parts = () if subject.module is None else subject.module.modules()
+    own = ((name, value) for part in parts for name, value in vars(part).items())
+    held = [*tensors_in([value for name, value in own if name not in ("_parameters", "_modules")])]
     return not (guessed or held or shifts) and names <= PLAIN_FUNCTIONS

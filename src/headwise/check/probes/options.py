@@ -83,10 +83,11 @@ def _is_idle(subject: Target, name: str, value: Any) -> bool:
     other = not value if isinstance(value, bool) else 2 * value if isinstance(value, int) else None
     try:
         built = None if other is None else subject.rebuilt(**{name: other})
+        plain = replace(subject, causal=False, mask_form=None)
         module = None if built is None else built.module
-        own = None if module is None or subject.module is None else subject.alike(module)
+        own = None if module is None or subject.module is None else plain.alike(module)
         x = subject.input()
-        return own is not None and torch.equal(own(x), subject(x))
+        return own is not None and torch.equal(own(x), plain(x))
     except Exception:  # it wants this one
         return False
 
@@ -114,6 +115,8 @@ def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
         return None
     said = all(HIDES_LATER.search(name.lower()) for name in changes)
     if other is None or other.guesses or not (said or other.causal_from == "seen"):
+        return None
+    if all(_is_idle(subject, name, False) for name in changes):  # others may ask for it
         return None
     other = _staying(subject, other, changes, causal=True, causal_from="given", mask_form=None)
     named = [one for one in diagnose(other) if one.severity == "error"]

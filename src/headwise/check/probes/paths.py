@@ -107,9 +107,13 @@ def _masked_apart(ctx: ProbeContext, other: Target) -> MaskForm | None:
     """A mask that the other path does not follow as this one does; None where it refuses it."""
     if ctx.tokens <= HIDDEN or ctx.exact.caller.layout is SINGLE:
         return None
-    for form, given in hiding(ctx):
+    flag = ctx.unflagged is not ctx  # which goes in instead of a mask
+    pair = [
+        replace(one, causal=False, mask_form=None) if flag else one for one in (ctx.exact, other)
+    ]
+    for form, given in hiding(ctx.unflagged):
         with contextlib.suppress(Failed):
-            outs = (ctx.result(ctx.x, one, **given).out for one in (ctx.exact, other))
+            outs = (ctx.result(ctx.x, one, **given).out for one in pair)
             usual, out = (one.nan_to_num() for one in outs)
             rows = [n for n in range(ctx.tokens) if n != HIDDEN]
             if not ctx.near(out[:, rows], usual[:, rows]):
