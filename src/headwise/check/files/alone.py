@@ -88,10 +88,14 @@ def _quiet(tree: ast.Module) -> ast.Module:
 
 
 def _run(
-    path: Path, name: str, tree: ast.Module, spare: bool = False
+    path: Path, name: str, tree: ast.Module, spare: bool = False, beside: bool = False
 ) -> tuple[ModuleType, set[str]] | None:
     """The module of a file, run one statement after the other, and the names that stand for errors;
-    None where a mistake of its own stands in the way."""
+    None where a mistake of its own stands in the way.
+
+    Args:
+        spare: whether all but the definitions may fail; beside: and imports of all names, too.
+    """
     _empty_packages(name, path)
     spec = spec_from_file_location(name, path)
     assert spec is not None
@@ -112,10 +116,10 @@ def _run(
         except (Exception, SystemExit) as error:
             spared = spare and not isinstance(statement, DEFINITIONS)
             excused = spared or isinstance(error, ImportError) or names(statement) & lost
-            if "*" in given or not (imports or excused):
+            if ("*" in given and not beside) or not (imports or excused):
                 del sys.modules[name]
                 return None
-            known |= {one: _stand_in(one, error) for one in given}
+            known |= {one: _stand_in(one, error) for one in given if one != "*"}
         lost |= {one for one in given if isinstance(known.get(one), Absent)}
     return module, lost
 
@@ -146,7 +150,7 @@ def _load_imported(statement: ast.stmt, package: str) -> bool:
     for path in (Path(folder, one) for folder in sys.path for one in (f"{bare}.py", bare / INIT)):
         if path.is_file() and is_users(str(path)):
             tree = _quiet(ast.parse(path.read_bytes()))
-            return _run(path.resolve(), imported, tree) is not None
+            return _run(path.resolve(), imported, tree, spare=True, beside=True) is not None
     return False
 
 

@@ -33,6 +33,8 @@ REFUSED = re.compile(
 MISFIT = re.compile("must match the size|number of dimensions|broadcast")
 """What it says where shapes do not fit."""
 BIASES = {"attn_bias", "attention_bias", "bias"}
+OF_KEYS = {"[B, 1, S]", "[B, 1, 1, S]"}
+"""Shapes with no axis for queries."""
 KINDS = ("may", "hidden", "added", "ones", "later")
 
 
@@ -83,6 +85,8 @@ def padding(ctx: ProbeContext) -> Finding | None:
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
                 return one if form.shape == "[B, S]" else replace(one, ground="call")
+            if form.shape in OF_KEYS and _of_queries(ctx, form, alone):
+                return found("padding", "queries", name=name, form=form)
     return skipped("padding", "No form was found in which its mask hides padding.")
 
 
@@ -257,6 +261,14 @@ def _mixed(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
     return False
 
 
+def _of_queries(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
+    """Whether a mask that is the same for all queries changes the hidden token's own output, and
+    that alone."""
+    with contextlib.suppress(Failed):
+        return _effect(ctx, form, alone).queries
+    return False
+
+
 def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:
     return seen.right, seen.any, seen.queries, not seen.elsewhere
 
@@ -266,6 +278,7 @@ def _forms(caller: Caller, name: str) -> Iterator[tuple[MaskForm, bool]]:
     role = caller.roles[name]
     if role == "lengths":
         yield MaskForm(name, "lengths"), True
+        yield from ((MaskForm(name, "may", shape), True) for shape in sorted(OF_KEYS))
         return
     if caller.takes_values(name):
         yield MaskForm(name, "headwise"), True

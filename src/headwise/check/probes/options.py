@@ -24,6 +24,7 @@ from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
 from .behaviour import causality, finite, gradients, past_used
+from .masks import REFUSED
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext
 from .robustness import deterministic, move, registered, reload, train_eval
@@ -96,7 +97,7 @@ def _hiding(subject: Target) -> Iterator[dict[str, Any]]:
     """Flags of the constructor that make it causal, where it is not."""
     own = subject.causal and subject.mask_form is None
     for parameter in () if own else signature(type(subject.module)):
-        if parameter.default is False and _may_hide(parameter.name):
+        if parameter.default in (False, None) and _may_hide(parameter.name):
             yield {parameter.name: True}
 
 
@@ -111,8 +112,11 @@ def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
 
     try:
         other = subject.rebuilt(**changes)
-    except (ValueError, Broken):  # it wants a length, or another call
+    except ValueError:  # it wants a length, or another call
         return None
+    except Broken as broken:
+        of_dtype = REFUSED.search(str(broken.__cause__)) is not None
+        return broken.finding if of_dtype or _is_sure(broken.__cause__, False) else None
     said = all(HIDES_LATER.search(name.lower()) for name in changes)
     if other is None or other.guesses or not (said or other.causal_from == "seen"):
         return None
@@ -162,6 +166,9 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     for group in (keys, values):
         if group and subject.head_dim is not None:
             yield dict.fromkeys(group, subject.head_dim + 4)
+    groups = [name for name, role in roles.items() if role == "kv_heads"]
+    if subject.num_heads == subject.num_kv_heads != 1:  # it may run for no fewer
+        yield from ({name: 1} for name in groups)
     if "width" in roles.values():
         wider = [name for name, role in roles.items() if role == "out_width"]
         yield from ({name: 2 * subject.embed_dim} for name in wider)

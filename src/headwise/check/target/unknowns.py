@@ -305,7 +305,7 @@ def fails_anyway(subject: Target) -> BaseException | None:
     caller = subject.caller
     if caller.custom is not None or not caller.inputs or subject.module is None:
         return None
-    asked = [n for n in caller.made_up if caller.roles[n] not in PLAIN]
+    asked = [n for n in (*caller.made_up, *caller.tables) if caller.roles[n] not in PLAIN]
     every = [n for n in caller.parameters if n not in caller.inputs and n not in caller.extra]
     open_ = [n for n in every if caller.fill(n) is left_out and caller.parameters[n].kind <= 3]
     unset = [n for n in open_ if caller.parameters[n].default is None]
