@@ -51,6 +51,18 @@ def write(folder: Path, **files: str) -> Path:
     return folder / "pack" / "layer.py"
 
 
+def test_constants_stand_beside_what_reads_files(tmp_path: Path) -> None:
+    reader = (
+        "def words():\n    return open('words that are not there').read().split()\nALL = words()\n"
+    )
+    constants = "from .reader import *\nSIZE = len(ALL)\nHEADS = 3\n"
+    layer = "from .constants import *\n" + RIGHT + "\nDIM = 8 * HEADS\n"
+    path = write(tmp_path, reader=reader, constants=constants, layer=layer)
+    module = load(path)
+    assert vars(module)["DIM"] == 24
+    assert check(chosen(module, path, "Attention"), 24, 3).passed
+
+
 def test_a_package_that_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
     begin = "from .parts import HEADS\nfrom __future__ import annotations\n".splitlines()
     path = write(

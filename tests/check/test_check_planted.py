@@ -517,3 +517,103 @@ class WordedAndWrong(Worded):
 def test_a_word_that_the_code_asks_for_is_no_guess() -> None:
     assert check(Worded).passed
     assert check(WordedAndWrong).errors[0].rule == "mask-fill"
+
+
+class HidesIfTold(Layer):
+    """Later tokens are hidden where it is told so."""
+
+    def __init__(self, d_model: int, num_heads: int, is_masked: bool = False) -> None:
+        super().__init__(d_model, num_heads)
+        self.is_masked = is_masked
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        return (self.hidden(scores) if self.is_masked else scores).softmax(-1)
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+
+
+class HidesByNumbers(HidesIfTold):
+    def hidden(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(torch.ones_like(scores).triu(1), -torch.inf)
+
+
+def test_a_flag_with_which_a_call_fails() -> None:
+    assert check(HidesIfTold, 24, 3).passed
+    (one,) = check(HidesByNumbers, 24, 3).errors
+    assert one.rule == "runs"
+    assert one.message.startswith("With is_masked=True")
+
+
+class MaskGiven(Layer):
+    """Its constructor takes a mask, or anything else for yes."""
+
+    def __init__(self, d_model: int, num_heads: int, mask: Any = None) -> None:
+        super().__init__(d_model, num_heads)
+        self.mask = mask
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if self.mask is not None:
+            scores = scores.masked_fill(self.later(scores), -torch.inf)
+        return scores.softmax(-1)
+
+    def later(self, scores: Tensor) -> Tensor:
+        return torch.ones(scores.shape[-2:], device=scores.device).triu(1).bool()
+
+
+class MaskMadeHere(MaskGiven):
+    def later(self, scores: Tensor) -> Tensor:
+        return torch.ones(scores.shape[-2:]).triu(1).bool()
+
+
+def test_a_mask_of_the_constructor_that_stays_on_the_cpu() -> None:
+    assert check(MaskGiven, 24, 3).passed
+    (one,) = check(MaskMadeHere, 24, 3).errors
+    assert one.rule == "move"
+    assert one.message.startswith("With mask=True")
+
+
+class FewerGroups(Layer):
+    """Keys and values are made for all heads, and repeated all the same."""
+
+    def __init__(self, d_model: int, num_heads: int, nums_group: int) -> None:
+        super().__init__(d_model, num_heads)
+        self.times = num_heads // nums_group
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().parts(x)
+        return q, k.repeat_interleave(self.times, 1), v.repeat_interleave(self.times, 1)
+
+
+def test_grouped_heads_that_run_only_where_they_are_not_grouped() -> None:
+    (one,) = check(FewerGroups).errors
+    assert one.rule == "runs"
+    assert one.message.startswith("With nums_group=1")
+
+
+class Lengths(Layer):
+    """Takes lengths, or a mask of keys for each sequence."""
+
+    def forward(self, x: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+        q, k, v = self.parts(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if valid_lens is not None:
+            scores = self.filled(scores, valid_lens)
+        return self.merged(scores.softmax(-1) @ v)
+
+    def filled(self, scores: Tensor, lengths: Tensor) -> Tensor:
+        seen = torch.arange(scores.shape[-1], device=scores.device) < lengths[:, None]
+        return scores.masked_fill(~seen[:, None, None], -torch.inf)
+
+
+class LengthsOfQueries(Lengths):
+    def filled(self, scores: Tensor, lengths: Tensor) -> Tensor:
+        return scores.masked_fill(~lengths.mT[:, None], -torch.inf)  # wants [B, 1, S]
+
+
+def test_a_mask_of_keys_that_hides_queries() -> None:
+    assert check(Lengths, 24, 3).passed
+    (one,) = check(LengthsOfQueries, 24, 3).errors
+    assert one.rule == "padding"
