@@ -617,3 +617,40 @@ def test_a_mask_of_keys_that_hides_queries() -> None:
     assert check(Lengths, 24, 3).passed
     (one,) = check(LengthsOfQueries, 24, 3).errors
     assert one.rule == "padding"
+
+
+class BiasAdded(Layer):
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.parts(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if bias is not None:
+            scores = self.added(scores, bias)
+        return self.merged(scores.softmax(-1) @ v)
+
+    def added(self, scores: Tensor, bias: Tensor) -> Tensor:
+        return scores + bias
+
+
+class BiasIgnored(BiasAdded):
+    def added(self, scores: Tensor, bias: Tensor) -> Tensor:
+        return scores
+
+
+def test_a_bias_that_changes_nothing() -> None:
+    assert check(BiasAdded, 24, 3).passed
+    (one,) = check(BiasIgnored, 24, 3).errors
+    assert one.rule == "mask"
+
+
+class TriangleForNothing(Layer):
+    """Makes a mask, and hides nothing with it."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        mask = torch.tril(torch.ones(q.shape[-2], k.shape[-2], device=q.device))  # noqa: F841
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+
+
+def test_a_triangle_that_nothing_reads() -> None:
+    (one,) = check(TriangleForNothing, 24, 3).errors
+    assert one.rule == "unused-result"
+    assert "mask becomes there is never read" in one.message

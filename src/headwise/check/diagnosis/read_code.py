@@ -8,6 +8,7 @@ where it is not sure.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import ModuleType
@@ -35,6 +36,7 @@ from .read_pieces import (
     asks,
     built_of_self,
     called_of_self,
+    is_mask,
     is_plain,
     is_set_beside,
     is_within,
@@ -59,6 +61,8 @@ from .read_sizes import (
 
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
+TRIANGLE = re.compile("^tri[lu]$|causal_mask")
+"""What makes a mask of later tokens."""
 A_MODULE = nn.Module()
 """What each module has, `training` among it."""
 
@@ -123,8 +127,8 @@ def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Results that nothing reads afterwards: `x = self.norm(x)` behind the last x, and scores or
-    weights that are worked on for nothing."""
+    """Results that nothing reads afterwards: `x = self.norm(x)` behind the last x, scores or
+    weights that are worked on for nothing, and triangles of a mask that hides nothing."""
     for function in nodes(ast.FunctionDef, part):
         parts = [*ast.walk(function)][1:]
         inner = [one for one in parts if isinstance(one, (*INNER, ast.For, ast.While))]
@@ -137,8 +141,15 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             own = name in names(one.value) and bool(called_of_self(one.value))
             read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]
-            if not later and len(one.targets) == 1 and (own or WORKED_ON.search(name.lower())):
+            meant = own or WORKED_ON.search(name.lower()) or _is_triangle(name, one.value)
+            if not later and len(one.targets) == 1 and meant:
                 yield "never", one.lineno, {"name": name}
+
+
+def _is_triangle(name: str, value: ast.expr) -> bool:
+    """Whether a mask is given a triangle, or what a method makes of later tokens."""
+    calls = [ast.unparse(call.func).split(".")[-1] for call in nodes(ast.Call, value)]
+    return is_mask(name) and any(TRIANGLE.search(one) for one in calls)
 
 
 def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,8 +201,9 @@ def _in_force(part: ast.stmt, parts: Sequence[ast.stmt]) -> ast.stmt:
         for one in part.body
         if not isinstance(one, ast.FunctionDef) or not all(_replaces(heir, one) for heir in heirs)
     ]
-    fields = {key: getattr(part, key) for key in part._fields}
-    return ast.copy_location(ast.ClassDef(**{**fields, "body": body}), part)
+    shorter = copy.copy(part)
+    shorter.body = body
+    return shorter
 
 
 def _replaces(heir: ast.ClassDef, method: ast.FunctionDef) -> bool:

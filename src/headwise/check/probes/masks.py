@@ -42,7 +42,7 @@ def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
     ctx = ctx.unflagged
     caller, form = ctx.subject.caller, ctx.subject.mask_form
-    if (one := _bias_of_zeros(ctx)) is not None:
+    if (one := _bias(ctx)) is not None:
         return one
     names = [name for name in caller.named("mask") if not caller.takes_values(name)]
     if caller.custom is not None or not names:
@@ -90,18 +90,24 @@ def padding(ctx: ProbeContext) -> Finding | None:
     return skipped("padding", "No form was found in which its mask hides padding.")
 
 
-def _bias_of_zeros(ctx: ProbeContext) -> Finding | None:
-    """What is wrong where zeros are added to the scores, by an argument that nobody has to give."""
+def _bias(ctx: ProbeContext) -> Finding | None:
+    """What is wrong with what is added to the scores, by an argument that nobody has to give: zeros
+    that change something, or numbers that do not."""
     caller, (batch, tokens, _), heads = ctx.subject.caller, ctx.x.shape, ctx.subject.num_heads
     for name in BIASES & {*caller.named("bias")} - {*caller.fills, *caller.extra}:
-        changed = []
+        same = {0.0: list[bool](), 30.0: list[bool]()}
         for before in ((1, 1), (batch, heads), (heads,), (batch,), (batch * heads,), ()):
-            given: dict[str, Any] = {name: ctx.x.new_zeros(*before, tokens, tokens)}
-            with contextlib.suppress(Failed):
-                out = ctx.result(ctx.x, **given).out
-                changed += [not ctx.near(out, ctx.out)] * (out.shape == ctx.out.shape)
-        if changed and all(changed):
+            for number, seen in same.items():
+                added = ctx.x.new_zeros(*before, tokens, tokens)
+                added[..., 0] = number
+                given: dict[str, Any] = {name: added}
+                with contextlib.suppress(Failed):
+                    out = ctx.result(ctx.x, **given).out
+                    seen += [ctx.near(out, ctx.out)] * (out.shape == ctx.out.shape)
+        if same[0.0] and not any(same[0.0]):
             return found("mask", "zeros", name=name)
+        if same[30.0] and all(same[30.0]):
+            return found("mask", "ignored", name=name)
     return None
 
 

@@ -60,9 +60,10 @@ def is_called(module: nn.Module, layer: str, read: Collection[str]) -> bool:
     for part in layer.split("."):
         if any(True for _ in _own_classes(module)) and part not in read:
             return False
-        module = getattr(module, part, None)
-        if not isinstance(module, nn.Module):
+        child = getattr(module, part, None)
+        if not isinstance(child, nn.Module):
             return True
+        module = child
     return True
 
 
