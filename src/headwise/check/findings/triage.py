@@ -69,7 +69,7 @@ def joined(
         results = _with_vague(vague[0], results, probed)
     results = _after_each_other(results)
     if any(one.rule == "runs" and one.severity == "error" for one in results):
-        results.sort(key=urgency)
+        results.sort(key=lambda one: one.rule == "dropout-in-eval")
     wrong = any(one.severity == "error" and one.explained_by is None for one in results)
     return tuple(_waiting(one) if wrong else one for one in results)
 

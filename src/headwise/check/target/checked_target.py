@@ -29,6 +29,8 @@ from .fills import Fill
 from .introspect import is_called, layer_of, names_called, set_dropout
 from .names import is_known
 
+ENOUGH = 64
+"""More tokens than these are not given to see what is used."""
 BATCH, TOKENS = 2, 7
 
 CausalFrom = Literal["given", "seen", "named", "mask", "unknown"]
@@ -199,7 +201,7 @@ class Target:
             return set()
         try:
             with _Touched() as touched:
-                self(self.input())
+                self(self.input(min(self.most_tokens, ENOUGH)))
         except Exception:  # whatever it raises, a probe says so
             return set()
         said, named = set(names_called(self.module)), dict(self.module.named_parameters())
