@@ -351,6 +351,25 @@ def test_the_code_tells(layer: type[nn.Module], rule: str, says: str) -> None:
     assert one.ground == "any"
 
 
+class TakesFromItsDefault(Right):
+    def __init__(self, width: int, heads: int, drop: dict[str, float] = {"p": 0.1}) -> None:  # noqa: B006
+        super().__init__(width, heads)
+        self.drop = nn.Dropout(drop.pop("p"))
+
+
+class TakesFromACopy(Right):
+    def __init__(self, width: int, heads: int, drop: dict[str, float] = {"p": 0.1}) -> None:  # noqa: B006
+        super().__init__(width, heads)
+        drop = dict(drop)
+        self.drop = nn.Dropout(drop.pop("p"))
+
+
+def test_a_default_that_wears_out() -> None:
+    (one,) = read_off(TakesFromItsDefault)
+    assert (one.rule, "out of drop" in one.message) == ("builds", True)
+    assert [*read_off(TakesFromACopy)] == []
+
+
 def test_what_a_method_does_beside_is_no_lost_result() -> None:
     assert [*read_off(LayerKept)] == []
 

@@ -45,6 +45,25 @@ def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     yield "anew", node.lineno, {"name": target.id}
 
 
+def worn_out(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Defaults that a constructor takes something out of, so that the next one lacks it:
+    `def __init__(self, drop=dict(p=0.1))` and `drop.pop("p")`."""
+    for function in nodes(ast.FunctionDef, kind):
+        every, values = function.args.args, function.args.defaults
+        given = zip(every[len(every) - len(values) :], values, strict=True)
+        kept = {one.arg for one, value in given if re.match(r"\{|dict\(", ast.unparse(value))}
+        made = [to for node in nodes(ast.Assign, function) for to, _ in pairs(node)]
+        for call in nodes(ast.Call, function) if function.name == "__init__" else ():
+            match call.func:
+                case ast.Attribute(ast.Name(name), "pop") if name in kept:
+                    before = (to for to in made if to.lineno < call.lineno)
+                    own = any(isinstance(to, ast.Name) and to.id == name for to in before)
+                    if len(call.args) == 1 and not own:  # else it may be gone, or a copy
+                        yield "worn", call.lineno, {"name": name}
+                case _:
+                    pass
+
+
 def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Methods that drop numbers, and are not told whether this is training; functions that drop
     half of them, whatever they are handed."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from .read_built import always_dropped, listed_layers, made_anew, set_on_condition
+from .read_built import always_dropped, listed_layers, made_anew, set_on_condition, worn_out
 from .read_caches import misaligned, stored_once
 from .read_masks import (
     dropped_masks,
@@ -296,6 +296,7 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 
 READERS: dict[str, tuple[Reader, ...]] = {
+    "builds": (worn_out,),
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (dropped_masks, tiled_masks, misread_by_fused),
