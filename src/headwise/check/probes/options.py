@@ -34,7 +34,8 @@ KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 SECONDS = 1.0
 """How long options are tried."""
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
-OF_KEYS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
+OWN_WIDTHS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
+"""Names of widths that queries and keys may have for themselves."""
 HIDES_LATER = re.compile(
     r"^(is_|use_)?causal|autoregressive|unidirectional|(mask|hide|no)_?(the_)?future|future_?mask"
 )
@@ -180,7 +181,7 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     names = [parameter.name for parameter in signature(type(subject.module))]
     same = [name for name in names if subject.arguments.get(name) == subject.embed_dim]
     wide = [name for name in same if building_role(name, True, names) == "width"]
-    own = [name for name in wide if OF_KEYS.search(name.lower())]
+    own = [name for name in wide if OWN_WIDTHS.search(name.lower())]
     if own and len(own) < len(wide):
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
 

@@ -37,6 +37,7 @@ GROUPS = re.compile(r"num_channels \((\d+)\) must be divisible by num_groups \((
 NO_CHANNELS = re.compile(r"to be at least 1 at dimension 0, but got weight of size \[0,")
 """What it says of a convolution that gives no channels."""
 THREE = re.compile(r"not enough values to unpack \(expected 3, got 2\)")
+"""What Python says of the height and the width of a map where three sides are wanted."""
 UNMADE = re.compile(r"before Module.__init__\(\) call|__init__' of 'super' object needs")
 """What is said where a constructor forgot that of its base class, or how to call it."""
 
@@ -141,12 +142,10 @@ def _own_width(own: BuildSizes, widths: Sequence[int | None]) -> Iterator[BuildS
 def _as_wanted(sizes: BuildSizes, fault: Exception) -> BuildSizes | None:
     """The sizes as an error says that they must be: a width that has as many groups of channels as
     a norm wants, an output that is wider than what is put beside it, the sides of a volume."""
-    text = str(fault.__cause__)
+    text, width = str(fault.__cause__), sizes.settle(False).embed_dim or 1
     if said := GROUPS.search(text):
         channels, groups = map(int, said.groups())
-        width = sizes.settle(False).embed_dim or 1
         return replace(sizes, embed_dim=width * groups // math.gcd(channels, groups))
-    width = sizes.settle(False).embed_dim or 1
     if NO_CHANNELS.search(text) and "out_width" not in sizes.changes:
         return replace(sizes, changes={**sizes.changes, "out_width": 2 * width})
     if THREE.search(text) and "sides" not in sizes.changes:
