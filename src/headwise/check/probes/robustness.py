@@ -166,9 +166,11 @@ def _is_drawn(ctx: ProbeContext, name: str) -> bool:
         other = ctx.subject.rebuilt(seed=ctx.subject.seed + 1)
     except Broken:  # which `reload` says
         return False
-    if other is None or other.module is None or ctx.subject.module is None:
+    first = (ctx.subject.uncalled, None if other is None else other.uncalled)
+    try:  # a call may leave something behind
+        own, new = (attrgetter(name)(module) for module in first)
+    except AttributeError:
         return False
-    own, new = (attrgetter(name)(module) for module in (ctx.subject.module, other.module))
     drawn = isinstance(new, Tensor) and own.is_floating_point() and own.shape == new.shape
     return drawn and not torch.equal(own, new)
 
