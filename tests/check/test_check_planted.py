@@ -587,6 +587,18 @@ class FewerGroups(Layer):
         return q, k.repeat_interleave(self.times, 1), v.repeat_interleave(self.times, 1)
 
 
+class NeverRepeated(Grouped):
+    """One group goes with all heads, and as many as there are heads; no other number does."""
+
+    def shared(self, rows: Tensor, part: str) -> Tensor:
+        return rows.unflatten(-1, (self.groups, -1)).transpose(1, 2)
+
+
+def test_groups_that_are_never_repeated() -> None:
+    (one,) = check(NeverRepeated).errors
+    assert one.rule in ("runs", "grouped-heads")
+
+
 def test_grouped_heads_that_run_only_where_they_are_not_grouped() -> None:
     (one,) = check(FewerGroups).errors
     assert one.rule == "runs"

@@ -167,9 +167,12 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     for group in (keys, values):
         if group and subject.head_dim is not None:
             yield dict.fromkeys(group, subject.head_dim + 4)
-    groups = [name for name, role in roles.items() if role == "kv_heads"]
-    if subject.num_heads == subject.num_kv_heads != 1:  # it may run for no fewer
-        yield from ({name: 1} for name in groups)
+    heads, groups = (
+        [name for name, role in roles.items() if role == wanted] for wanted in ("heads", "kv_heads")
+    )
+    if subject.num_heads == subject.num_kv_heads != 1 and groups:  # it may run for no fewer
+        yield {groups[0]: 1}
+        yield {**dict.fromkeys(heads[:1], 2 * subject.num_heads), groups[0]: subject.num_heads}
     if "width" in roles.values():
         wider = [name for name, role in roles.items() if role == "out_width"]
         yield from ({name: 2 * subject.embed_dim} for name in wider)
