@@ -18,7 +18,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -32,6 +32,8 @@ MOVES = {("1", "2"), ("2", "1"), ("0", "2", "1", "3")}
 SCALE = re.compile(r"sqrt|\*\* ?-?\(?0\.5|scal|norm_fact|temperature")
 OUT = re.compile(r"self\.(?!\w*drop)\w*(out|proj|fc_o|w_o|wo|dense|unify)\w*$")
 TURNS = re.compile(r"rot|rope")
+BEFORE = {"k": "q", "key": "query", "keys": "queries", "v": "k", "value": "key", "values": "keys"}
+"""What queries are called where keys have this name, or keys where values have it."""
 WITHIN = re.compile(r"att|head|rot|rope|scaled", re.I)
 """Classes of a file that are part of an attention."""
 
@@ -103,23 +105,11 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
         yield Mistake("tiled", "grouped-heads,definition", call, tiled)
     if "training" in named and name == "dropout":
         yield Mistake("drops-in-eval", "dropout-in-eval,deterministic", named["training"], "True")
-    role = re.fullmatch(r"self\.(\w*?)([kv]|key|value|keys|values)(_?\w*)", ast.unparse(call.func))
-    for other in _others(role[2]) if role and len(args) == 1 else ():
-        if re.search(rf"self\.{role[1]}{other}{role[3]}\b", code):
-            yield Mistake("other-role", ROLES, call.func, f"self.{role[1]}{other}{role[3]}")
-
-
-def _others(part: str) -> tuple[str, ...]:
-    """What queries are called where keys have this name, or keys where values have."""
-    named = {
-        "k": "q",
-        "key": "query",
-        "keys": "queries",
-        "v": "k",
-        "value": "key",
-        "values": "keys",
-    }
-    return (named[part],)
+    role = re.fullmatch(r"self\.(\w*?)(k|v|keys?|values?)(_?\w*)", ast.unparse(call.func))
+    if role is not None and len(args) == 1:
+        other = f"self.{role[1]}{BEFORE[role[2]]}{role[3]}"
+        if re.search(rf"{re.escape(other)}\b", code):
+            yield Mistake("other-role", ROLES, call.func, other)
 
 
 def _built(call: ast.Call, code: str) -> Iterator[Mistake]:
@@ -229,12 +219,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2, help="mistakes in each")
     parser.add_argument("--seed", default="0")
     options = parser.parse_args()
-    rows = ["kind list repository commit path name rules source".split()]
+    rows: list[list[str]] = ["kind list repository commit path name rules source".split()]
     for entry in entries(options.lists, None):
         if entry.kind == "right" and entry.commit != "site-packages":
-            for one in plant(entry, options.trees, options.count, options.seed):
-                rows.append([one.kind, one.list, one.repository, one.commit, one.path, one.name])
-                rows[-1] += [one.rules, one.source]
+            made = plant(entry, options.trees, options.count, options.seed)
+            rows.extend([*astuple(one)] for one in made)
     options.out.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows) - 1} mistakes in {options.out}")
 

@@ -666,3 +666,19 @@ def test_a_triangle_that_nothing_reads() -> None:
     (one,) = check(TriangleForNothing, 24, 3).errors
     assert one.rule == "unused-result"
     assert "mask becomes there is never read" in one.message
+
+
+class NoForward(Layer):
+    """Its method goes by another name."""
+
+    forward = nn.Module.forward
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        return self.merged(self.weights(q, k) @ v)
+
+
+def test_a_layer_without_forward_is_asked_about_with_its_method() -> None:
+    with pytest.raises(ValueError, match=r"lambda layer, x: layer\.attention\(x\)"):
+        check(NoForward, 24, 3)
+    assert check(NoForward, 24, 3, call=lambda layer, x: layer.attention(x)).passed

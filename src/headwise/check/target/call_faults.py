@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -134,7 +135,7 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
         )
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
-    call = f"lambda layer, x: layer({given})"
+    call = f"lambda layer, x: layer{_other_method(caller, error)}({given})"
     if caller.guessed:
         return ValueError(
             f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
@@ -145,6 +146,14 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
         f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
         f"{told(error)}{install(error)}"
     )
+
+
+def _other_method(caller: Caller, error: BaseException) -> str:
+    """What is called of a module that has no forward: the first method of its own."""
+    if not isinstance(error, NotImplementedError) or 'required "forward"' not in str(error):
+        return ""
+    own = (name for name, one in vars(type(caller.target)).items() if inspect.isfunction(one))
+    return next((f".{name}" for name in own if name != "forward" and name[0] != "_"), "")
 
 
 def not_there(error: BaseException | None) -> Broken | None:
