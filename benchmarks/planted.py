@@ -18,7 +18,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import chain
 from pathlib import Path
 
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2, help="mistakes in each")
     parser.add_argument("--seed", default="0")
     options = parser.parse_args()
-    rows: list[list[str]] = ["kind list repository commit path name rules source".split()]
+    rows = [[one.name for one in fields(Entry)]]
     for entry in entries(options.lists, None):
         if entry.kind == "right" and entry.commit != "site-packages":
             made = plant(entry, options.trees, options.count, options.seed)
