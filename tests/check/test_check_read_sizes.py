@@ -128,11 +128,11 @@ class Divided(Sized):
         self.scale = width**-0.5
 
 
-class OneToken(OneProjection):
+class OneToken(Sized):
     """A single query may be viewed so."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.query(x[:, 0]).view(len(x), self.num_heads, 1, self.head_dim)
+        q = self.to_q(x[:, 0]).view(len(x), self.num_heads, 1, self.head_dim)
         k, v = self.split(self.to_k(x)), self.split(self.to_v(x))
         first = ((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2)
         return torch.cat((first, x[:, 1:]), 1)

@@ -233,4 +233,4 @@ class Blocks(Heads):
 
 def test_what_shares_the_width_is_a_number_of_heads() -> None:
     subject = resolve(Blocks)
-    assert (subject.num_heads, subject.embed_dim, subject.made_up) == (3, 24, [])
+    assert (subject.num_heads, subject.embed_dim, subject.made_up) == (3, 24, {})

@@ -163,7 +163,7 @@ def test_names_that_tell_nothing_are_tried_and_what_follows_is_not_judged() -> N
             return super().forward(x[:, None])[:, 0] * self.zork
 
     subject = resolve(Named)
-    assert subject.made_up == ["zork=24"]
+    assert subject.made_up == {"zork": 24}
     assert check(Named).passed
 
 
