@@ -157,7 +157,7 @@ def test_names_that_tell_nothing_are_tried_and_what_follows_is_not_judged() -> N
         def __init__(self, dim: int, heads: int, zork: int, flurb: bool) -> None:
             super().__init__(dim, heads)
             self.zork = zork if flurb else 1
-            self.out = getattr(nn, "Linear")(zork, dim)  # noqa: B009
+            self.proj = getattr(nn, "Linear")(zork, dim)  # noqa: B009
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[:, None])[:, 0] * self.zork
