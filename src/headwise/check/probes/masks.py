@@ -178,6 +178,10 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
         return _turned(ctx, rule, seen.form) or right
     if not seen.any:
+        stem = name.lower().split("mask")[0].strip("_")
+        others = (one.lower() for one in ctx.subject.caller.parameters if one != name)
+        if stem and any(one.startswith(stem) and "mask" not in one for one in others):
+            return skipped(rule, f"Only another input reaches {name}.")
         return found(rule, "ignored", name=name)
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")

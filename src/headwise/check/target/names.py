@@ -30,7 +30,7 @@ _PARTS = {
 }
 """What people call the projections; a name may hold several of these words."""
 _OTHER_MASKS = re.compile(
-    r"head|context|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos|^q_|query"
+    r"head|context|mem_|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos|^q_|query"
 )
 """Names of masks that do not say which keys of x a query sees."""
 
