@@ -94,12 +94,8 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
         for fill in ("-1e-9", "1e-9"):
             yield Mistake("small-fill", MASKS, call.args[-1], fill)
     if name in ("triu", "tril") and "diagonal" not in named and len(args) < 3:
-        yield Mistake(
-            "triangle",
-            MASKS,
-            call.func,
-            _said(call.func, code)[:-4] + "triu tril".replace(name, "").strip(),
-        )
+        other = {"triu": "tril", "tril": "triu"}[name]
+        yield Mistake("triangle", MASKS, call.func, _said(call.func, code)[:-4] + other)
     if name == "repeat_interleave" and owner is not None and len(args) > 1 and args[1] == "1":
         tiled = f"{_said(owner, code)}.repeat(1, {args[0]}, 1, 1)"
         yield Mistake("tiled", "grouped-heads,definition", call, tiled)
@@ -124,12 +120,8 @@ def _built(call: ast.Call, code: str) -> Iterator[Mistake]:
     if name == "ModuleList" and first:
         yield Mistake("plain-list", "registration,registered,gradients", call, f"list({first})")
     if name in ("triu", "tril") and len(call.args) == 1 and not call.keywords:
-        yield Mistake(
-            "diagonal",
-            MASKS,
-            call,
-            f"{_said(call.func, code)}({first}, 1 if '{name}' == 'tril' else -1)",
-        )
+        diagonal = {"triu": -1, "tril": 1}[name]
+        yield Mistake("diagonal", MASKS, call, f"{_said(call.func, code)}({first}, {diagonal})")
 
 
 def _assigned(line: ast.Assign, code: str) -> Iterator[Mistake]:
@@ -161,11 +153,11 @@ def _said(node: ast.expr, code: str) -> str:
 
 def changed(mistake: Mistake, code: str) -> str | None:
     """The code with a mistake in it; None where that is no Python."""
-    lines, place = code.encode().splitlines(keepends=True), mistake.place
+    text, place = code.encode(), mistake.place
+    lines = text.splitlines(keepends=True)
     before = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
     start = before[place.lineno - 1] + place.col_offset
     end = before[(place.end_lineno or 1) - 1] + (place.end_col_offset or 0)
-    text = code.encode()
     made = (text[:start] + mistake.text.encode() + text[end:]).decode()
     try:
         ast.parse(made)

@@ -682,3 +682,27 @@ def test_a_layer_without_forward_is_asked_about_with_its_method() -> None:
     with pytest.raises(ValueError, match=r"lambda layer, x: layer\.attention\(x\)"):
         check(NoForward, 24, 3)
     assert check(NoForward, 24, 3, call=lambda layer, x: layer.attention(x)).passed
+
+
+class MaskOfAnother(Layer):
+    """Takes another sequence, which it can do without, and the mask of that one."""
+
+    def forward(
+        self, src: Tensor, ctx: Tensor | None = None, ctx_mask: Tensor | None = None
+    ) -> Tensor:
+        if ctx is not None and ctx_mask is not None:
+            src = src + (ctx * ctx_mask[..., None]).mean(1, keepdim=True)
+        return super().forward(src)
+
+
+class MaskOfItsOwn(Layer):
+    """The mask is called after the input itself, and does nothing."""
+
+    def forward(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
+        return super().forward(src if src_mask is None else src.clone())
+
+
+def test_a_mask_of_another_input_is_not_judged_by_this_one() -> None:
+    assert [one.rule for one in check(MaskOfAnother, 24, 3).errors] == []
+    (one,) = check(MaskOfItsOwn, 24, 3).errors
+    assert (one.rule, "src_mask changes nothing" in one.message) == ("mask", True)

@@ -177,16 +177,21 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if seen.right:
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
         return _turned(ctx, rule, seen.form) or right
+    if not seen.any and _is_of_another(ctx.subject.caller, name):
+        return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:
-        stem = name.lower().split("mask")[0].strip("_")
-        others = (one.lower() for one in ctx.subject.caller.parameters if one != name)
-        if stem and any(one.startswith(stem) and "mask" not in one for one in others):
-            return skipped(rule, f"Only another input reaches {name}.")
         return found(rule, "ignored", name=name)
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
     return found(rule, way, name=name, form=seen.form)
+
+
+def _is_of_another(caller: Caller, name: str) -> bool:
+    """Whether a mask is called after an argument that was not given: `mem_mask` beside `mem`."""
+    stem = name.lower().split("mask")[0].strip("_")
+    others = (one.lower() for one in caller.parameters if one not in (name, *caller.inputs))
+    return stem != "" and any(one.startswith(stem) and "mask" not in one for one in others)
 
 
 def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:

@@ -85,7 +85,7 @@ def _is_idle(subject: Target, name: str, value: Any) -> bool:
     other = not value if isinstance(value, bool) else 2 * value if isinstance(value, int) else None
     try:
         built = None if other is None else subject.rebuilt(**{name: other})
-        plain = replace(subject, causal=False, mask_form=None)
+        plain = subject.unmasked()
         module = None if built is None else built.module
         own = None if module is None or subject.module is None else plain.alike(module)
         x = subject.input()

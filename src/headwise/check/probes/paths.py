@@ -99,7 +99,7 @@ def _unfused() -> Iterator[None]:
 def _out(ctx: ProbeContext, subject: Target) -> Tensor:
     """The output without a mask that was guessed: what the mistakes of another path look like says
     nothing of masks."""
-    own = replace(subject, causal=False, mask_form=None, open_form=ctx.exact.open_form)
+    own = replace(subject.unmasked(), open_form=ctx.exact.open_form)
     return ctx.call(ctx.x, own)
 
 
@@ -108,9 +108,7 @@ def _masked_apart(ctx: ProbeContext, other: Target) -> MaskForm | None:
     if ctx.tokens <= HIDDEN or ctx.exact.caller.layout is SINGLE:
         return None
     flag = ctx.unflagged is not ctx  # which goes in instead of a mask
-    pair = [
-        replace(one, causal=False, mask_form=None) if flag else one for one in (ctx.exact, other)
-    ]
+    pair = [one.unmasked() if flag else one for one in (ctx.exact, other)]
     for form, given in hiding(ctx.unflagged):
         with contextlib.suppress(Failed):
             outs = (ctx.result(ctx.x, one, **given).out for one in pair)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -80,8 +79,7 @@ class ProbeContext:
         form = self.subject.mask_form
         if form is None or form.kind != "flag":
             return self
-        open_ = replace(self.subject, causal=False, mask_form=None)
-        return ProbeContext(open_, exact=self.exact.dtype != self.subject.dtype)
+        return ProbeContext(self.subject.unmasked(), self.exact.dtype != self.subject.dtype)
 
     @cached_property
     def out(self) -> Tensor:

@@ -311,6 +311,10 @@ class Target:
     def _with(self, target: Any, **changes: Any) -> Target:
         return replace(self, caller=replace(self.caller, target=target), **changes)
 
+    def unmasked(self) -> Target:
+        """The same, with no causal mask or flag that is passed."""
+        return replace(self, causal=False, mask_form=None)
+
     def with_fills(self, fills: Mapping[str, Fill]) -> Target:
         """The same, called with other values for some arguments."""
         caller = replace(self.caller, fills={**self.caller.fills, **fills})

@@ -25,7 +25,7 @@ from .functions import holding, of_function, weights_taken
 from .introspect import is_called, layer_of, names_called
 from .masking import learn_causality
 from .names import building_role, calling_role
-from .retries import SECONDS, UNMADE, asked_for, blamed, other_sizes
+from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
 from .signatures import signature
 from .sizes import BuildSizes, shown
 
@@ -314,7 +314,8 @@ def _of_factory(
     except (Broken, ValueError) as first:
         given = bool(args or arguments or request.call or own.num_heads or own.embed_dim)
         until, others = time.process_time() + SECONDS, list[Exception]()
-        for sizes in other_sizes(factory, own, first, given, widths, others):
+        tries = other_sizes(factory, own, first, given, widths)
+        for sizes in tries if given else fitted(tries, others):
             if time.process_time() > until:
                 break
             try:

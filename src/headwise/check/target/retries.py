@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -48,7 +48,6 @@ def other_sizes(
     first: Exception,
     given: bool,
     widths: Sequence[int | None],
-    others: Sequence[Exception],
 ) -> Iterator[BuildSizes]:
     """Other sizes to build it with: some insist on such numbers, or on those of their own
     configuration; and what no name tells is tried, where nothing else is left.
@@ -58,22 +57,7 @@ def other_sizes(
         first: what the first try raised.
         given: whether somebody said a size or how it is called, which nothing else replaces.
         widths: of the input as it was built, where it was.
-        others: what was raised since then, the newest last.
     """
-    for sizes in _other_sizes(factory, own, first, given, widths):
-        yield sizes
-        newest = others[-1] if others else first
-        if not given and (fitting := _as_wanted(sizes, newest)) is not None:
-            yield fitting
-
-
-def _other_sizes(
-    factory: Callable[..., Any],
-    own: BuildSizes,
-    first: Exception,
-    given: bool,
-    widths: Sequence[int | None],
-) -> Iterator[BuildSizes]:
     if not given:
         if (fitting := _as_wanted(own, first)) is not None:
             yield fitting
@@ -90,6 +74,18 @@ def _other_sizes(
         yield replace(own, every=True)
     if isinstance(first, Unsaid) or not given:
         yield from (replace(own, tried=n) for n in range(TRIES))
+
+
+def fitted(tries: Iterable[BuildSizes], others: Sequence[Exception]) -> Iterator[BuildSizes]:
+    """Sizes to try, each followed by the same as its error says that they must be.
+
+    Args:
+        others: what came of those that were tried, the newest last.
+    """
+    for sizes in tries:
+        yield sizes
+        if (fitting := _as_wanted(sizes, others[-1])) is not None:
+            yield fitting
 
 
 def blamed(
