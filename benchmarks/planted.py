@@ -31,6 +31,9 @@ MOVES = {("1", "2"), ("2", "1"), ("0", "2", "1", "3")}
 """Axes of a `transpose` or `permute` that splits heads, or joins them."""
 SCALE = re.compile(r"sqrt|\*\* ?-?\(?0\.5|scal|norm_fact|temperature")
 OUT = re.compile(r"self\.(?!\w*drop)\w*(out|proj|fc_o|w_o|wo|dense|unify)\w*$")
+NARROW = re.compile(r"head|d_k|dk|hd\b|size\(-1\)|shape\[-1\]")
+"""A width of one head, where a root of it divides the scores; and one of all heads."""
+WIDTH = re.compile(r"self\.(d_model|embed_dim|emb_dim|hidden_size|n_embd|dim|d_out)\b")
 TURNS = re.compile(r"rot|rope")
 BEFORE = {"k": "q", "key": "query", "keys": "queries", "v": "k", "value": "key", "values": "keys"}
 """What queries are called where keys have this name, or keys where values have it."""
@@ -66,6 +69,10 @@ def mistakes(scope: ast.stmt, code: str) -> Iterator[Mistake]:
             scales = SCALE.search(right) and not SCALE.search(left)
             if isinstance(node.op, ast.Div | ast.Mult) and scales:
                 yield Mistake("no-scale", "scale,definition", node, _said(node.left, code))
+            if isinstance(node.op, ast.MatMult):
+                yield from _multiplied(node.left, node.right, code)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            yield from _turned(node, code)
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
             yield from _assigned(node, code)
         elif isinstance(node, ast.If) and "mask" in ast.unparse(node.test):
@@ -96,6 +103,24 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
     if name in ("triu", "tril") and "diagonal" not in named and len(args) < 3:
         other = {"triu": "tril", "tril": "triu"}[name]
         yield Mistake("triangle", MASKS, call.func, _said(call.func, code)[:-4] + other)
+    if name in ("matmul", "bmm") and len(call.args) == 2:
+        yield from _multiplied(*call.args, code)
+    if name == "unsqueeze" and args == ["2"] and "mask" in ast.unparse(call):
+        yield Mistake("masks-queries", MASKS, call.args[0], "3")
+    if name == "scaled_dot_product_attention" and "is_causal" in named:
+        yield Mistake("not-causal", MASKS, named["is_causal"], "False")
+    if name in ("cat", "concat") and call.args and isinstance(call.args[0], ast.List | ast.Tuple):
+        yield from _joined(call.args[0], args, code)
+    if name == "sqrt" and len(call.args) == 1 and (wider := WIDTH.search(code)):
+        inside = ast.unparse(call.args[0])
+        if NARROW.search(inside) and wider[0] not in inside:
+            yield Mistake("wide-scale", "scale,definition", call.args[0], wider[0])
+    if name == "einsum" and args and re.match(r"'[\w ,]+->[\w ]+'$", args[0]):
+        first, result = args[0].strip("'").split("->")
+        terms = first.split(",")
+        if len(terms) == 2 and terms[0].strip() != terms[1].strip():
+            swapped = f'"{terms[1].strip()},{terms[0].strip()}->{result}"'
+            yield Mistake("einsum-swapped", ROLES + "," + SPLITS, call.args[0], swapped)
     if name == "repeat_interleave" and owner is not None and len(args) > 1 and args[1] == "1":
         tiled = f"{_said(owner, code)}.repeat(1, {args[0]}, 1, 1)"
         yield Mistake("tiled", "grouped-heads,definition", call, tiled)
@@ -106,6 +131,33 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
         other = f"self.{role[1]}{BEFORE[role[2]]}{role[3]}"
         if re.search(rf"{re.escape(other)}\b", code):
             yield Mistake("other-role", ROLES, call.func, other)
+
+
+def _multiplied(left: ast.expr, right: ast.expr, code: str) -> Iterator[Mistake]:
+    """Two factors: values that are keys, and queries and keys the other way round."""
+    value = ast.unparse(right)
+    if key := {"v": "k", "value": "key", "values": "keys", "V": "K"}.get(value):
+        yield Mistake("keys-for-values", "roles,definition,gradients,one-token", right, key)
+    if (query := ast.unparse(left)) in ("q", "query", "queries", "Q"):
+        key = {"q": "k", "query": "key", "queries": "keys", "Q": "K"}[query]
+        if re.match(rf"{key}\b", value) and "transpose" in value:
+            yield Mistake("other-way", "roles,causality,definition,mask,padding,cross", left, key)
+
+
+def _joined(parts: ast.List | ast.Tuple, args: list[str], code: str) -> Iterator[Mistake]:
+    """What is put side by side: a cache before what is new, two halves that are turned."""
+    if len(parts.elts) != 2:
+        return
+    first, second = (_said(one, code) for one in parts.elts)
+    rules = "rotary,rotation" if first.startswith("-") else "cache,past-used,causality,rotary"
+    yield Mistake("joined-other-way", rules, parts, f"[{second}, {first}]")
+
+
+def _turned(node: ast.UnaryOp, code: str) -> Iterator[Mistake]:
+    """A sign of a rotation."""
+    inside = ast.unparse(node.operand)
+    if re.match(r"x\d?\b|\w*(odd|second|half|x2)", inside):
+        yield Mistake("no-sign", "rotary,rotation", node, f"({_said(node.operand, code)})")
 
 
 def _built(call: ast.Call, code: str) -> Iterator[Mistake]:
@@ -178,7 +230,7 @@ def parts(name: str, tree: ast.Module) -> Iterator[ast.stmt]:
                 waiting += [part.id for part in ast.walk(known[one]) if isinstance(part, ast.Name)]
 
 
-def plant(entry: Entry, trees: Path, count: int, seed: str) -> Iterator[Entry]:
+def plant(entry: Entry, trees: Path, count: int, seed: str, only: str) -> Iterator[Entry]:
     """Files with one mistake each, written beside that of an entry."""
     file = entry.file(trees)
     try:
@@ -188,7 +240,8 @@ def plant(entry: Entry, trees: Path, count: int, seed: str) -> Iterator[Entry]:
         return
     kinds: dict[str, list[Mistake]] = {}
     for one in chain.from_iterable(mistakes(part, code) for part in parts(entry.name, tree)):
-        kinds.setdefault(one.name, []).append(one)
+        if not only or one.name in only.split(","):
+            kinds.setdefault(one.name, []).append(one)
     said = f"{seed} {entry.repository} {entry.path} {entry.name}"
     draw = random.Random(hashlib.sha256(said.encode()).digest())
     for kind in draw.sample(sorted(kinds), min(count, len(kinds))):
@@ -210,11 +263,12 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, required=True)
     parser.add_argument("--count", type=int, default=2, help="mistakes in each")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--only", default="", help="of these kinds, separated by commas")
     options = parser.parse_args()
     rows = [[one.name for one in fields(Entry)]]
     for entry in entries(options.lists, None):
         if entry.kind == "right" and entry.commit != "site-packages":
-            made = plant(entry, options.trees, options.count, options.seed)
+            made = plant(entry, options.trees, options.count, options.seed, options.only)
             rows.extend([*astuple(one)] for one in made)
     options.out.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows) - 1} mistakes in {options.out}")

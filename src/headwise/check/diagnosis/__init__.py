@@ -73,6 +73,9 @@ PLAIN_FUNCTIONS = set(
 """Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 """Names that people give an input which is to be added to the output."""
+UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
+"""Names of designs that leave the scale to the initial weights (Black et al. 2021, GPT-Neo; Raffel
+et al. 2020, T5)."""
 HIDING = re.compile(r"mask|fill|inf")
 """What lines say that hide keys."""
 READ = {
@@ -266,8 +269,10 @@ def _finding(
     message, hint = fault.message.format(**names), fault.hint.format(**names)
     line = lines_of(case.subject, case.inputs[1], fault.rule, fault.odd_one)
     severity = fault.severity
-    if fault.change == {"scale": "nothing"} and stated(case, 1.0) is not None:
-        severity = "warning"
+    home = type(case.subject.module).__name__.lower()
+    if fault.change == {"scale": "nothing"}:
+        meant = UNSCALED.search(home) or stated(case, 1.0) is not None
+        severity = "warning" if meant else severity
     if fault.rule == "residual" and MEANT.search(source_of(type(case.subject.module))):
         severity = "warning"
     example = None if base is None else _example(case, subject, base, large)

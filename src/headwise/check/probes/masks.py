@@ -15,8 +15,9 @@ from torch import Tensor
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
+from ..target.call_faults import refuses
 from ..target.checked_target import Target, told
-from ..target.signatures import entry
+from ..target.signatures import entry, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
@@ -35,6 +36,8 @@ MISFIT = re.compile("must match the size|number of dimensions|broadcast")
 BIASES = {"attn_bias", "attention_bias", "bias"}
 OF_KEYS = {"[B, 1, S]", "[B, 1, 1, S]"}
 """Shapes with no axis for queries."""
+AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
+"""How code asks how many axes a mask has."""
 KINDS = ("may", "hidden", "added", "ones", "later")
 
 
@@ -77,10 +80,15 @@ def padding(ctx: ProbeContext) -> Finding | None:
         return skipped("padding", "Its context is too short, or it takes one sequence at a time.")
     if own:
         return _judged(ctx, "padding", own)
+    ctx = _without_mask(ctx)
     for name in masks:
         seen = best(ctx, name)
         if seen is not None and seen.right:
-            return passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
+            return (
+                _flat(ctx, seen.form)
+                or _lacks_axes(ctx, name)
+                or passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
+            )
         for form, alone in _forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
@@ -88,6 +96,15 @@ def padding(ctx: ProbeContext) -> Finding | None:
             if form.shape in OF_KEYS and _of_queries(ctx, form, alone):
                 return found("padding", "queries", name=name, form=form)
     return skipped("padding", "No form was found in which its mask hides padding.")
+
+
+def _without_mask(ctx: ProbeContext) -> ProbeContext:
+    """The same with no mask that is passed, where it goes without: beside one of later tokens there
+    is no room for one of padding."""
+    with contextlib.suppress(Failed):
+        if bool(ctx.unmasked.out.isfinite().all()):
+            return ctx.unmasked
+    return ctx
 
 
 def _bias(ctx: ProbeContext) -> Finding | None:
@@ -175,6 +192,8 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if seen.single:
         return found(rule, "single", name=name, form=seen.form, error=seen.single)
     if seen.right:
+        if rule == "padding" and (one := _flat(ctx, seen.form)) is not None:
+            return one
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
         return _turned(ctx, rule, seen.form) or right
     if not seen.any and _is_of_another(ctx.subject.caller, name):
@@ -282,6 +301,34 @@ def _of_queries(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
     with contextlib.suppress(Failed):
         return _effect(ctx, form, alone).queries
     return False
+
+
+def _flat(ctx: ProbeContext, right: MaskForm) -> Finding | None:
+    """That a mask of one flag a token speaks of queries, beside a form that is right."""
+    flat = replace(right, shape="[B, S]")
+    usable = right.kind not in ("headwise", "lengths") and right.shape != flat.shape
+    if usable and _of_queries(ctx, flat, True):
+        return found("padding", "queries", name=right.argument, form=flat)
+    return None
+
+
+def _lacks_axes(ctx: ProbeContext, name: str) -> Finding | None:
+    """That no mask goes in that has a number of axes for which its code has a way."""
+    code = source_of(entry(ctx.subject.caller.target))
+    for number in sorted({int(one) for one in re.findall(AXES.format(re.escape(name)), code)}):
+        errors: list[Exception] = []
+        for form, alone in _forms(ctx.subject.caller, name):
+            if form.shape.count(",") == number - 1:
+                try:
+                    _effect(ctx, form, alone)
+                except Failed as failure:
+                    errors.append(failure.error)
+                else:
+                    break
+        else:
+            if errors and not any(map(refuses, errors)):
+                return found("mask", "axes", name=name, axes=number, error=told(errors[0]))
+    return None
 
 
 def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:

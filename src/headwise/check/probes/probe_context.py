@@ -77,7 +77,12 @@ class ProbeContext:
     def unflagged(self) -> ProbeContext:
         """The same without a flag that hides later tokens: with one, some refuse a mask."""
         form = self.subject.mask_form
-        if form is None or form.kind != "flag":
+        return self if form is None or form.kind != "flag" else self.unmasked
+
+    @cached_property
+    def unmasked(self) -> ProbeContext:
+        """The same with no mask that is passed to hide later tokens."""
+        if self.subject.mask_form is None:
             return self
         return ProbeContext(self.subject.unmasked(), self.exact.dtype != self.subject.dtype)
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from .call_adapter import OnCPU
 from .configs import config_classes, configured
+from .introspect import by_role, is_number
 from .names import building_role, calling_role, parts_of
 from .signatures import signature, source_of
 from .sizes import (
@@ -30,7 +31,6 @@ from .sizes import (
     Missing,
     Unknown,
     asked,
-    fields_of,
     flat,
     invented,
     shown,
@@ -78,7 +78,7 @@ def build(
             if made.place >= made.choices:
                 raise min(errors, key=_how_vague) from None
     named = made.placed | kwargs
-    roles = _by_role(made.under_roles(flat(named)), made.names)
+    roles = by_role(made.under_roles(flat(named)), made.names)
     for name, value in made.under_roles(asked(named)):
         roles.setdefault(building_role(name, True, made.names) or "", value)
     for config in (value for value in named.values() if isinstance(value, Config)):
@@ -101,20 +101,6 @@ def _how_vague(error: Exception) -> int:
 
 class Unsaid(ValueError):
     """An argument that has to be asked for."""
-
-
-def _by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
-    """The first value of each role."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        role = building_role(str(name), beside=beside)
-        if role not in (None, "config") and not isinstance(value, list | tuple | dict):
-            found.setdefault(role, value)
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"}
@@ -167,10 +153,10 @@ class _Constructor:
 
     def learn(self, sizes: BuildSizes) -> BuildSizes:
         """The sizes, with those that stand among the arguments under other names."""
-        given = [pair for pair in flat({**self.placed, **self.given}) if _is_number(pair[1])]
+        given = [pair for pair in flat({**self.placed, **self.given}) if is_number(pair[1])]
         for name in {name for name, _ in given} & {*self.names}:
             self._use(name, building_role(name, True, self.names))
-        numbers = _by_role(self.under_roles(given), self.names)
+        numbers = by_role(self.under_roles(given), self.names)
         pairs = {"embed_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
         pairs |= {"head_dim": "head_dim", "context_length": "context"}
         unknown = [name for name in pairs if getattr(sizes, name) is None]
@@ -415,34 +401,3 @@ def _of_qkv(kind: type[nn.Module]) -> bool:
 def name_of(thing: Any) -> str:
     """What it is called, or what its class is."""
     return getattr(thing, "__name__", None) or type(thing).__name__
-
-
-def facts(thing: Any) -> dict[str, Any]:
-    """Sizes that an object tells by its attributes, its config's and its children's, by role.
-
-    >>> facts(nn.MultiheadAttention(24, 3))["heads"]
-    3
-    """
-    configs = (getattr(thing, name, None) for name in ("config", "cfg", "args", "params"))
-    inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
-    places = (fields_of(place) for place in (thing, *configs, *inside))
-    pairs = (pair for fields in places for pair in fields.items())
-    return _by_role(pair for pair in pairs if _is_number(pair[1]) and pair[1] > 0)
-
-
-def input_width(module: nn.Module) -> int | None:
-    """The width of the input, from the first layer that it meets."""
-    for child in module.modules():
-        if isinstance(child, nn.LazyLinear):
-            return None
-        if isinstance(child, nn.Linear):
-            return child.in_features
-        weight = getattr(child, "weight", None)
-        if type(child).__name__ == "Conv1D" and isinstance(weight, torch.Tensor):
-            return weight.shape[0]
-    return None
-
-
-def matrix_width(module: nn.Module) -> int | None:
-    """The same where matrices are written raw, as `x @ W`."""
-    return next((p.shape[-2] for p in module.parameters() if p.ndim >= 2), None)

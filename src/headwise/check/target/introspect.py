@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...layers.rope import RoPE
 from .names import building_role
+from .sizes import fields_of
 
 Rotation = tuple[int, float, bool]
 """`RoPE`'s dim, base and interleaved."""
@@ -202,3 +203,60 @@ def _tables(module: nn.Module) -> Iterator[tuple[int, float]]:
             if len(radians) > 1 and 0 < radians[1] < radians[0]:
                 dim = 2 * len(radians)
                 yield dim, round(float((radians[1] / radians[0]) ** (-dim / 2)), 2)
+
+
+def by_role(pairs: Iterable[tuple[Any, Any]], beside: Collection[str] = ()) -> dict[str, Any]:
+    """The first value of each role."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        role = building_role(str(name), beside=beside)
+        if role not in (None, "config") and not isinstance(value, list | tuple | dict):
+            found.setdefault(role, value)
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a whole number, and no flag."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def facts(thing: Any) -> dict[str, Any]:
+    """Sizes that an object tells by its attributes, its config's and its children's, by role.
+
+    >>> facts(nn.MultiheadAttention(24, 3))["heads"]
+    3
+    """
+    configs = (getattr(thing, name, None) for name in ("config", "cfg", "args", "params"))
+    inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
+    places = (fields_of(place) for place in (thing, *configs, *inside))
+    pairs = (pair for fields in places for pair in fields.items())
+    return fitting(by_role(pair for pair in pairs if is_number(pair[1]) and pair[1] > 0), thing)
+
+
+def fitting(told: dict[str, Any], thing: Any) -> dict[str, Any]:
+    """Sizes without a number of heads of the whole width each, where no weight is as wide as all of
+    them: in a configuration of several layers it is another's."""
+    weights = thing.parameters() if isinstance(thing, nn.Module) else ()
+    made = (one for one in weights if not isinstance(one, nn.UninitializedParameter))
+    widest = max((side for one in made for side in one.shape), default=0)
+    if told.get("head_dim") == told.get("width") == widest > 0:
+        return {role: value for role, value in told.items() if role != "heads"}
+    return told
+
+
+def input_width(module: nn.Module) -> int | None:
+    """The width of the input, from the first layer that it meets."""
+    for child in module.modules():
+        if isinstance(child, nn.LazyLinear):
+            return None
+        if isinstance(child, nn.Linear):
+            return child.in_features
+        weight = getattr(child, "weight", None)
+        if type(child).__name__ == "Conv1D" and isinstance(weight, torch.Tensor):
+            return weight.shape[0]
+    return None
+
+
+def matrix_width(module: nn.Module) -> int | None:
+    """The same where matrices are written raw, as `x @ W`."""
+    return next((p.shape[-2] for p in module.parameters() if p.ndim >= 2), None)
