@@ -26,6 +26,7 @@ from .call_lines import LineCall, lines_of, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
+from .rotations import stretched
 from .scores import heads_seen, named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
@@ -87,6 +88,7 @@ READ = {
     "head-split": {"head-split"},
     "definition": set(),
     "rotary": set(),
+    "rotation": {"rotation"},
     "dropout-in-eval": {"dropout-in-eval"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
@@ -252,6 +254,7 @@ def _seen_in_a_call(subject: Target) -> list[Finding]:
         or softmax_missing(subject)
         or empty_triangle(subject)
         or traced_tokens(subject)
+        or stretched(subject)
         or traced_scale(subject)
     )
 

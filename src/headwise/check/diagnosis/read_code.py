@@ -58,6 +58,7 @@ from .read_sizes import (
     viewed_heads,
     whole_roots,
 )
+from .rotations import quarter_turns
 
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
@@ -305,6 +306,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "head-split": (viewed_heads,),
     "definition": (read_on, summed_apart, idle_permutes),
     "rotary": (read_on_turned,),
+    "rotation": (quarter_turns,),
     "registration": (listed_layers, made_anew),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),

@@ -291,7 +291,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
         return
     wanted = [name for name in every if caller.required(name)]
     tables = [name for name in every if name in wanted or caller.roles[name] in OPTIONAL]
-    given = [_options(caller, wanted), _options(caller, every)]
+    given = [table_options(caller, wanted), table_options(caller, every)]
     forms = (None, *_open_forms(caller, wanted))
     for layout, form in product(layouts, forms):
         yield Way(layout, None, form)
@@ -302,7 +302,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
     if caller.named("height") or caller.named("grid"):
         yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
     if tables != wanted:
-        yield from (Way(usual, None, None, fills) for fills in _options(caller, tables))
+        yield from (Way(usual, None, None, fills) for fills in table_options(caller, tables))
     open_forms = _open_forms(caller, every)
     for layout, form in product((usual, TIME_FIRST), open_forms):
         yield Way(layout, None, form)
@@ -335,7 +335,7 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
         known |= set(new)
 
 
-def _options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
+def table_options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
     """What arguments get that nobody gave: the first option of each, then the second, and so on."""
     known = {*caller.inputs, *caller.extra}
     roles = {name: caller.roles[name] for name in names if name not in known}
@@ -395,7 +395,7 @@ def _choose_table(subject: Target) -> None:
     if not tables:
         return
     first = caller.fills
-    for fills in ({}, *_options(caller, tables)):
+    for fills in ({}, *table_options(caller, tables)):
         caller.fills = {**first, **fills}
         try:
             x = subject.input()

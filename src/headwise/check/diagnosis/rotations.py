@@ -1,0 +1,163 @@
+"""Rotations tried by themselves, and as they run: two quarter turns turn a vector round, and what
+turns a query or a key leaves it as long as it was (Su et al. 2021, RoFormer, eq. 14)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.syntax import Source, nodes
+from ..findings.rules import found
+from ..findings.verdict import Finding
+from ..target.call_adapter import tensors_in
+from ..target.checked_target import Target, is_users
+from ..target.first_call import table_options
+from .call_lines import quoted
+from .read_pieces import Known, Said
+
+HALF = re.compile(
+    r"rotate_?(half|pair|every|interleav|adjacent|neighbou?r)|(half|pairs?)_?rotat|neg_half"
+)
+"""Names of functions that turn each pair of features by a quarter."""
+SIGNED = re.compile(r"[(,\[=]\s*-\s*(\w+\.)*sin\w*\b")
+"""Tables that hold the sign instead."""
+TURNS = re.compile(r"rotar|rotat|(^|_)rot(_|$)|(^|_)rope|rope(_|$)")
+"""Names of functions that turn, and of the classes of what is called to do so."""
+IS_MORE = re.compile(r"att|mha|head|block|layer|model|transformer|former$")
+"""Classes that do more than turn what they are given."""
+STRETCHES = re.compile(r"norm|xpos|scale_base|decay|cache", re.I)
+"""What code of a rotation speaks of that gives other lengths."""
+NEAR = 1e-3
+
+
+def quarter_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Functions that turn pairs of features by a quarter, and twice give back what went in: a sign
+    is lost, or stands on the wrong half."""
+    if SIGNED.search(source.text):
+        return
+    home = known.get(getattr(part, "name", "")) if isinstance(part, ast.ClassDef) else None
+    for function in nodes(ast.FunctionDef, part):
+        if HALF.search(function.name.lower()):
+            turn = known.get(function.name) if home is None else getattr(home, function.name, None)
+            bound = [None] * ([one.arg for one in function.args.args[:1]] == ["self"])
+            if turn is not None and _gives_back(turn, bound):
+                gives = [one.lineno for one in nodes(ast.Return, function)]
+                yield "half", gives[-1] if gives else function.lineno, {"name": function.name}
+
+
+def _gives_back(turn: Callable[..., Any], bound: list[None]) -> bool:
+    """Whether a function moves features and changes signs, and done twice does nothing."""
+    x = torch.linspace(1.0, 2.0, 48, dtype=torch.float64).reshape(1, 2, 3, 8)
+    try:
+        once = turn(*bound, x.clone())
+        twice = turn(*bound, once.clone())
+        moved = torch.equal(once.abs().sort(-1).values, x) and not torch.equal(once, x)
+        return moved and torch.equal(twice, x)
+    except Exception:  # it is called in another way
+        return False
+
+
+@dataclass
+class _Turn:
+    """One call of a function that turns: where it was written, and what went in and came out."""
+
+    name: str
+    place: tuple[str, int]
+    given: list[Tensor]
+    gave: list[Tensor] = field(default_factory=list)
+
+
+def stretched(subject: Target) -> list[Finding]:
+    """Whether a function that is named after a rotation gives vectors of other lengths than it was
+    given; with tables from outside, whichever it is given."""
+    caller = subject.caller
+    if subject.module is None or caller.proven:
+        return []
+    found_first: list[Finding] = []
+    for fills in table_options(caller, list(caller.tables)) if caller.tables else ({},):
+        try:
+            longer = _longer(subject.with_fills(fills))
+        except Exception:  # what is checked may raise anything; the probes say what and where
+            continue
+        if longer is None:
+            return []
+        name, line = longer.name, quoted(longer.place)
+        found_first = found_first or [found("rotation", "stretched", name=name, line=line)]
+    return found_first
+
+
+def _longer(subject: Target) -> _Turn | None:
+    """The first call that gives vectors of other lengths."""
+    x = subject.input()
+    with torch.no_grad(), _turning() as turns:
+        subject(x)
+    with torch.no_grad(), _turning() as others:
+        subject(x.flip(1) - 1)
+    for turn, other in zip(turns, others, strict=False):
+        for now, then in zip(turn.gave, other.gave, strict=False):
+            alike = [one for one in turn.given if one.shape == now.shape]
+            if not alike or now.shape != then.shape or torch.equal(now, then):
+                continue  # a table, which no query changes
+            if not any(_is_as_long(one, now) for one in alike):
+                return turn
+    return None
+
+
+def _is_as_long(before: Tensor, after: Tensor) -> bool:
+    """Whether vectors along some axis are as long as they were, up to one number for all."""
+    for axis in range(-1, -before.ndim - 1, -1):
+        was, now = before.norm(dim=axis), after.norm(dim=axis)
+        ratio = (now / was.clamp(min=1e-12)).double()
+        if bool((ratio - ratio.mean()).abs().max() <= NEAR * ratio.mean()):
+            return True
+    return False
+
+
+@contextmanager
+def _turning() -> Iterator[list[_Turn]]:
+    """Notes the calls of functions that turn."""
+    turns: list[_Turn] = []
+    open_calls: dict[int, _Turn] = {}
+
+    def note(frame: FrameType, event: str, gave: Any) -> None:
+        if event == "call" and _turns(frame):
+            code = frame.f_code
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            held = [frame.f_locals[name] for name in arguments if name != "self"]
+            place = (code.co_filename, code.co_firstlineno)
+            open_calls[id(frame)] = _Turn(code.co_name, place, _copied(held))
+        elif event == "return" and (turn := open_calls.pop(id(frame), None)) is not None:
+            turn.gave = _copied(gave)
+            turns.append(turn)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield turns
+    finally:
+        sys.setprofile(before)
+
+
+def _copied(held: Any) -> list[Tensor]:
+    real = (one for one in tensors_in(held) if one.is_floating_point() and one.ndim > 2)
+    return [one.clone() for one in real]
+
+
+def _turns(frame: FrameType) -> bool:
+    """Whether a call is one of somebody's rotations, and of nothing else."""
+    code = frame.f_code
+    name, owner = code.co_name.lower(), type(frame.f_locals.get("self")).__name__.lower()
+    if name in ("forward", "__call__"):
+        name = "" if IS_MORE.search(owner) else owner
+    if not TURNS.search(name) or not is_users(code.co_filename):
+        return False
+    return not any(STRETCHES.search(one) for one in (name, *code.co_names, *code.co_varnames))
