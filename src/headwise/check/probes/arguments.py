@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import math
 import re
 from dataclasses import replace
@@ -18,7 +17,7 @@ from ..target.checked_target import Target, told
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
-from ..target.signatures import entry
+from ..target.signatures import is_read
 from .behaviour import POSITIONS, named
 from .probe_context import Failed, ProbeContext
 
@@ -70,7 +69,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
             caller.required(context[0])
             and not (caller.guessed or ctx.subject.idle or _built_without(caller.target))
         )
-        if known or not _is_read(caller.target, context[0]):
+        if known or not is_read(caller.target, context[0]):
             return found("cross", "unused")
         return skipped("cross", f"It does not use {context[0]} as it was built.")
     if _keys_from_queries(ctx, subject, source):
@@ -125,15 +124,6 @@ def _built_without(target: Any) -> bool:
     """Whether a layer was built to attend to its own tokens alone, where it could do otherwise."""
     said = vars(target) if hasattr(target, "__dict__") else {}
     return any(value is False and SPEAKS_OF_ANOTHER.search(name) for name, value in said.items())
-
-
-def _is_read(target: Any, name: str) -> bool:
-    """Whether the code of its call reads an argument at all."""
-    call = entry(target)
-    if not hasattr(call, "__code__"):
-        return True
-    read = [its.argval for its in dis.get_instructions(call) if its.opname.startswith("LOAD")]
-    return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
 
 
 def rotary(ctx: ProbeContext) -> Finding | None:

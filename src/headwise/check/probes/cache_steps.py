@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -67,22 +68,48 @@ def dynamic_cache(subject: Target, name: str) -> Use:
 
 
 def handed_back(subject: Target, name: str, empty: Any, flags: dict[str, bool]) -> Use:
-    """A cache that comes back with the result and goes in again with the next chunk."""
+    """A cache that comes back with the result and goes in again with the next chunk; where only
+    the chunk's own part of it comes back, behind what was there before."""
     kept: list[Any] = [empty]
     left = not subject.caller.required(name)
 
     def step(x: Tensor, first: int) -> Tensor:
         given = {} if kept[0] is None and left else {name: kept[0]}
-        result = _called(subject, x, first, **given, **flags)
+        result, tokens = _called(subject, x, first, **given, **flags), x.shape[1]
         try:
-            kept[0] = _present(result.raw, result.out, first + x.shape[1])
+            kept[0] = _present(result.raw, result.out, first + tokens)
         except LookupError:
-            if first and _present(result.raw, result.out, first):
-                raise Stale from None
+            if not first:
+                raise
+            for length in (first, tokens):
+                with contextlib.suppress(LookupError):
+                    part = _present(result.raw, result.out, length)
+                    if _is_same(part, kept[0]):
+                        raise Stale from None
+                    kept[0] = _joined(kept[0], part, first, tokens)
+                    return result.out
             raise
         return result.out
 
     return Use(step)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    pairs = list(zip(tensors_in(one), tensors_in(other), strict=False))
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _joined(before: Any, new: Any, first: int, tokens: int) -> Any:
+    """What a cache held, with what came back of a chunk behind it, token after token."""
+    if isinstance(before, tuple | list) and isinstance(new, tuple | list):
+        return type(before)(_joined(*pair, first, tokens) for pair in zip(before, new, strict=True))
+    if isinstance(before, Tensor) and isinstance(new, Tensor) and before.ndim == new.ndim:
+        for axis in range(new.ndim):
+            rest = before.shape[:axis] + before.shape[axis + 1 :]
+            lengths = (before.shape[axis], new.shape[axis])
+            if lengths == (first, tokens) and rest == new.shape[:axis] + new.shape[axis + 1 :]:
+                return torch.cat((before, new), axis)
+    raise LookupError("nothing that comes back looks like a cache")
 
 
 def pair_back(subject: Target, names: tuple[str, str], flags: dict[str, bool]) -> Use:

@@ -62,7 +62,8 @@ class Way:
 
     `make` begins anew, with an empty cache. `sure` is whether only a mistake makes its numbers
     wrong, and `named` whether that is so if they hang on the chunks before; `own` is whether the
-    layer keeps the cache itself; `switch` says what switched it on, for people.
+    layer keeps the cache itself; `grows` is whether what comes back must have all tokens so far,
+    which keys of another sequence have not; `switch` says what switched it on, for people.
     """
 
     make: Callable[[], Use]
@@ -70,6 +71,7 @@ class Way:
     named: bool = False
     own: bool = False
     switch: str = ""
+    grows: bool = False
 
 
 def ways(subject: Target) -> Iterator[Way]:
@@ -123,7 +125,7 @@ def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]
     if ours and "KVCache" in str(caller.parameters[name].annotation):
         yield Way(filled(subject, lambda: {name: KVCache()}, {}, {}))
     else:
-        yield Way(lambda: handed_back(subject.fresh(), name, None, flags))
+        yield Way(lambda: handed_back(subject.fresh(), name, None, flags), grows=True)
         yield Way(filled(subject, lambda: {name: {}}, {}, flags))
         yield Way(filled(subject, lambda: {name: []}, {}, flags), False)
     for kind in _own_caches(subject):

@@ -17,7 +17,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.call_faults import refuses
 from ..target.checked_target import Target, told
-from ..target.signatures import entry, source_of
+from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
 from .probe_context import Failed, ProbeContext, failing
@@ -43,6 +43,8 @@ KINDS = ("may", "hidden", "added", "ones", "later")
 
 def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
+    if (one := _unheeded(ctx)) is not None:
+        return one
     ctx = ctx.unflagged
     caller, form = ctx.subject.caller, ctx.subject.mask_form
     if (one := _bias(ctx)) is not None:
@@ -105,6 +107,21 @@ def _without_mask(ctx: ProbeContext) -> ProbeContext:
         if bool(ctx.unmasked.out.isfinite().all()):
             return ctx.unmasked
     return ctx
+
+
+def _unheeded(ctx: ProbeContext) -> Finding | None:
+    """That a flag of the call which says to hide later tokens changes nothing."""
+    caller, form = ctx.subject.caller, ctx.subject.mask_form
+    if ctx.subject.causal and form is None:
+        return None
+    for name in caller.named("causal") if caller.custom is None else ():
+        left = caller.parameters[name].default in (False, None) and name not in caller.extra
+        if left and is_read(caller.target, name) and (form is None or form.argument != name):
+            bare, given = _without_mask(ctx), {name: True}
+            with contextlib.suppress(Failed):
+                if bare.near(bare.result(bare.x, **given).out, bare.out):
+                    return found("mask", "unheeded", name=name)
+    return None
 
 
 def _bias(ctx: ProbeContext) -> Finding | None:

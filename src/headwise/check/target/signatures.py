@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import re
@@ -136,3 +137,12 @@ def source_of(factory: Any) -> str:
 @functools.lru_cache(maxsize=64)
 def _read(factory: Any) -> str:
     return inspect.getsource(factory)
+
+
+def is_read(target: Any, name: str) -> bool:
+    """Whether the code of its call reads an argument at all."""
+    call = entry(target)
+    if not hasattr(call, "__code__"):
+        return True
+    read = [its.argval for its in dis.get_instructions(call) if its.opname.startswith("LOAD")]
+    return any(name in (one if isinstance(one, tuple) else (one,)) for one in read)
