@@ -17,6 +17,8 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.call_faults import refuses
 from ..target.checked_target import Target, told
+from ..target.layouts import AXES as CALLED
+from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
@@ -38,17 +40,17 @@ OF_KEYS = {"[B, 1, S]", "[B, 1, 1, S]"}
 """Shapes with no axis for queries."""
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 """How code asks how many axes a mask has."""
+WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
+"""Shapes of masks that begin with the batch, by the number of their axes."""
 KINDS = ("may", "hidden", "added", "ones", "later")
 
 
 def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
-    if (one := _unheeded(ctx)) is not None:
+    if (one := _unheeded(ctx) or _needed(ctx) or _bias(ctx.unflagged)) is not None:
         return one
     ctx = ctx.unflagged
     caller, form = ctx.subject.caller, ctx.subject.mask_form
-    if (one := _bias(ctx)) is not None:
-        return one
     names = [name for name in caller.named("mask") if not caller.takes_values(name)]
     if caller.custom is not None or not names:
         return None
@@ -65,7 +67,8 @@ def mask(ctx: ProbeContext) -> Finding | None:
         influence = trial.influence(ctx.exact.input(tokens, 1)).nan_to_num(0.0)
     leaks = (influence > NOTHING * influence.max()) & ~allowed[0]
     if not bool(leaks.any()):
-        return _turned(ctx, "mask", form) or passed("mask", f"The mask is followed: {form}.")
+        closed = _turned(ctx, "mask", form) or _closed(_without_mask(ctx), form)
+        return closed or passed("mask", f"The mask is followed: {form}.")
     i, j = leaks.nonzero()[0].tolist()
     return found("mask", "leaks", i=i, j=j)
 
@@ -86,11 +89,8 @@ def padding(ctx: ProbeContext) -> Finding | None:
     for name in masks:
         seen = best(ctx, name)
         if seen is not None and seen.right:
-            return (
-                _flat(ctx, seen.form)
-                or _lacks_axes(ctx, name)
-                or passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
-            )
+            right = passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
+            return _flat(ctx, seen.form) or right
         for form, alone in _forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
@@ -121,6 +121,22 @@ def _unheeded(ctx: ProbeContext) -> Finding | None:
             with contextlib.suppress(Failed):
                 if bare.near(bare.result(bare.x, **given).out, bare.out):
                     return found("mask", "unheeded", name=name)
+    return None
+
+
+def _needed(ctx: ProbeContext) -> Finding | None:
+    """That a mask is None where nobody gives one, and the call fails for that."""
+    form = ctx.subject.open_form or ctx.subject.mask_form
+    if form is None or ctx.subject.caller.parameters[form.argument].default is not None:
+        return None
+    try:
+        bare = replace(ctx.subject.unmasked(), open_form=None)
+        bare.result(ctx.x.to(ctx.subject.dtype))
+    except (AttributeError, TypeError) as error:
+        if "NoneType" in str(error) and not refuses(error):
+            return found("mask", "needed", name=form.argument, error=told(error))
+    except Exception:  # another argument is at fault
+        return None
     return None
 
 
@@ -209,8 +225,9 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if seen.single:
         return found(rule, "single", name=name, form=seen.form, error=seen.single)
     if seen.right:
-        if rule == "padding" and (one := _flat(ctx, seen.form)) is not None:
-            return one
+        other = _flat(ctx, seen.form) if rule == "padding" else _closed(ctx, seen.form)
+        if other is not None:
+            return other
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
         return _turned(ctx, rule, seen.form) or right
     if not seen.any and _is_of_another(ctx.subject.caller, name):
@@ -329,23 +346,40 @@ def _flat(ctx: ProbeContext, right: MaskForm) -> Finding | None:
     return None
 
 
-def _lacks_axes(ctx: ProbeContext, name: str) -> Finding | None:
-    """That no mask goes in that has a number of axes for which its code has a way."""
-    code = source_of(entry(ctx.subject.caller.target))
-    for number in sorted({int(one) for one in re.findall(AXES.format(re.escape(name)), code)}):
-        errors: list[Exception] = []
-        for form, alone in _forms(ctx.subject.caller, name):
-            if form.shape.count(",") == number - 1:
-                try:
-                    _effect(ctx, form, alone)
-                except Failed as failure:
-                    errors.append(failure.error)
-                else:
-                    break
-        else:
-            if errors and not any(map(refuses, errors)):
-                return found("mask", "axes", name=name, axes=number, error=told(errors[0]))
+def _closed(ctx: ProbeContext, right: MaskForm) -> Finding | None:
+    """That no mask goes in which has as many axes as its code has a way for, or the axes that are
+    written of it; or that one goes in and is not heard of."""
+    name, target = right.argument, ctx.subject.caller.target
+    asked = re.findall(AXES.format(re.escape(name)), source_of(entry(target)))
+    for number in sorted({*map(int, asked)}):
+        shapes = [shape for shape in ALL_SHAPES if shape.count(",") == number - 1]
+        if (error := _refused(ctx, name, shapes)) is not None:
+            return found("mask", "axes", name=name, axes=number, error=error)
+    for words in written_axes(target, name):
+        usual = len(words) in WRITTEN and re.fullmatch(CALLED["B"], words[0]) is not None
+        error = _refused(ctx, name, [WRITTEN[len(words)]]) if usual else None
+        if error is not None:
+            said = f"[{', '.join(words)}]"
+            return found("mask", "said", name=name, said=said, error=error)
+    for shape in sorted({*WRITTEN.values(), "[B, 1, 1, S]"} - {right.shape}):
+        with contextlib.suppress(Failed):
+            form = replace(right, shape=shape)
+            if not _effect(ctx, form, True).any:
+                return found("mask", "unheard", name=name, form=form)
     return None
+
+
+def _refused(ctx: ProbeContext, name: str, shapes: Sequence[str]) -> str | None:
+    """The first error where no mask of these shapes goes in, and none is refused in words."""
+    errors: list[Exception] = []
+    for form, alone in _forms(ctx.subject.caller, name):
+        if form.shape in shapes:
+            try:
+                _effect(ctx, form, alone)
+                return None
+            except Failed as failure:
+                errors.append(failure.error)
+    return told(errors[0]) if errors and not any(map(refuses, errors)) else None
 
 
 def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:

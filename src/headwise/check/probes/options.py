@@ -164,7 +164,7 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     dims = [name for name, role in roles.items() if role == "head_dim"]
     values = [name for name in dims if OF_VALUES.search(name.lower())]
     keys = [name for name in dims if name not in values]
-    for group in (keys, values):
+    for group in (keys, values) if "width" in roles.values() else ():  # else it is given elsewhere
         if group and subject.head_dim is not None:
             yield dict.fromkeys(group, subject.head_dim + 4)
     heads, groups = (

@@ -177,7 +177,10 @@ def _is_drawn(ctx: ProbeContext, name: str) -> bool:
 
 def move(ctx: ProbeContext) -> Finding | None:
     """To another device, to float64 and to bfloat16."""
-    fault = _elsewhere(ctx) or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
+    own = ctx.random.untouched()
+    fault = _elsewhere(own) or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
+    if fault is None and own.mask_form is not None:  # without one, it may make its own
+        fault = _elsewhere(ctx.random.untouched().unmasked())
     return fault or passed("move")
 
 
@@ -190,10 +193,9 @@ def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
     return None if out.dtype == dtype else found("move", "stays", dtype=short, out=out.dtype)
 
 
-def _elsewhere(ctx: ProbeContext) -> Finding | None:
+def _elsewhere(own: Target) -> Finding | None:
     """What is wrong with a first call on another device: tables that a call keeps may be kept for
     one device, and made anew for the next."""
-    own = ctx.random.untouched()
     x = own.input()
     given = own.mask_for(x)
     there = [x, given, *(everything(own.module) if own.module is not None else ())]

@@ -119,11 +119,13 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     lines = source_of(made).splitlines()
     comments = [line.partition("#")[2] for line in lines if "#" in line]
     texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
-    said = rf"(?<![\w.]){name}\b[^\[(\n]{{0,60}}[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
+    kind = r"(?: *\([\w.]*[Tt]ensor[^)]*\))?"
+    axes = r"[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
+    said = rf"(?<![\w.]){name}\b{kind}[^\[(\n]{{0,60}}{axes}"
     listed = rf"(?<![\w.]){name} *: *((?:[A-Za-z]\w* *, *){{2,}}[A-Za-z]\w*) *$"
     for text, pattern in product(texts, (said, listed)):
-        for axes in re.findall(pattern, text or "", re.MULTILINE):
-            yield re.findall(r"\w+", axes.lower())
+        for words in re.findall(pattern, text or "", re.MULTILINE):
+            yield re.findall(r"\w+", words.lower())
     typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):
         yield axes.lower().split()
