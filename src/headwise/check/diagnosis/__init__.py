@@ -89,6 +89,8 @@ READ = {
     "definition": set(),
     "rotary": set(),
     "rotation": {"rotation"},
+    "padding": {"causal-mask", "mask-fill"},
+    "move": {"move"},
     "dropout-in-eval": {"dropout-in-eval"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""

@@ -1,6 +1,6 @@
 """Read mistakes off how a class makes its parts and uses them: layers in a plain list or made anew
 by each call, a dropout that does not ask for the mode, an attribute that is there under a condition
-only. Readers are as in `read_code`."""
+only, tensors that are always made on a GPU. Readers are as in `read_code`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import nn
 from ..files.syntax import Source, nodes, pairs
 from .call_lines import FUSED
 from .read_pieces import INNER, LAYERS, Known, Said, is_plain, of_self, word_of
+
+ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
+"""Code that makes tensors on a GPU where there is one."""
 
 
 def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -43,6 +46,27 @@ def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
                 if made and isinstance(target, ast.Name) and target.id in used:
                     yield "anew", node.lineno, {"name": target.id}
+
+
+def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Tensors that a call always makes on a GPU, wherever its input lies: `torch.zeros(T).cuda()`,
+    `torch.ones(T, device="cuda")`."""
+    for function in nodes(ast.FunctionDef, part):
+        if function.name == "__init__" or ASKS_FOR_GPU.search(ast.unparse(function)):
+            continue
+        for call in nodes(ast.Call, function):
+            match call.func:
+                case ast.Attribute(ast.Call(made), "cuda" | "to"):
+                    fixed = not call.args if call.func.attr == "cuda" else _names_gpu(*call.args)
+                case _:
+                    made = call.func
+                    fixed = _names_gpu(*(one.value for one in call.keywords if one.arg == "device"))
+            if fixed and re.match(r"torch\.(?!device)\w+$", ast.unparse(made)):
+                yield "fixed", call.lineno, {"made": ast.unparse(call)}
+
+
+def _names_gpu(*values: ast.expr) -> bool:
+    return any(re.match(r"(torch\.device\()?'cuda", ast.unparse(one)) for one in values)
 
 
 def worn_out(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

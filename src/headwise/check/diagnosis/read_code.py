@@ -16,12 +16,20 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from .read_built import always_dropped, listed_layers, made_anew, set_on_condition, worn_out
+from .read_built import (
+    always_dropped,
+    listed_layers,
+    made_anew,
+    on_a_gpu,
+    set_on_condition,
+    worn_out,
+)
 from .read_caches import misaligned, stored_once
 from .read_masks import (
     dropped_masks,
     misread_by_fused,
     multiplied_masks,
+    padded_blocks,
     small_fills,
     tiled_masks,
     zero_fills,
@@ -51,6 +59,7 @@ from .read_pieces import (
     word_of,
 )
 from .read_sizes import (
+    heads_apart,
     idle_permutes,
     read_on,
     read_on_turned,
@@ -301,13 +310,15 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "roles": (mixed_roles, lost_roles, unread_roles),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (dropped_masks, tiled_masks, misread_by_fused),
+    "padding": (padded_blocks,),
     "cache": (misaligned, stored_once),
     "scale": (powers, whole_roots),
-    "head-split": (viewed_heads,),
+    "head-split": (viewed_heads, heads_apart),
     "definition": (read_on, summed_apart, idle_permutes),
     "rotary": (read_on_turned,),
     "rotation": (quarter_turns,),
     "registration": (listed_layers, made_anew),
+    "move": (on_a_gpu,),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
     "runs": (

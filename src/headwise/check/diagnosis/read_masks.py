@@ -15,6 +15,7 @@ from .call_lines import FUSED
 from .read_pieces import (
     HIDES,
     PLAIN,
+    WORKED_ON,
     Known,
     Said,
     goes_into_softmax,
@@ -137,3 +138,17 @@ def misread_by_fused(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             said = line.partition("#")[2].strip()
             if SAID[False].search(said.lower()) and not SAID[True].search(said.lower()):
                 yield "fused", made[0].lineno, {"name": name, "said": said}
+
+
+def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scores[b, n:, n:] = -inf`, which hides the filling from the filling alone."""
+    for line in nodes(ast.Assign, part):
+        match line.targets[0]:
+            case ast.Subscript(scores, ast.Tuple([*_, rows, keys])) if WORKED_ON.search(
+                ast.unparse(scores)
+            ):
+                begins = isinstance(keys, ast.Slice) and keys.lower is not None
+                if begins and keys.upper is None and ast.unparse(rows) == ast.unparse(keys):
+                    yield "block", line.lineno, {"first": ast.unparse(keys.lower)}
+            case _:
+                pass

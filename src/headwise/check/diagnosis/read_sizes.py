@@ -100,6 +100,38 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 yield "viewed", call.lineno, {}
 
 
+def heads_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`q.view(n, H, D) @ k.view(n, H, D).transpose(-2, -1)`: scores between heads, none between
+    tokens."""
+    for function in nodes(ast.FunctionDef, part):
+        cut, last = dict[str, bool](), dict[str, int]()
+        lines = sorted(nodes(ast.Assign, function), key=lambda one: one.lineno)
+        for target, value in (pair for node in lines for pair in pairs(node)):
+            sizes, name = sizes_of(value) if isinstance(value, ast.Call) else [], word_of(target)
+            method = getattr(getattr(value, "func", None), "attr", "")
+            heads = len(sizes) > 2 and building_role(word_of(sizes[-2])) == "heads"
+            cut[name] = heads and method in ("view", "reshape")
+            last[name] = target.lineno
+        for query, keys in _products(function):
+            turned = re.fullmatch(r"(\w+)\.(transpose\(-[12], -[12]\)|mT)", ast.unparse(keys))
+            names = [word_of(query), turned[1] if turned else ""]
+            before = all(last.get(name, keys.lineno) < keys.lineno for name in names)
+            if before and all(cut.get(name) for name in names):
+                yield "apart", keys.lineno, {}
+
+
+def _products(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The two factors of each matrix product."""
+    for one in ast.walk(function):
+        match one:
+            case ast.BinOp(left, ast.MatMult(), right):
+                yield left, right
+            case ast.Call(ast.Attribute(_, "matmul" | "bmm"), [left, right]):
+                yield left, right
+            case _:
+                pass
+
+
 def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`einsum("bhqk, bhvd -> bhqd")`, which sums k and v each by itself."""
     for call in nodes(ast.Call, part):
