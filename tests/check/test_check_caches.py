@@ -445,3 +445,55 @@ class OfAnotherSequence(Layer):
 @pytest.mark.parametrize("layer", [OnlyGivesThem, OnlyPlaced, UnderAnotherName, OfAnotherSequence])
 def test_a_flag_or_a_place_alone_is_no_cache(layer: type[Layer]) -> None:
     assert not check(layer).errors
+
+
+class Threefold(Layer):
+    """Queries, keys and values go in apart; keys and values come back with those before them."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, past: Kept | None = None
+    ) -> tuple[Tensor, Kept]:
+        q, k, v = (
+            layer(one).view(*one.shape[:2], self.n_heads, self.head_dim).transpose(1, 2)
+            for layer, one in ((self.w_q, query), (self.w_k, key), (self.w_v, value))
+        )
+        if past is not None:
+            k, v = self.behind(past, k, v)
+        return self.attend(q, k, v), (k, v)
+
+    def behind(self, past: Kept, k: Tensor, v: Tensor) -> Kept:
+        return join(past, k, v)
+
+
+class ValuesBefore(Threefold):
+    """New values stand before the old ones, and new keys behind."""
+
+    def behind(self, past: Kept, k: Tensor, v: Tensor) -> Kept:
+        return torch.cat((past[0], k), 2), torch.cat((v, past[1]), 2)
+
+
+class OnlyTheNew(Layer):
+    """What comes back is the chunk's own part, which the caller puts behind the rest."""
+
+    def forward(self, x: Tensor, layer_past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.project(x)
+        present = torch.stack((k, v))
+        if layer_past is not None:
+            k, v = self.behind(layer_past, k, v)
+        return self.attend(q, k, v), present
+
+    def behind(self, past: Tensor, k: Tensor, v: Tensor) -> Kept:
+        return join(past, k, v)
+
+
+class OnlyTheNewBefore(OnlyTheNew):
+    def behind(self, past: Tensor, k: Tensor, v: Tensor) -> Kept:
+        return torch.cat((past[0], k), 2), torch.cat((v, past[1]), 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [(Threefold, ValuesBefore), (OnlyTheNew, OnlyTheNewBefore)]
+)
+def test_values_stand_beside_their_keys(right: type[Layer], wrong: type[Layer]) -> None:
+    assert check(right, 24, 4)["cache"].severity == "passed"
+    assert "the output differs from token 3 on" in check(wrong, 24, 4)["cache"].message

@@ -1234,3 +1234,80 @@ class FailsAndFills(Projected):
 )
 def test_what_comes_first(layer: type[nn.Module], rule: str) -> None:
     assert check(layer, 24, 3).errors[0].rule == rule
+
+
+class OnAGPU(Projected):
+    def forward(self, x: Tensor, edges: Any) -> Tensor:
+        least = torch.tensor(-1e9).cuda()
+        ones = torch.ones(x.shape[1], device="cuda")
+        return (
+            self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))) + least * ones
+        )
+
+
+class OnAGPUIfThere(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones(1)
+        if torch.cuda.is_available():
+            ones = torch.ones(1).cuda()
+        return self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))) * ones.to(x)
+
+
+def test_tensors_that_are_always_made_on_a_gpu() -> None:
+    first, second = read_off(OnAGPU, "move")
+    assert first.message.endswith(".cuda()`.")
+    assert "device='cuda'" in second.message
+    assert not [*read_off(OnAGPUIfThere, "move")]
+
+
+class HeadsApart(Projected):
+    def forward(self, graph: Any, h: Tensor) -> Tensor:
+        q, k, v = self.w_q(h), self.w_k(h), self.w_v(h)
+        q = q.view(-1, self.heads, self.wide)
+        k = k.view(-1, self.heads, self.wide)
+        v = v.view(-1, self.heads, self.wide)
+        weights = torch.matmul(q, k.transpose(-2, -1)).softmax(-1)
+        return torch.matmul(weights, v).flatten(1)
+
+
+class HeadsBefore(HeadsApart):
+    def forward(self, graph: Any, h: Tensor) -> Tensor:
+        q, k, v = self.w_q(h), self.w_k(h), self.w_v(h)
+        q = q.view(-1, self.heads, self.wide)
+        q = q.transpose(0, 1)
+        k = k.view(-1, self.heads, self.wide)
+        k = k.transpose(0, 1)
+        v = v.view(-1, self.heads, self.wide).transpose(0, 1)
+        weights = torch.matmul(q, k.transpose(-2, -1)).softmax(-1)
+        return torch.matmul(weights, v).transpose(0, 1).flatten(1)
+
+
+def test_heads_that_are_never_brought_before_the_tokens() -> None:
+    assert ["tokens not at all" in one.message for one in read_off(HeadsApart, "head-split")] == [
+        True
+    ]
+    assert not [*read_off(HeadsBefore, "head-split")]
+
+
+class PaddedBlock(Projected):
+    def forward(self, x: Tensor, starts: list[int]) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        for row, start in enumerate(starts):
+            scores[row, :, start:, start:] = -torch.inf
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class PaddedKeys(Projected):
+    def forward(self, x: Tensor, starts: list[int]) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        for row, start in enumerate(starts):
+            scores[row, :, :, start:] = -torch.inf
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_padding_that_is_hidden_from_padding_alone() -> None:
+    (one,) = read_off(PaddedBlock, "padding")
+    assert "Hide the keys from start on for every query" in one.hint
+    assert not [*read_off(PaddedKeys, "padding")]

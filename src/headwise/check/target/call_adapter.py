@@ -58,7 +58,7 @@ KINDS = {
 NONE, FLAG = r"\b{} is (not )?None", r"\b(if|elif|while|not) {} *(:|and|or|else|\))"
 """How code tests what may be None, and what is yes or no."""
 OF_DICTS = re.compile(r"(typing\.)?([Oo]ptional\[)?(typing\.)?([Dd]ict|Mapping)\[")
-"""Annotations of what holds several by name, as masks of each kind."""
+"""Annotations of masks of several kinds, by name."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Caller:
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
         several = [n for n, p in self.parameters.items() if OF_DICTS.match(str(p.annotation))]
-        self.roles |= dict.fromkeys(several, "nothing")
+        self.roles |= {n: "nothing" for n in several if self.roles[n] in ("mask", "padding")}
         self.insisted = {n for n in insisted(call) if self.roles.get(n) in ("context", "")}
         self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -15,7 +15,7 @@ from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .introspect import numbers_in
 
-LONGEST = 256
+LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
 AREAS = (16, 10)
 """Tokens of the windows that a constructor gets here."""

@@ -1,0 +1,188 @@
+"""Masks in a form that the code or its words speak of, and flags that hide later tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise import check
+
+
+class Attention(nn.Module):
+    """Attention with a place for a mask."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.out = (
+            nn.Linear(d_model, d_model) for _ in "qkvo"
+        )
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def attend(self, x: Tensor, hidden: Tensor | None) -> Tensor:
+        q, k, v = (self.split(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ManyForms(Attention):
+    """Masks of two, three and four axes."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return self.attend(x, None)
+        if mask.dim() == 2:
+            mask = mask[:, None, None, :]
+        elif mask.dim() == 3:
+            mask = mask.unsqueeze(1)
+        return self.attend(x, mask == 0)
+
+
+class OfQueries(Attention):
+    """One flag a token hides queries."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return self.attend(x, None)
+        if mask.dim() == 2:
+            mask = mask[:, None, :, None]
+        elif mask.dim() == 3:
+            mask = mask.unsqueeze(1)
+        return self.attend(x, mask == 0)
+
+
+class Misfit(Attention):
+    """Masks of two axes never fit."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return self.attend(x, None)
+        if mask.dim() == 2:
+            mask = mask[:, None, :, None].expand(-1, 1, 1, x.shape[1])
+        return self.attend(x, mask == 0)
+
+
+class Refused(Attention):
+    """Masks of two axes are refused in words."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return self.attend(x, None)
+        if mask.dim() == 2:
+            raise ValueError("a mask has four axes here")
+        return self.attend(x, mask == 0)
+
+
+class Unheard(Attention):
+    """Masks of four axes have five then, and are not filled in."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = None
+        if mask is not None:
+            mask = mask.unsqueeze(1)
+            if len(mask.shape) == 4:
+                hidden = mask == 0
+        return self.attend(x, hidden)
+
+
+class Written(Attention):
+    """Its words promise a mask for each sequence."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x (Tensor): tokens (B, N, C)
+            mask (BoolTensor): True if ignored (B, N, M)
+        """
+        return self.attend(x, mask)
+
+
+class Needed(Attention):
+    """Without a mask it fails."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden: Any = mask
+        return self.attend(x, hidden.repeat(1, 1, 1, 1))
+
+
+class Asked(Attention):
+    """A mask has to be given."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attend(x, mask.repeat(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("kind", [ManyForms, Refused, Asked])
+def test_forms_that_go_in_or_are_refused_in_words(kind: type[Attention]) -> None:
+    verdict = check(kind, d_model=24, num_heads=3)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "said"),
+    [
+        (OfQueries, "padding", "mask hides queries in the place of keys"),
+        (Misfit, "mask", "There is a way for mask with 2 axes"),
+        (Unheard, "mask", "One form of mask goes in and hides nothing"),
+        (Written, "mask", "mask is written to be [b, n, m]"),
+        (Needed, "mask", "mask is None by default, and a call without it fails"),
+    ],
+)
+def test_forms_that_do_not(kind: type[Attention], rule: str, said: str) -> None:
+    first = check(kind, d_model=24, num_heads=3).errors[0]
+    assert (first.rule, first.message[: len(said)]) == (rule, said)
+
+
+class Flagged(Attention):
+    """A flag of the call hides later tokens, with a mask of padding and without."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        hidden = None if padding is None else padding[:, None, None, :]
+        if is_causal:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            hidden = later if hidden is None else hidden | later
+        return self.attend(x, hidden)
+
+
+class FlaggedBesideAMask(Attention):
+    """Its flag counts where there is a mask of padding alone."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if padding is None:
+            return self.attend(x, None)
+        hidden = padding[:, None, None, :]
+        if is_causal:
+            hidden = hidden | torch.ones(
+                x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
+            ).triu(1)
+        return self.attend(x, hidden)
+
+
+def test_a_flag_that_hides_nothing() -> None:
+    assert check(Flagged, d_model=24, num_heads=3).passed
+    verdict = check(FlaggedBesideAMask, d_model=24, num_heads=3)
+    assert (
+        verdict["mask"].message == "is_causal=True hides nothing: later tokens are seen as before."
+    )
+
+
+class MadeOnTheCPU(Attention):
+    """Without a mask it makes one, on the CPU."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            mask = torch.ones(x.shape[1], x.shape[1])
+        return self.attend(x, mask == 0)
+
+
+def test_a_mask_that_is_made_where_none_is_given() -> None:
+    """Beside a causal mask that the check passes, it is moved without one, too."""
+    assert check(MadeOnTheCPU, d_model=24, num_heads=3).errors[0].rule == "move"
