@@ -185,3 +185,25 @@ def test_both_paths_follow_the_same_mask() -> None:
     finding = check(NotTurned).errors[0]
     assert finding.rule == "paths"
     assert "With flash=True the same weights follow another mask" in finding.message
+
+USE_FLASH = 0
+
+
+class OfTheFile(TwoPaths):
+    """The file says which path is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flash = bool(USE_FLASH)
+        return super().forward(x)
+
+
+class SeesAllIfTheFileSaysSo(OfTheFile):
+    def fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_constant_of_the_file_chooses_a_path() -> None:
+    assert check(OfTheFile, 24, 3)["paths"].severity == "passed"
+    verdict = check(SeesAllIfTheFileSaysSo, 24, 3)
+    assert "With USE_FLASH = 1" in verdict["paths"].message
+    assert USE_FLASH == 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +68,10 @@ def _by_itself(ctx: ProbeContext) -> Iterator[tuple[str, Target]]:
     for name in _attributes(ctx):
         yield f"self.{name} the other way", _flipped(ctx.exact, name)
     kinds = type(ctx.exact.module).mro()[:-2] if ctx.exact.module is not None else ()
+    for known, name in _constants(kinds):
+        turned = type(known[name])(not known[name])
+        changed = partial(_set, known, name, turned)
+        yield f"{name} = {turned!r}", _during(ctx.exact.fresh(), changed)
     if not any(ASKS.search(source_of(kind)) for kind in kinds):  # below nn.Module
         return
     try:
@@ -74,15 +80,41 @@ def _by_itself(ctx: ProbeContext) -> Iterator[tuple[str, Target]]:
     except (Broken, ValueError):
         return
     own = ctx.exact.alike(built.module) if built and built.module is not None else None
-    if own is not None and own.module is not None:
-        without = contextlib.ExitStack()
+    if own is not None:
+        yield "no F.scaled_dot_product_attention", _during(own, _unfused)
 
-        def hide(*_: Any) -> None:
-            without.enter_context(_unfused())
 
-        own.module.register_forward_pre_hook(hide)
-        own.module.register_forward_hook(lambda *_: without.close(), always_call=True)
-        yield "no F.scaled_dot_product_attention", own
+def _constants(kinds: Sequence[type]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Flags of a kernel that stand in the file itself, and are read by a call."""
+    for kind in kinds:
+        call = vars(kind).get("forward")
+        known = getattr(call, "__globals__", {})
+        for name in getattr(getattr(call, "__code__", None), "co_names", ()):
+            if FUSED.search(name.lower()) and known.get(name) in (0, 1):
+                yield known, name
+
+
+@contextlib.contextmanager
+def _set(known: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """A file in which a name has another value."""
+    before, known[name] = known[name], value
+    try:
+        yield
+    finally:
+        known[name] = before
+
+
+def _during(own: Target, changed: Callable[[], AbstractContextManager[Any]]) -> Target:
+    """The same, with something changed while it is called."""
+    within = contextlib.ExitStack()
+
+    def enter(*_: Any) -> None:
+        within.enter_context(changed())
+
+    if own.module is not None:
+        own.module.register_forward_pre_hook(enter)
+        own.module.register_forward_hook(lambda *_: within.close(), always_call=True)
+    return own
 
 
 @contextlib.contextmanager
