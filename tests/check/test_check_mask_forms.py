@@ -132,13 +132,18 @@ def test_forms_that_go_in_or_are_refused_in_words(kind: type[Attention]) -> None
         (OfQueries, "padding", "mask hides queries in the place of keys"),
         (Misfit, "mask", "There is a way for mask with 2 axes"),
         (Unheard, "mask", "One form of mask goes in and hides nothing"),
-        (Written, "mask", "mask is written to be [b, n, m]"),
         (Needed, "mask", "mask is None by default, and a call without it fails"),
     ],
 )
 def test_forms_that_do_not(kind: type[Attention], rule: str, said: str) -> None:
     first = check(kind, d_model=24, num_heads=3).errors[0]
     assert (first.rule, first.message[: len(said)]) == (rule, said)
+
+
+def test_words_that_promise_another_form_are_advice() -> None:
+    verdict = check(Written, d_model=24, num_heads=3)
+    assert verdict.passed
+    assert verdict["mask"].message.startswith("mask is written to be [b, n, m], and no mask")
 
 
 class Flagged(Attention):

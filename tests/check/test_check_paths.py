@@ -186,6 +186,7 @@ def test_both_paths_follow_the_same_mask() -> None:
     assert finding.rule == "paths"
     assert "With flash=True the same weights follow another mask" in finding.message
 
+
 USE_FLASH = 0
 
 

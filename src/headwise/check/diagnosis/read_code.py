@@ -251,10 +251,11 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     forward = source.function(f"{kind.name}.forward")
     if foreign or not isinstance(thing, type) or not issubclass(thing, nn.Module):
         return
+    own = [*_related(kind, source)]
     set_ = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
-    set_ |= {one.name for one in nodes(ast.FunctionDef, source.tree)}
-    set_ |= {one.attr for one in attributes if isinstance(one.ctx, ast.Store)}
-    set_ |= names(source.tree, context=ast.Store)
+    set_ |= {one.name for one in nodes(ast.FunctionDef, *own)} | names(*own, context=ast.Store)
+    set_ |= {one.attr for one in nodes(ast.Attribute, *own) if isinstance(one.ctx, ast.Store)}
+    set_ |= {one.attr for one in attributes if isinstance(one.ctx, ast.Store) and not of_self(one)}
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
     reached = filter(is_plain, [] if forward is None else forward.body)
@@ -267,8 +268,23 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             continue
         near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
         always = node in plain
-        if (near and always) or not is_set_beside(name, source.file):
+        if (near and always) or not is_set_beside(name, kind.name, source.file):
             yield "missing" if always else "unset", node.lineno, {"name": name}
+
+
+def _related(kind: ast.ClassDef, source: Source) -> Iterator[ast.stmt]:
+    """The class, those of its file that it derives from, and those that derive from it."""
+    classes = {one.name: one for one in source.tree.body if isinstance(one, ast.ClassDef)}
+    bases = {name: names(*one.bases) & classes.keys() for name, one in classes.items()}
+
+    def above(name: str) -> set[str]:
+        return {name}.union(*map(above, bases.get(name, ())))
+
+    mine = above(kind.name)
+    heirs = {name for name in classes if kind.name in above(name)}
+    for name in mine.union(*map(above, heirs)) if heirs else mine:
+        if name in classes:
+            yield classes[name]
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

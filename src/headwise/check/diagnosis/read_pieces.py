@@ -115,12 +115,18 @@ def words_in(*parts: ast.AST) -> set[str]:
     return names(*parts) | {of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
 
 
-def is_set_beside(name: str, file: str) -> bool:
-    """Whether a file beside this one gives something an attribute of that name."""
-    given = re.compile(rf"\.{name}\s*(?::[^=\n]+)?=(?!=)|[\"']{name}[\"']")
-    return any(
-        given.search(one.read_text("utf-8", "replace")) for one in Path(file).parent.glob("*.py")
-    )
+def is_set_beside(name: str, kind: str, file: str) -> bool:
+    """Whether another file of the folder gives objects of a class an attribute of that name: from
+    outside, or as one that derives from it."""
+    value = r"\s*(?::[^=\n]+)?=(?!=)"
+    outside = re.compile(rf"(?<!\bself)\.{name}{value}|[\"']{name}[\"']")
+    heirs, own = re.compile(rf"class \w+\([^)]*\b{kind}\b"), re.compile(rf"\bself\.{name}{value}")
+    for path in Path(file).parent.glob("*.py"):
+        if path.name != Path(file).name:
+            text = path.read_text("utf-8", "replace")
+            if outside.search(text) or (heirs.search(text) and own.search(text)):
+                return True
+    return False
 
 
 def overwritten(part: ast.stmt) -> Iterator[tuple[str, ast.Assign, ast.Assign]]:

@@ -21,6 +21,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target, is_users
 from ..target.first_call import table_options
+from ..target.signatures import source_of
 from .call_lines import quoted
 from .read_pieces import Known, Said
 
@@ -28,7 +29,7 @@ HALF = re.compile(
     r"rotate_?(half|pair|every|interleav|adjacent|neighbou?r)|(half|pairs?)_?rotat|neg_half"
 )
 """Names of functions that turn each pair of features by a quarter."""
-SIGNED = re.compile(r"[(,\[=]\s*-\s*(\w+\.)*sin\w*\b")
+SIGNED = re.compile(r"[(,\[=]\s*-\s*(\w+\.)*sin\w*\b|sin\(.*\* *\(?-1\b")
 """Tables that hold the sign instead."""
 TURNS = re.compile(r"rotar|rotat|(^|_)rot(_|$)|(^|_)rope|rope(_|$)")
 """Names of functions that turn, and of the classes of what is called to do so."""
@@ -36,7 +37,7 @@ IS_MORE = re.compile(r"att|mha|head|block|layer|model|transformer|former$")
 """Classes that do more than turn what they are given."""
 STRETCHES = re.compile(r"norm|xpos|scale_base|decay|cache", re.I)
 """What code of a rotation speaks of that gives other lengths."""
-NEAR = 1e-3
+NEAR = 0.02
 
 
 def quarter_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -79,8 +80,9 @@ class _Turn:
 def stretched(subject: Target) -> list[Finding]:
     """Whether a function that is named after a rotation gives vectors of other lengths than it was
     given; with tables from outside, whichever it is given."""
-    caller = subject.caller
-    if subject.module is None or caller.proven:
+    subject = subject.randomised()
+    caller, home = subject.caller, sys.modules.get(type(subject.module).__module__)
+    if subject.module is None or caller.proven or SIGNED.search(source_of(home)):
         return []
     found_first: list[Finding] = []
     for fills in table_options(caller, list(caller.tables)) if caller.tables else ({},):
@@ -113,7 +115,10 @@ def _longer(subject: Target) -> _Turn | None:
 
 
 def _is_as_long(before: Tensor, after: Tensor) -> bool:
-    """Whether vectors along some axis are as long as they were, up to one number for all."""
+    """Whether vectors along some axis are as long as they were, up to one number for all; they may
+    hold anything before their weights are set."""
+    if not (before.isfinite().all() and after.isfinite().all()):
+        return True
     for axis in range(-1, -before.ndim - 1, -1):
         was, now = before.norm(dim=axis), after.norm(dim=axis)
         ratio = (now / was.clamp(min=1e-12)).double()

@@ -157,7 +157,7 @@ def _stays(ctx: ProbeContext, name: str) -> bool:
         kept = isinstance(attrgetter(name)(first), Tensor)
     except AttributeError:  # the call made it
         return False
-    return kept and _elsewhere(ctx) is not None
+    return kept and _elsewhere(ctx.random.untouched()) is not None
 
 
 def _is_drawn(ctx: ProbeContext, name: str) -> bool:
