@@ -1311,3 +1311,26 @@ def test_padding_that_is_hidden_from_padding_alone() -> None:
     (one,) = read_off(PaddedBlock, "padding")
     assert "Hide the keys from start on for every query" in one.hint
     assert not [*read_off(PaddedKeys, "padding")]
+
+
+class GathersKeys(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        attn = (q @ k.mT / math.sqrt(self.wide)).softmax(-1)
+        return self.last((attn @ k).transpose(1, 2).flatten(2)) + 0 * v.sum()
+
+
+class UnreadValues(Projected):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q = self.split(self.w_q(query))
+        k = self.split(self.w_k(key))
+        v = self.w_v(value)
+        return self.joined(q, k, self.split(value))
+
+
+def test_values_that_are_never_gathered() -> None:
+    (gathered,) = read_off(GathersKeys, "roles")
+    assert gathered.message == "The weights gather keys, and not values: k stands where v is meant."
+    (unread,) = read_off(UnreadValues, "roles")
+    assert unread.message == "The values are never used: nothing reads v."
+    assert not [*read_off(Right, "roles")]

@@ -54,6 +54,7 @@ from .read_pieces import (
     of_self,
     overwritten,
     parameters_of,
+    products,
     qkv_of,
     target_of,
     word_of,
@@ -111,18 +112,33 @@ def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         if function.name != "forward":
             continue
         given = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+        handed = {one.arg for one in nodes(ast.arg, function)}
         groups = [(function.lineno, {one.arg for one in given})]
         for one in nodes(ast.Assign, function):
             group = names(*one.targets)
             if called_of_self(one.value) or (len(group) > 1 and isinstance(one.value, ast.Call)):
                 groups.append((one.lineno, group))
         read = names(*function.body, context=ast.Load)
-        roles = {qkv_of(name) for name in read} - {""}
         for line, group in groups:
+            own = read if group & handed else read - handed
+            roles = {qkv_of(name) for name in own} - {""}
             several = len({qkv_of(name) for name in group} - {""}) > 1
             for name in group - read if several or len(group) == 1 else ():
                 if (role := qkv_of(name)) and roles == set(LONG) - {role}:
                     yield "unread", line, {"part": LONG[role], "name": name}
+
+
+def gathered_keys(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`weights @ k`, where there are values that a call could gather."""
+    for function in nodes(ast.FunctionDef, part):
+        there = names(function)
+        for weights, gathered in products(function):
+            key = gathered.id if isinstance(gathered, ast.Name) else ""
+            stem = re.sub("keys?|k", "", key.lower())
+            values = [one for one in sorted(there) if qkv_of(one) == "v"]
+            meant = [one for one in values if re.sub("values?|v", "", one.lower()) == stem]
+            if qkv_of(key) == "k" and meant and WORKED_ON.search(word_of(weights).lower()):
+                yield "gathered", gathered.lineno, {"name": key, "meant": meant[0]}
 
 
 def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -323,7 +339,7 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (worn_out,),
-    "roles": (mixed_roles, lost_roles, unread_roles),
+    "roles": (mixed_roles, lost_roles, unread_roles, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (dropped_masks, tiled_masks, misread_by_fused),
     "padding": (padded_blocks,),

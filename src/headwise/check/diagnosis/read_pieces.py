@@ -115,6 +115,18 @@ def words_in(*parts: ast.AST) -> set[str]:
     return names(*parts) | {of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
 
 
+def products(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The two factors of each matrix product."""
+    for one in ast.walk(function):
+        match one:
+            case ast.BinOp(left, ast.MatMult(), right):
+                yield left, right
+            case ast.Call(ast.Attribute(_, "matmul" | "bmm"), [left, right]):
+                yield left, right
+            case _:
+                pass
+
+
 def is_set_beside(name: str, kind: str, file: str) -> bool:
     """Whether another file of the folder gives objects of a class an attribute of that name: from
     outside, or as one that derives from it."""

@@ -12,7 +12,7 @@ from ..files.syntax import Source, nodes, pairs
 from ..target.introspect import SPEAKS_OF_ROPE
 from ..target.layouts import AXES
 from ..target.names import building_role
-from .read_pieces import LAYERS, Known, Said, of_self, sized, word_of
+from .read_pieces import LAYERS, Known, Said, of_self, products, sized, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
 PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
@@ -112,24 +112,12 @@ def heads_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             heads = len(sizes) > 2 and building_role(word_of(sizes[-2])) == "heads"
             cut[name] = heads and method in ("view", "reshape")
             last[name] = target.lineno
-        for query, keys in _products(function):
+        for query, keys in products(function):
             turned = re.fullmatch(r"(\w+)\.(transpose\(-[12], -[12]\)|mT)", ast.unparse(keys))
             names = [word_of(query), turned[1] if turned else ""]
             before = all(last.get(name, keys.lineno) < keys.lineno for name in names)
             if before and all(cut.get(name) for name in names):
                 yield "apart", keys.lineno, {}
-
-
-def _products(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The two factors of each matrix product."""
-    for one in ast.walk(function):
-        match one:
-            case ast.BinOp(left, ast.MatMult(), right):
-                yield left, right
-            case ast.Call(ast.Attribute(_, "matmul" | "bmm"), [left, right]):
-                yield left, right
-            case _:
-                pass
 
 
 def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
