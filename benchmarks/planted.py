@@ -104,7 +104,8 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
         other = {"triu": "tril", "tril": "triu"}[name]
         yield Mistake("triangle", MASKS, call.func, _said(call.func, code)[:-4] + other)
     if name in ("matmul", "bmm") and len(call.args) == 2:
-        yield from _multiplied(*call.args, code)
+        left, right = call.args
+        yield from _multiplied(left, right, code)
     if name == "unsqueeze" and args == ["2"] and "mask" in ast.unparse(call):
         yield Mistake("masks-queries", MASKS, call.args[0], "3")
     if name == "scaled_dot_product_attention" and "is_causal" in named:

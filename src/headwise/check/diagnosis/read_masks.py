@@ -144,11 +144,9 @@ def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
     """`scores[b, n:, n:] = -inf`, which hides the filling from the filling alone."""
     for line in nodes(ast.Assign, part):
         match line.targets[0]:
-            case ast.Subscript(scores, ast.Tuple([*_, rows, keys])) if WORKED_ON.search(
-                ast.unparse(scores)
-            ):
-                begins = isinstance(keys, ast.Slice) and keys.lower is not None
-                if begins and keys.upper is None and ast.unparse(rows) == ast.unparse(keys):
-                    yield "block", line.lineno, {"first": ast.unparse(keys.lower)}
+            case ast.Subscript(scores, ast.Tuple([*_, rows, ast.Slice(ast.expr() as first, None)])):
+                whole = ast.unparse(rows) != f"{ast.unparse(first)}:"
+                if not whole and WORKED_ON.search(ast.unparse(scores)):
+                    yield "block", line.lineno, {"first": ast.unparse(first)}
             case _:
                 pass

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,27 +21,14 @@ from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
+from .mask_effects import OF_KEYS, Effect, best, effect, forms
 from .probe_context import Failed, ProbeContext, failing
 
-HIDDEN = 2
-"""The key that is hidden in the second sequence; lengths hide all from the fifth on."""
-SLIPS = (AttributeError, NameError)
-"""Errors of misspelt names, whatever goes in."""
-REFUSED = re.compile(
-    r"masked_fill_?\(\) received an invalid|only supports boolean masks|with a bool tensor|"
-    "Boolean value of Tensor with more than one value is ambiguous"
-)
-"""What PyTorch says where a fill has no value, or a mask of this dtype will not do."""
-MISFIT = re.compile("must match the size|number of dimensions|broadcast")
-"""What it says where shapes do not fit."""
 BIASES = {"attn_bias", "attention_bias", "bias"}
-OF_KEYS = {"[B, 1, S]", "[B, 1, 1, S]"}
-"""Shapes with no axis for queries."""
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 """How code asks how many axes a mask has."""
 WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
 """Shapes of masks that begin with the batch, by the number of their axes."""
-KINDS = ("may", "hidden", "added", "ones", "later")
 
 
 def mask(ctx: ProbeContext) -> Finding | None:
@@ -91,7 +77,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
         if seen is not None and seen.right:
             right = passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
             return _flat(ctx, seen.form) or right
-        for form, alone in _forms(caller, name):
+        for form, alone in forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
                 return one if form.shape == "[B, S]" else replace(one, ground="call")
@@ -117,7 +103,8 @@ def _unheeded(ctx: ProbeContext) -> Finding | None:
     for name in caller.named("causal") if caller.custom is None else ():
         left = caller.parameters[name].default in (False, None) and name not in caller.extra
         if left and is_read(caller.target, name) and (form is None or form.argument != name):
-            bare, given = _without_mask(ctx), {name: True}
+            bare = _without_mask(ctx)
+            given: dict[str, Any] = {name: True}
             with contextlib.suppress(Failed):
                 if bare.near(bare.result(bare.x, **given).out, bare.out):
                     return found("mask", "unheeded", name=name)
@@ -180,32 +167,6 @@ def _masked(subject: Target, allowed: Tensor) -> Target:
     return replace(subject, caller=caller, mask_form=None, open_form=None)
 
 
-# --- every form -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a mask in one form does that hides a key of the second sequence.
-
-    Attributes:
-        form: of the mask.
-        any: it changes some output.
-        right: the hidden key counts for nothing, all others as before, other sequences as well.
-        elsewhere: outputs of the first sequence change, in which nothing is hidden.
-        queries: only the hidden token's own output changes, as if it were a query.
-        error: where no form goes in, for a slip of the pen.
-        single: the error of two sequences, where the form goes in for one.
-    """
-
-    form: MaskForm
-    any: bool
-    right: bool = False
-    elsewhere: bool = False
-    queries: bool = False
-    error: str = ""
-    single: str = ""
-
-
 def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding:
     """The finding on the first mask argument with which something is wrong; else on the first that
     can be judged."""
@@ -247,85 +208,11 @@ def _is_of_another(caller: Caller, name: str) -> bool:
     return stem != "" and any(one.startswith(stem) and "mask" not in one for one in others)
 
 
-def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
-    """Masks that are followed as they are given here, each hiding a key of the last sequence."""
-    caller = ctx.subject.caller
-    for name in (*caller.named("mask"), *caller.named("padding")) if not caller.custom else ():
-        seen = best(ctx, name)
-        if seen is not None and seen.right and seen.form.kind != "lengths":
-            allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
-            allowed[-1, :, HIDDEN] = False
-            allowed = allowed.tril() if ctx.subject.causal else allowed
-            given = seen.form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)
-            yield seen.form, {name: given}
-
-
-def written_masks(ctx: ProbeContext) -> set[str]:
-    """Arguments whose masks are others after a call."""
-    caller = ctx.subject.caller
-    for name in (*caller.named("mask"), *caller.named("padding")) if not caller.custom else ():
-        best(ctx, name)
-    return ctx.written
-
-
-def best(ctx: ProbeContext, name: str) -> Effect | None:
-    """The effect in the form that is understood best; None where no form goes in."""
-    if name in ctx.effects:
-        return ctx.effects[name]
-    best: Effect | None = None
-    errors: list[tuple[str, Exception]] = []
-    for form, alone in _forms(ctx.subject.caller, name):
-        try:
-            seen = _effect(ctx, form, alone)
-        except Failed as failure:
-            errors.append((form.kind, failure.error))
-            continue
-        if best is None or _rank(seen) > _rank(best):
-            best = seen
-        if seen.right:
-            break
-    if best is None and (error := _slip(errors)) is not None:
-        best = Effect(MaskForm(name, "may"), any=False, error=told(error))
-    if best is None:
-        best = _alone(ctx, name)
-    ctx.effects[name] = best
-    return best
-
-
-def _slip(errors: Sequence[tuple[str, Exception]]) -> Exception | None:
-    """The error of a name that is misspelt, a fill that has no value, or a line that no dtype suits
-    where a shape does; what is looked for on a tensor may be there on masks of
-    another class."""
-    slips = {kind: error for kind, error in errors if _is_slip(error)}
-    rest = [str(error) for kind, error in errors if not _is_slip(error)]
-    every = {"may", "ones"} <= {*slips} if rest else bool(slips)
-    return next(iter(slips.values())) if every and all(map(MISFIT.search, rest)) else None
-
-
-def _is_slip(error: Exception) -> bool:
-    misspelt = isinstance(error, SLIPS) and not isinstance(getattr(error, "obj", None), Tensor)
-    return misspelt or REFUSED.search(str(error)) is not None
-
-
-def _alone(ctx: ProbeContext, name: str) -> Effect | None:
-    """The effect of a mask that goes in for one sequence, though for two it does not."""
-    for form, alone in _forms(ctx.subject.caller, name):
-        if "B" not in form.shape:
-            continue
-        with contextlib.suppress(Failed):
-            if _effect(ctx, form, alone, rows=1).right:
-                try:
-                    _effect(ctx, form, alone)
-                except Failed as failure:
-                    return Effect(form, any=False, single=told(failure.error))
-    return None
-
-
 def _mixed(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
     """Whether a mask that is right for one sequence hides keys in another one where there are
     two."""
     with contextlib.suppress(Failed):
-        return _effect(ctx, form, alone).elsewhere and _effect(ctx, form, alone, rows=1).right
+        return effect(ctx, form, alone).elsewhere and effect(ctx, form, alone, rows=1).right
     return False
 
 
@@ -333,7 +220,7 @@ def _of_queries(ctx: ProbeContext, form: MaskForm, alone: bool) -> bool:
     """Whether a mask that is the same for all queries changes the hidden token's own output, and
     that alone."""
     with contextlib.suppress(Failed):
-        return _effect(ctx, form, alone).queries
+        return effect(ctx, form, alone).queries
     return False
 
 
@@ -364,7 +251,7 @@ def _closed(ctx: ProbeContext, right: MaskForm) -> Finding | None:
     for shape in sorted({*WRITTEN.values(), "[B, 1, 1, S]"} - {right.shape}):
         with contextlib.suppress(Failed):
             form = replace(right, shape=shape)
-            if not _effect(ctx, form, True).any:
+            if not effect(ctx, form, True).any:
                 return found("mask", "unheard", name=name, form=form)
     return None
 
@@ -372,80 +259,11 @@ def _closed(ctx: ProbeContext, right: MaskForm) -> Finding | None:
 def _refused(ctx: ProbeContext, name: str, shapes: Sequence[str]) -> str | None:
     """The first error where no mask of these shapes goes in, and none is refused in words."""
     errors: list[Exception] = []
-    for form, alone in _forms(ctx.subject.caller, name):
+    for form, alone in forms(ctx.subject.caller, name):
         if form.shape in shapes:
             try:
-                _effect(ctx, form, alone)
+                effect(ctx, form, alone)
                 return None
             except Failed as failure:
                 errors.append(failure.error)
     return told(errors[0]) if errors and not any(map(refuses, errors)) else None
-
-
-def _rank(seen: Effect) -> tuple[bool, bool, bool, bool]:
-    return seen.right, seen.any, seen.queries, not seen.elsewhere
-
-
-def _forms(caller: Caller, name: str) -> Iterator[tuple[MaskForm, bool]]:
-    """Every form, with a mask of padding alone and with one of later tokens as well."""
-    role = caller.roles[name]
-    if role == "lengths":
-        yield MaskForm(name, "lengths"), True
-        yield from ((MaskForm(name, "may", shape), True) for shape in sorted(OF_KEYS))
-        return
-    if caller.takes_values(name):
-        yield MaskForm(name, "headwise"), True
-        yield MaskForm(name, "headwise"), False
-    for alone, shape, kind in product((True, False), ALL_SHAPES, KINDS):
-        yield MaskForm(name, kind, shape), alone
-
-
-def _effect(ctx: ProbeContext, form: MaskForm, alone: bool, rows: int = 2) -> Effect:
-    """What hiding a key of the second sequence does.
-
-    Args:
-        alone: the mask speaks of padding alone; else of later tokens as well.
-        rows: 1: the second sequence is given alone.
-    """
-    tokens = ctx.tokens
-    hidden = list(range(4, tokens)) if form.kind == "lengths" else [HIDDEN]
-    others = [i for i in range(tokens) if i not in hidden]
-    keep = torch.ones(rows, tokens, dtype=torch.bool)
-    keep[-1, hidden] = False
-    later = torch.ones(tokens, tokens, dtype=torch.bool)
-    if ctx.subject.causal and not alone:
-        later = later.tril()
-    if "B" not in form.shape:  # the same for all sequences
-        keep = keep[-1:].expand(rows, -1)
-
-    def out(x: Tensor, keep: Tensor) -> Tensor:
-        allowed = keep[:, None] & later
-        given = torch.tensor([tokens, 4][-rows:])
-        if form.kind != "lengths":
-            given = form.make(allowed, x.dtype, ctx.subject.num_heads)
-        if form.kind == "added":  # −inf would hide in an arithmetic that is wrong for numbers
-            given = given.clamp(min=-1e4)
-        named: dict[str, Any] = {form.argument: given}
-        if not isinstance(given, Tensor):
-            return ctx.result(x, **named).out
-        named[form.argument] = written = given.clone(memory_format=torch.contiguous_format)
-        result = ctx.result(x, **named)
-        if not torch.equal(given, written):
-            ctx.written.add(form.argument)
-        return result.out
-
-    x, full = ctx.x[-rows:], ctx.out[-rows:]
-    changed = x.clone()
-    changed[-1, hidden] = 3.0
-    after, moved = out(x, keep), out(changed, keep)
-    kept = ctx.near(moved[-1, others], after[-1, others])
-    same = ctx.near(after[-1, others], full[-1, others])
-    first = rows == 1 or "B" not in form.shape or ctx.near(after[0], full[0])
-    own = ctx.near(after[-1, hidden], full[-1, hidden])
-    return Effect(
-        form,
-        any=not (same and first and own),
-        right=kept and not same and first,
-        elsewhere=not first,
-        queries=same and first and not own,
-    )

@@ -24,7 +24,7 @@ from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
 from .behaviour import causality, finite, gradients, past_used
-from .masks import REFUSED
+from .mask_effects import REFUSED
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext
 from .robustness import deterministic, move, registered, reload, train_eval

@@ -22,7 +22,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import SINGLE, MaskForm
 from ..target.checked_target import Broken, Target, is_users, told
 from ..target.signatures import signature, source_of
-from .masks import HIDDEN, hiding
+from .mask_effects import HIDDEN, hiding
 from .probe_context import Failed, ProbeContext
 
 FUSED = re.compile(r"flash|sdpa|fused|(memory|mem)_?eff|efficient_att|scaled_dot_product")

@@ -23,7 +23,7 @@ from ..target.introspect import unregistered
 from ..target.signatures import source_of
 from .behaviour import bent
 from .devices import Elsewhere, everything
-from .masks import written_masks
+from .mask_effects import written_masks
 from .probe_context import Failed, ProbeContext, failing
 
 
