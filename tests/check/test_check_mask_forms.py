@@ -132,7 +132,7 @@ def test_forms_that_go_in_or_are_refused_in_words(kind: type[Attention]) -> None
         (OfQueries, "padding", "mask hides queries in the place of keys"),
         (Misfit, "mask", "There is a way for mask with 2 axes"),
         (Unheard, "mask", "One form of mask goes in and hides nothing"),
-        (Needed, "mask", "mask is None by default, and a call without it fails"),
+        (Needed, "runs", "mask is None by default, and a call without it fails"),
     ],
 )
 def test_forms_that_do_not(kind: type[Attention], rule: str, said: str) -> None:

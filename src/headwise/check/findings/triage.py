@@ -16,6 +16,9 @@ from .verdict import Finding
 UNNAMED = "definition"
 """The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
 
+LAST = ("dropout-in-eval", "move")
+"""Rules that wait for a call that fails; of another device, for all else."""
+
 BOTH = {"cache", "rotary"}
 """Rules that are both read off the code and tried."""
 
@@ -35,7 +38,7 @@ TURNED = {"rotary": "It turns queries and keys as the definition does; gains beh
 def urgency(one: Finding) -> tuple[bool, bool]:
     """Where a finding stands beside a call that fails: what cannot be built comes first, and last
     what makes numbers wrong and stops no call."""
-    return one.rule != "builds", one.rule in ("scale", "mask-fill", "dropout-in-eval")
+    return one.rule != "builds", one.rule in ("scale", "mask-fill", *LAST)
 
 
 def joined(
@@ -68,8 +71,8 @@ def joined(
     if vague:
         results = _with_vague(vague[0], results, probed)
     results = _after_each_other(results)
-    if any(one.rule == "runs" and one.severity == "error" for one in results):
-        results.sort(key=lambda one: one.rule == "dropout-in-eval")
+    failing = any(one.rule == "runs" and one.severity == "error" for one in results)
+    results.sort(key=lambda one: one.rule in LAST and (failing or one.rule == "move"))
     wrong = any(one.severity == "error" and one.explained_by is None for one in results)
     return tuple(_waiting(one) if wrong else one for one in results)
 

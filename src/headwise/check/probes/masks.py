@@ -121,7 +121,7 @@ def _needed(ctx: ProbeContext) -> Finding | None:
         bare.result(ctx.x.to(ctx.subject.dtype))
     except (AttributeError, TypeError) as error:
         if "NoneType" in str(error) and not refuses(error):
-            return found("mask", "needed", name=form.argument, error=told(error))
+            return found("runs", "needed", name=form.argument, error=told(error))
     except Exception:  # another argument is at fault
         return None
     return None
