@@ -1324,7 +1324,7 @@ class UnreadValues(Projected):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q = self.split(self.w_q(query))
         k = self.split(self.w_k(key))
-        v = self.w_v(value)
+        v = self.w_v(value)  # noqa: F841
         return self.joined(q, k, self.split(value))
 
 
