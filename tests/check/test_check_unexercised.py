@@ -255,3 +255,18 @@ def test_what_is_wrong_on_any_path_is_said(
     first = verdict.errors[0]
     assert first.rule == rule, str(verdict)
     assert words in first.message
+
+
+class NoModule:
+    def __init__(self, d_model: int) -> None:
+        self.w_q, self.w_k, self.w_v = (nn.Linear(d_model, d_model) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.w_q(x), self.w_k(x), self.w_v(x)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def test_a_class_that_holds_layers_and_is_none() -> None:
+    (one,) = check(NoModule).errors
+    assert one.rule == "registered"
+    assert "NoModule is no nn.Module, but holds some (w_q, w_k, w_v)" in one.message
