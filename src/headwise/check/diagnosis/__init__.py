@@ -73,7 +73,9 @@ PLAIN_FUNCTIONS = set(
     ).split()
 )
 """Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
-ADDED = re.compile(r"\+=? *(self\.\w*drop\w*\( *)?self\.(?!\w*drop)\w*(attn|attention|mha|att\b)\w*\(", re.I)
+ADDED = re.compile(
+    r"\+=? *(self\.\w*drop\w*\( *)?self\.(?!\w*drop)\w*(attn|attention|mha|att\b)\w*\(", re.I
+)
 """Code around an attention that adds its input to what it gives."""
 UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
 """Names of designs that leave the scale to the initial weights (Black et al. 2021, GPT-Neo; Raffel

@@ -267,11 +267,14 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     forward = source.function(f"{kind.name}.forward")
     if foreign or not isinstance(thing, type) or not issubclass(thing, nn.Module):
         return
-    own = [*_related(kind, source)]
+    family = _family(kind, source)
+    strangers = (one for one in nodes(ast.ClassDef, source.tree) if one not in family)
+    strange = {id(one) for each in strangers for one in ast.walk(each)}
+    given = (one for one in attributes if not of_self(one) or id(one) not in strange)
     set_ = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
-    set_ |= {one.name for one in nodes(ast.FunctionDef, *own)} | names(*own, context=ast.Store)
-    set_ |= {one.attr for one in nodes(ast.Attribute, *own) if isinstance(one.ctx, ast.Store)}
-    set_ |= {one.attr for one in attributes if isinstance(one.ctx, ast.Store) and not of_self(one)}
+    set_ |= {one.name for one in nodes(ast.FunctionDef, *family)}
+    set_ |= names(*family, context=ast.Store)
+    set_ |= {one.attr for one in given if isinstance(one.ctx, ast.Store)}
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
     reached = filter(is_plain, [] if forward is None else forward.body)
@@ -288,19 +291,17 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "missing" if always else "unset", node.lineno, {"name": name}
 
 
-def _related(kind: ast.ClassDef, source: Source) -> Iterator[ast.stmt]:
-    """The class, those of its file that it derives from, and those that derive from it."""
+def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:
+    """A class, those of its file that it derives from, and those that derive from any of them."""
     classes = {one.name: one for one in source.tree.body if isinstance(one, ast.ClassDef)}
     bases = {name: names(*one.bases) & classes.keys() for name, one in classes.items()}
-
-    def above(name: str) -> set[str]:
-        return {name}.union(*map(above, bases.get(name, ())))
-
-    mine = above(kind.name)
-    heirs = {name for name in classes if kind.name in above(name)}
-    for name in mine.union(*map(above, heirs)) if heirs else mine:
-        if name in classes:
-            yield classes[name]
+    family, size = {kind.name}, 0
+    while size < len(family):
+        size = len(family)
+        for name, above in bases.items():
+            if name in family or above & family:
+                family |= above | {name}
+    return [kind, *(one for name, one in classes.items() if name in family - {kind.name})]
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

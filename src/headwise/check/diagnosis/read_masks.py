@@ -146,7 +146,8 @@ def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
         match line.targets[0]:
             case ast.Subscript(scores, ast.Tuple([*_, rows, ast.Slice(ast.expr() as first, None)])):
                 whole = ast.unparse(rows) != f"{ast.unparse(first)}:"
-                if not whole and WORKED_ON.search(ast.unparse(scores)):
+                filled = not names(line.value) & names(scores)  # by nothing that is worked out
+                if filled and not whole and WORKED_ON.search(ast.unparse(scores)):
                     yield "block", line.lineno, {"first": ast.unparse(first)}
             case _:
                 pass
