@@ -1238,10 +1238,13 @@ def test_what_comes_first(layer: type[nn.Module], rule: str) -> None:
 class OnAGPU(Projected):
     def forward(self, x: Tensor, edges: Any) -> Tensor:
         least = torch.tensor(-1e9).cuda()
-        ones = torch.ones(x.shape[1], device="cuda")
+        ones = self.ones(x)
         return (
             self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))) + least * ones
         )
+
+    def ones(self, x: Tensor) -> Tensor:
+        return torch.ones(x.shape[1], device="cuda")
 
 
 class OnAGPUIfThere(Projected):
@@ -1333,3 +1336,48 @@ def test_values_that_are_never_gathered() -> None:
     (unread,) = read_off(UnreadValues, "roles")
     assert unread.message == "The values are never used: nothing reads v."
     assert not [*read_off(Right, "roles")]
+
+
+class MaskKept(Projected):
+    def __init__(self, width: int, heads: int, mask: bool = False) -> None:
+        super().__init__(width, heads)
+        self.use_the_mask_that_is_asked_for = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v)))
+
+
+class Moved(Projected):
+    def __init__(self, width: int, heads: int, device: str = "cpu") -> None:
+        super().__init__(width, heads)
+        self.gain = nn.Parameter(torch.ones(width)).to(device)
+
+
+def test_what_a_constructor_keeps_for_nothing_or_on_a_gpu() -> None:
+    (kept,) = read_off(MaskKept, "mask")
+    assert "mask=True hides nothing" in kept.message
+    (moved,) = read_off(Moved, "registered")
+    assert moved.message.startswith("gain is what moving a parameter gives")
+
+
+class FilledBuffer(Projected):
+    mask: Tensor | None
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        if self.mask is None or len(self.mask) != x.shape[1]:
+            self.mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(
+                1
+            )
+        scores = (q @ k.mT / math.sqrt(self.wide)).masked_fill(self.mask, -torch.inf)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_a_call_leaves_to_be_saved_does_not_load() -> None:
+    (one,) = check(FilledBuffer).errors
+    assert one.rule == "reload"
+    assert "Unexpected key" in one.message

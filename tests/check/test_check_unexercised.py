@@ -270,3 +270,20 @@ def test_a_class_that_holds_layers_and_is_none() -> None:
     (one,) = check(NoModule).errors
     assert one.rule == "registered"
     assert "NoModule is no nn.Module, but holds some (w_q, w_k, w_v)" in one.message
+
+
+class BuiltThere(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.w_q, self.w_k = nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)
+        self.w_v = nn.Linear(d_model, d_model).cuda()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.w_q(x), self.w_k(x), self.w_v(x)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def test_a_part_that_is_built_on_a_gpu() -> None:
+    one = check(BuiltThere).errors[0]
+    assert one.rule == "move"
+    assert "`nn.Linear(d_model, d_model).cuda()`" in one.message

@@ -94,6 +94,7 @@ READ = {
     "rotation": {"rotation"},
     "padding": {"causal-mask", "mask-fill"},
     "move": {"move"},
+    "registered": {"registered"},
     "dropout-in-eval": {"dropout-in-eval"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""

@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from ..files.syntax import Source, nodes, pairs
@@ -49,24 +50,40 @@ def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Tensors that a call always makes on a GPU, wherever its input lies: `torch.zeros(T).cuda()`,
-    `torch.ones(T, device="cuda")`."""
+    """Tensors that a call always makes on a GPU, wherever its input lies, and layers that are built
+    there: `torch.ones(T, device="cuda")`, `nn.Linear(E, E).cuda()`."""
+
+    def is_gpu(value: ast.expr) -> bool:
+        given = known.get(word_of(value))
+        fixed = isinstance(given, torch.device) and given.type == "cuda"
+        return fixed or re.match(r"(torch\.device\()?'cuda", ast.unparse(value)) is not None
+
     for function in nodes(ast.FunctionDef, part):
-        if function.name == "__init__" or ASKS_FOR_GPU.search(ast.unparse(function)):
+        built = function.name == "__init__"
+        if ASKS_FOR_GPU.search(source.text if built else ast.unparse(function)):
             continue
         for call in nodes(ast.Call, function):
             match call.func:
                 case ast.Attribute(ast.Call(made), "cuda" | "to"):
-                    fixed = not call.args if call.func.attr == "cuda" else _names_gpu(*call.args)
+                    fixed = any(map(is_gpu, call.args)) or (call.func.attr == "cuda")
                 case _:
                     made = call.func
-                    fixed = _names_gpu(*(one.value for one in call.keywords if one.arg == "device"))
-            if fixed and re.match(r"torch\.(?!device)\w+$", ast.unparse(made)):
-                yield "fixed", call.lineno, {"made": ast.unparse(call)}
+                    fixed = any(is_gpu(one.value) for one in call.keywords if one.arg == "device")
+            kind = r"nn\.\w+$" if built else r"torch\.(?!device)\w+$"
+            if fixed and re.match(kind, ast.unparse(made)):
+                yield "built" if built else "fixed", call.lineno, {"made": ast.unparse(call)}
+                break
 
 
-def _names_gpu(*values: ast.expr) -> bool:
-    return any(re.match(r"(torch\.device\()?'cuda", ast.unparse(one)) for one in values)
+def moved_parameters(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`self.v = nn.Parameter(…).to(device)`, which on another device is no parameter any more."""
+    for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
+        match value:
+            case ast.Call(ast.Attribute(ast.Call(made), "to" | "cuda")) if of_self(target):
+                if re.fullmatch(r"(\w+\.)*Parameter", ast.unparse(made)):
+                    yield "moved", target.lineno, {"name": of_self(target)}
+            case _:
+                pass
 
 
 def worn_out(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -20,6 +20,7 @@ from .read_built import (
     always_dropped,
     listed_layers,
     made_anew,
+    moved_parameters,
     on_a_gpu,
     set_on_condition,
     worn_out,
@@ -27,6 +28,7 @@ from .read_built import (
 from .read_caches import misaligned, stored_once
 from .read_masks import (
     dropped_masks,
+    idle_flags,
     misread_by_fused,
     multiplied_masks,
     padded_blocks,
@@ -342,7 +344,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (worn_out,),
     "roles": (mixed_roles, lost_roles, unread_roles, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
-    "mask": (dropped_masks, tiled_masks, misread_by_fused),
+    "mask": (dropped_masks, tiled_masks, misread_by_fused, idle_flags),
     "padding": (padded_blocks,),
     "cache": (misaligned, stored_once),
     "scale": (powers, whole_roots),
@@ -350,6 +352,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "definition": (read_on, summed_apart, idle_permutes),
     "rotary": (read_on_turned,),
     "rotation": (quarter_turns,),
+    "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),
     "move": (on_a_gpu,),
     "dropout-in-eval": (always_dropped,),

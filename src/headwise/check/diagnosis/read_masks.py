@@ -21,8 +21,10 @@ from .read_pieces import (
     goes_into_softmax,
     is_mask,
     masked_product,
+    of_self,
     softmax_of,
     target_of,
+    word_of,
     words_in,
 )
 
@@ -151,3 +153,20 @@ def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
                     yield "block", line.lineno, {"first": ast.unparse(first)}
             case _:
                 pass
+
+
+def idle_flags(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A constructor's flag for a mask that is kept and never read: `self.use_mask = mask`."""
+    for function in nodes(ast.FunctionDef, kind):
+        every, values = function.args.args, function.args.defaults
+        given = zip(every[len(every) - len(values) :], values, strict=True)
+        flags = {
+            one.arg
+            for one, value in given
+            if isinstance(value, ast.Constant) and isinstance(value.value, bool)
+        }
+        for line in nodes(ast.Assign, function) if function.name == "__init__" else ():
+            name, kept = word_of(line.value), of_self(line.targets[0])
+            asks = building_role(name) == "causal"
+            if kept and name in flags and asks and len(re.findall(rf"\b{kept}\b", source.text)) < 2:
+                yield "kept", line.lineno, {"name": name, "kept": kept}

@@ -111,14 +111,14 @@ def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
     is seen where that may speak of another mask."""
     from ..diagnosis import run as diagnose
 
+    said = all(HIDES_LATER.search(name.lower()) for name in changes)
     try:
         other = subject.rebuilt(**changes)
     except ValueError:  # it wants a length, or another call
         return None
     except Broken as broken:
         of_dtype = REFUSED.search(str(broken.__cause__)) is not None
-        return broken.finding if of_dtype or _is_sure(broken.__cause__, False) else None
-    said = all(HIDES_LATER.search(name.lower()) for name in changes)
+        return broken.finding if of_dtype or _is_sure(broken.__cause__, said) else None
     if other is None or other.guesses or not (said or other.causal_from == "seen"):
         return None
     if all(_is_idle(subject, name, False) for name in changes):  # others may ask for it
@@ -237,7 +237,7 @@ def _staying(subject: Target, other: Target, changes: dict[str, Any], **same: An
 
 def _is_sure(error: BaseException | None, resized: bool) -> bool:
     """Whether an error is one whatever the call: a name that nothing defines or the layer lacks;
-    and where only sizes are others, what does not fit."""
+    and where only sizes are others, or what later tokens may be seen, what does not fit."""
     if error is None or refuses(error) or FOREIGN.search(str(error)):
         return False
     absent = isinstance(error, AttributeError) and isinstance(error.obj, nn.Module)

@@ -229,12 +229,15 @@ def reload(ctx: ProbeContext) -> Finding | None:
     other = (other or ctx.subject).fresh()
     assert other.module is not None
     randomise(other.module, 17)
+    x = ctx.random.input()
+    before = ctx.call(x, ctx.random)  # which may leave something to be saved
     try:
-        other.module.load_state_dict(copy.deepcopy(module.state_dict()))
+        for one in (other.untouched(), other):
+            if one.module is not None:
+                one.module.load_state_dict(copy.deepcopy(module.state_dict()))
     except RuntimeError as error:
         return found("reload", "loads", error=str(error).splitlines()[-1].strip())
-    x = ctx.random.input()
-    if ctx.near(ctx.call(x, other), ctx.call(x, ctx.random)):
+    if ctx.near(ctx.call(x, other), before):
         return passed("reload")
     return found("reload", "differs")
 

@@ -13,7 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from .call_adapter import OnCPU
 from .configs import config_classes, configured
-from .introspect import by_role, is_number
+from .introspect import SPEAKS_OF_ROPE, by_role, is_number
 from .names import building_role, calling_role, parts_of
 from .signatures import signature, source_of
 from .sizes import (
@@ -279,6 +279,8 @@ class _Constructor:
             for kind in list(home.values())
             if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind is not self.factory
         ]
+        if SPEAKS_OF_ROPE.search(name):  # which turns each head by itself
+            sizes = replace(sizes, embed_dim=sizes.value("head_dim"), num_heads=1)
         for kind in (kind for kind in kinds if kind.__name__.lower() == _folded(name)):
             return kind(**_Constructor(kind, (), {}).work_out(sizes))
         if parts_of(name):

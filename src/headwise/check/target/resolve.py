@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
-from .call_adapter import Caller, tensors_in
+from .call_adapter import OF_DICTS, Caller, tensors_in
 from .checked_target import BATCH, TOKENS, Broken, Target, told
 from .construct import build, name_of
 from .copies import copied
@@ -376,6 +376,7 @@ def _settled(
         uncalled=copied(target) if isinstance(target, nn.Module) else None,
     )
     if call is None:
+        _refuse_dictionaries(subject)
         wide = known.get("kv_width", width)
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
@@ -384,6 +385,16 @@ def _settled(
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
+
+
+def _refuse_dictionaries(subject: Target) -> None:
+    """Ask how to call what takes its sequences by name."""
+    for name in subject.caller.inputs:
+        if OF_DICTS.match(str(subject.caller.parameters[name].annotation)):
+            raise ValueError(
+                f"check({subject.name}): its {name} is a dictionary; say how to call it: "
+                'hw.check(…, call=lambda layer, x: layer({"q": x, …}))'
+            )
 
 
 def _refuse_unmade(subject: Target) -> None:
