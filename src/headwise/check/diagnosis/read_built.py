@@ -13,7 +13,7 @@ from torch import nn
 
 from ..files.syntax import Source, nodes, pairs
 from .call_lines import FUSED
-from .read_pieces import INNER, LAYERS, Known, Said, is_plain, of_self, word_of
+from .read_pieces import INNER, LAYERS, Known, Said, defaults_of, is_plain, of_self, word_of
 
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
@@ -90,9 +90,8 @@ def worn_out(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Defaults that a constructor takes something out of, so that the next one lacks it:
     `def __init__(self, drop=dict(p=0.1))` and `drop.pop("p")`."""
     for function in nodes(ast.FunctionDef, kind):
-        every, values = function.args.args, function.args.defaults
-        given = zip(every[len(every) - len(values) :], values, strict=True)
-        kept = {one.arg for one, value in given if re.match(r"\{|dict\(", ast.unparse(value))}
+        given = defaults_of(function).items()
+        kept = {name for name, value in given if re.match(r"\{|dict\(", ast.unparse(value))}
         made = [to for node in nodes(ast.Assign, function) for to, _ in pairs(node)]
         for call in nodes(ast.Call, function) if function.name == "__init__" else ():
             match call.func:
@@ -159,8 +158,7 @@ def set_on_condition(kind: ast.stmt, source: Source, known: Known) -> Iterator[S
 
 def _is_off(test: ast.expr, function: ast.FunctionDef) -> bool:
     """Whether a test of one argument fails with its default: `dropout is not None`, `causal`."""
-    usual = function.args.args[len(function.args.args) - len(function.args.defaults) :]
-    defaults = dict(zip((one.arg for one in usual), function.args.defaults, strict=True))
+    defaults = defaults_of(function)
     match test:
         case ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)]) | ast.Name(name):
             default = defaults.get(name)

@@ -46,6 +46,7 @@ from .read_pieces import (
     asks,
     built_of_self,
     called_of_self,
+    defaults_of,
     is_mask,
     is_plain,
     is_set_beside,
@@ -184,11 +185,8 @@ def late_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Arguments that are None by default, and used where nothing has asked yet whether they are,
     though another line asks."""
     for function in nodes(ast.FunctionDef, part):
-        given = function.args
-        usual = [*given.posonlyargs, *given.args]
-        last = [*usual[len(usual) - len(given.defaults) :], *given.kwonlyargs]
-        for argument, default in zip(last, [*given.defaults, *given.kw_defaults], strict=True):
-            name, empty = argument.arg, isinstance(default, ast.Constant) and default.value is None
+        for name, default in defaults_of(function).items():
+            empty = isinstance(default, ast.Constant) and default.value is None
             if not empty or not asks(name, function):
                 continue
             for one in function.body:

@@ -18,6 +18,7 @@ from .read_pieces import (
     WORKED_ON,
     Known,
     Said,
+    defaults_of,
     goes_into_softmax,
     is_mask,
     masked_product,
@@ -158,13 +159,8 @@ def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
 def idle_flags(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """A constructor's flag for a mask that is kept and never read: `self.use_mask = mask`."""
     for function in nodes(ast.FunctionDef, kind):
-        every, values = function.args.args, function.args.defaults
-        given = zip(every[len(every) - len(values) :], values, strict=True)
-        flags = {
-            one.arg
-            for one, value in given
-            if isinstance(value, ast.Constant) and isinstance(value.value, bool)
-        }
+        given = defaults_of(function).items()
+        flags = {name for name, value in given if ast.unparse(value) in ("True", "False")}
         for line in nodes(ast.Assign, function) if function.name == "__init__" else ():
             name, kept = word_of(line.value), of_self(line.targets[0])
             asks = building_role(name) == "causal"

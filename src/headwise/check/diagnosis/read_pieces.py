@@ -115,6 +115,15 @@ def words_in(*parts: ast.AST) -> set[str]:
     return names(*parts) | {of_self(one) for one in nodes(ast.Attribute, *parts)} - {""}
 
 
+def defaults_of(function: ast.FunctionDef) -> dict[str, ast.expr]:
+    """The arguments that nobody has to give, with their defaults."""
+    given = function.args
+    usual = [*given.posonlyargs, *given.args]
+    last = [*usual[len(usual) - len(given.defaults) :], *given.kwonlyargs]
+    pairs = zip(last, [*given.defaults, *given.kw_defaults], strict=True)
+    return {one.arg: value for one, value in pairs if value is not None}
+
+
 def products(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The two factors of each matrix product."""
     for one in ast.walk(function):
