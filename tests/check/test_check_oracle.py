@@ -165,7 +165,6 @@ def test_two_mistakes_at_once_are_both_named() -> None:
             return x + super().forward(x)
 
     verdict = check(Twice, 24, 3)
-    # a block of this file adds what it attends to once more
     assert [one.rule for one in verdict.errors] == ["scale", "residual"]
 
 

@@ -1041,11 +1041,12 @@ def test_a_guess_of_the_call_excuses_no_parameter_that_no_line_reads() -> None:
 
 class WithResidual(Projected):
     def forward(self, x: Tensor) -> Tensor:
+        residual = x
         q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
-        return self.joined(q, k, v) + x
+        return self.joined(q, k, v) + residual
 
 
-def test_an_input_that_is_added_is_advice_where_no_block_adds_it_again() -> None:
+def test_an_input_that_is_called_a_residual_is_meant_to_be_added() -> None:
     verdict = check(WithResidual)
     assert verdict.passed
     assert verdict["residual"].severity == "warning"
