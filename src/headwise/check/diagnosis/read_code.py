@@ -292,7 +292,8 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:
-    """A class, those of its file that it derives from, and those that derive from any of them."""
+    """A class as its file has it, those that it derives from, and those that derive from any of
+    them."""
     classes = {one.name: one for one in source.tree.body if isinstance(one, ast.ClassDef)}
     bases = {name: names(*one.bases) & classes.keys() for name, one in classes.items()}
     family, size = {kind.name}, 0
@@ -301,7 +302,7 @@ def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:
         for name, above in bases.items():
             if name in family or above & family:
                 family |= above | {name}
-    return [kind, *(one for name, one in classes.items() if name in family - {kind.name})]
+    return [one for name, one in classes.items() if name in family]
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
