@@ -36,6 +36,7 @@ NARROW = re.compile(r"head|d_k|dk|hd\b|size\(-1\)|shape\[-1\]")
 WIDTH = re.compile(r"self\.(d_model|embed_dim|emb_dim|hidden_size|n_embd|dim|d_out)\b")
 TURNS = re.compile(r"rot|rope")
 BEFORE = {"k": "q", "key": "query", "keys": "queries", "v": "k", "value": "key", "values": "keys"}
+BEFORE |= {"K": "Q", "V": "K"}
 """What queries are called where keys have this name, or keys where values have it."""
 WITHIN = re.compile(r"att|head|rot|rope|scaled", re.I)
 """Classes of a file that are part of an attention."""
@@ -111,7 +112,7 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
     if name == "scaled_dot_product_attention" and "is_causal" in named:
         yield Mistake("not-causal", MASKS, named["is_causal"], "False")
     if name in ("cat", "concat") and call.args and isinstance(call.args[0], ast.List | ast.Tuple):
-        yield from _joined(call.args[0], args, code)
+        yield from _joined(call.args[0], code)
     if name == "sqrt" and len(call.args) == 1 and (wider := WIDTH.search(code)):
         inside = ast.unparse(call.args[0])
         if NARROW.search(inside) and wider[0] not in inside:
@@ -136,16 +137,20 @@ def _called(call: ast.Call, code: str) -> Iterator[Mistake]:
 
 def _multiplied(left: ast.expr, right: ast.expr, code: str) -> Iterator[Mistake]:
     """Two factors: values that are keys, and queries and keys the other way round."""
-    value = ast.unparse(right)
-    if key := {"v": "k", "value": "key", "values": "keys", "V": "K"}.get(value):
-        yield Mistake("keys-for-values", "roles,definition,gradients,one-token", right, key)
-    if (query := ast.unparse(left)) in ("q", "query", "queries", "Q"):
-        key = {"q": "k", "query": "key", "queries": "keys", "Q": "K"}[query]
-        if re.match(rf"{key}\b", value) and "transpose" in value:
-            yield Mistake("other-way", "roles,causality,definition,mask,padding,cross", left, key)
+    query, value = ast.unparse(left), ast.unparse(right)
+    if value in ("v", "value", "values", "V"):
+        rules = "roles,definition,gradients,one-token"
+        yield Mistake("keys-for-values", rules, right, BEFORE[value])
+    key = value.partition(".")[0]
+    if (
+        query in ("q", "query", "queries", "Q")
+        and BEFORE.get(key) == query
+        and "transpose" in value
+    ):
+        yield Mistake("other-way", "roles,causality,definition,mask,padding,cross", left, key)
 
 
-def _joined(parts: ast.List | ast.Tuple, args: list[str], code: str) -> Iterator[Mistake]:
+def _joined(parts: ast.List | ast.Tuple, code: str) -> Iterator[Mistake]:
     """What is put side by side: a cache before what is new, two halves that are turned."""
     if len(parts.elts) != 2:
         return

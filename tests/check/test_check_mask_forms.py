@@ -35,27 +35,24 @@ class Attention(nn.Module):
 class ManyForms(Attention):
     """Masks of two, three and four axes."""
 
+    def flat(self, mask: Tensor) -> Tensor:
+        return mask[:, None, None, :]
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
             return self.attend(x, None)
         if mask.dim() == 2:
-            mask = mask[:, None, None, :]
+            mask = self.flat(mask)
         elif mask.dim() == 3:
             mask = mask.unsqueeze(1)
         return self.attend(x, mask == 0)
 
 
-class OfQueries(Attention):
+class OfQueries(ManyForms):
     """One flag a token hides queries."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is None:
-            return self.attend(x, None)
-        if mask.dim() == 2:
-            mask = mask[:, None, :, None]
-        elif mask.dim() == 3:
-            mask = mask.unsqueeze(1)
-        return self.attend(x, mask == 0)
+    def flat(self, mask: Tensor) -> Tensor:
+        return mask[:, None, :, None]
 
 
 class Misfit(Attention):

@@ -275,8 +275,8 @@ def _finding(
     message, hint = fault.message.format(**names), fault.hint.format(**names)
     line = lines_of(case.subject, case.inputs[1], fault.rule, fault.odd_one)
     severity = fault.severity
-    home = type(case.subject.module).__name__.lower()
     if fault.change == {"scale": "nothing"}:
+        home = type(case.subject.module).__name__.lower()
         meant = UNSCALED.search(home) or stated(case, 1.0) is not None
         severity = "warning" if meant else severity
     if fault.rule == "residual" and MEANT.search(source_of(type(case.subject.module))):

@@ -65,7 +65,7 @@ def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         for call in nodes(ast.Call, function):
             match call.func:
                 case ast.Attribute(ast.Call(made), "cuda" | "to"):
-                    fixed = any(map(is_gpu, call.args)) or (call.func.attr == "cuda")
+                    fixed = any(map(is_gpu, call.args)) or call.func.attr == "cuda"
                 case _:
                     made = call.func
                     fixed = any(is_gpu(one.value) for one in call.keywords if one.arg == "device")

@@ -84,7 +84,7 @@ def stretched(subject: Target) -> list[Finding]:
     caller, home = subject.caller, sys.modules.get(type(subject.module).__module__)
     if subject.module is None or caller.proven or SIGNED.search(source_of(home)):
         return []
-    found_first: list[Finding] = []
+    first: _Turn | None = None
     for fills in table_options(caller, list(caller.tables)) if caller.tables else ({},):
         try:
             longer = _longer(subject.with_fills(fills))
@@ -92,9 +92,10 @@ def stretched(subject: Target) -> list[Finding]:
             continue
         if longer is None:
             return []
-        name, line = longer.name, quoted(longer.place)
-        found_first = found_first or [found("rotation", "stretched", name=name, line=line)]
-    return found_first
+        first = first or longer
+    if first is None:
+        return []
+    return [found("rotation", "stretched", name=first.name, line=quoted(first.place))]
 
 
 def _longer(subject: Target) -> _Turn | None:

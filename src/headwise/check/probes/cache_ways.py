@@ -62,8 +62,8 @@ class Way:
 
     `make` begins anew, with an empty cache. `sure` is whether only a mistake makes its numbers
     wrong, and `named` whether that is so if they hang on the chunks before; `own` is whether the
-    layer keeps the cache itself; `grows` is whether what comes back must have all tokens so far,
-    which keys of another sequence have not; `switch` says what switched it on, for people.
+    layer keeps the cache itself; `grows` is whether the cache must hold all tokens so far, which
+    keys of another sequence do not; `switch` says what switched it on, for people.
     """
 
     make: Callable[[], Use]

@@ -46,11 +46,10 @@ def cache(ctx: ProbeContext) -> Finding | None:
             continue
         if kind == "passed":
             return finding
-        sure = way.sure or (way.named and _remembers(ctx, way))
-        if (
-            ctx.exact.caller.separate
-        ):  # keys may be those of another sequence, which stay as they are
-            sure = sure and way.grows and _remembers(ctx, way)
+        if ctx.exact.caller.separate:  # keys of another sequence stay as they are
+            sure = way.sure and way.grows and _remembers(ctx, way)
+        else:
+            sure = way.sure or (way.named and _remembers(ctx, way))
         if kind in PROVEN or sure:
             told_so = f"With {way.switch}: {finding.message}" if way.switch else finding.message
             wrong.setdefault(kind, replace(finding, message=told_so))

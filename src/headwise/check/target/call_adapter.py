@@ -58,7 +58,7 @@ KINDS = {
 NONE, FLAG = r"\b{} is (not )?None", r"\b(if|elif|while|not) {} *(:|and|or|else|\))"
 """How code tests what may be None, and what is yes or no."""
 OF_DICTS = re.compile(r"(typing\.)?([Oo]ptional\[)?(typing\.)?([Dd]ict|Mapping)\[")
-"""Annotations of masks of several kinds, by name."""
+"""Annotations of what holds several tensors by name: masks of several kinds, or all inputs."""
 
 
 @dataclass(frozen=True)

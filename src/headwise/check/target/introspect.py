@@ -230,10 +230,10 @@ def facts(thing: Any) -> dict[str, Any]:
     inside = list(thing.modules())[1:] if isinstance(thing, nn.Module) else []
     places = (fields_of(place) for place in (thing, *configs, *inside))
     pairs = (pair for fields in places for pair in fields.items())
-    return fitting(by_role(pair for pair in pairs if is_number(pair[1]) and pair[1] > 0), thing)
+    return own_sizes(by_role(pair for pair in pairs if is_number(pair[1]) and pair[1] > 0), thing)
 
 
-def fitting(told: dict[str, Any], thing: Any) -> dict[str, Any]:
+def own_sizes(told: dict[str, Any], thing: Any) -> dict[str, Any]:
     """Sizes without a number of heads of the whole width each, where no weight is as wide as all of
     them: in a configuration of several layers it is another's."""
     weights = thing.parameters() if isinstance(thing, nn.Module) else ()

@@ -22,7 +22,15 @@ from .construct import build, name_of
 from .copies import copied
 from .first_call import first_call
 from .functions import holding, of_function, weights_taken
-from .introspect import facts, fitting, input_width, is_called, layer_of, matrix_width, names_called
+from .introspect import (
+    facts,
+    input_width,
+    is_called,
+    layer_of,
+    matrix_width,
+    names_called,
+    own_sizes,
+)
 from .masking import learn_causality
 from .names import building_role, calling_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
@@ -297,7 +305,7 @@ def _of_factory(
             roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
             if isinstance(target, nn.Module) and (wide := input_width(target)):
                 roles["width"] = wide
-        roles = fitting(roles, target)
+        roles = own_sizes(roles, target)
         heads = roles.get("heads") or known.get("heads") or _heads_of(target) or 1
         known |= roles
         width = roles.get("width") or _width_of(target, known) or sizes.embed_dim or 24
