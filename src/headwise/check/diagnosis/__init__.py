@@ -77,6 +77,8 @@ MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
 """Names of designs that leave the scale to the initial weights (Black et al. 2021, GPT-Neo; Raffel
 et al. 2020, T5)."""
+DROPPING = re.compile("drop")
+"""What lines say that drop numbers in training."""
 HIDING = re.compile(r"mask|fill|inf")
 """What lines say that hide keys."""
 READ = {
@@ -134,13 +136,13 @@ def run(subject: Target) -> list[Finding]:
 
 def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
     """Results that nothing takes. Where the definition gives the same output, and the line hides
-    nothing that would still be seen, it is only of no use."""
+    nothing that would still be seen and drops nothing, it is only of no use."""
     findings = [*read_off(subject.caller.target, "unused-result")]
     right = _is_right(judged)
     masked = subject.caller.named("mask") or subject.caller.named("padding")
     seen = masked or not subject.causal
     for number, one in enumerate(findings):
-        if right and not (seen and HIDING.search(one.hint)):
+        if right and not (seen and HIDING.search(one.hint)) and not DROPPING.search(one.hint):
             findings[number] = replace(one, severity="warning")
     return findings or dropout_lost(subject)
 

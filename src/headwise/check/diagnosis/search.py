@@ -177,8 +177,15 @@ def _other_scale(case: Case, scale: float) -> Fault:
         f"of one head's width, which is to multiply by {case.reading.head_dim**-0.5:.4g}.",
         "If this number is not meant, write `scores / keys.shape[-1] ** 0.5`, with the keys split "
         "into heads.",
-        "error" if said is None else "warning",
+        "error" if said is None or _is_odd_power(said, case.reading.head_dim) else "warning",
     )
+
+
+def _is_odd_power(scale: float, width: int) -> bool:
+    """Whether it is a power of the head's width of one decimal, `width ** 0.2`, where the root was
+    meant."""
+    tenths = 10 * math.log(scale) / math.log(width) if scale > 0 and width > 1 else 0.0
+    return math.isclose(tenths, round(tenths), abs_tol=1e-4) and round(tenths) % 5 != 0
 
 
 def stated(case: Case, scale: float) -> float | None:

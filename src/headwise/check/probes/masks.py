@@ -246,14 +246,22 @@ def _closed(ctx: ProbeContext, right: MaskForm) -> Finding | None:
         usual = len(words) in WRITTEN and re.fullmatch(CALLED["B"], words[0]) is not None
         error = _refused(ctx, name, [WRITTEN[len(words)]]) if usual else None
         if error is not None:
-            said = f"[{', '.join(words)}]"
-            return found("mask", "said", name=name, said=said, error=error)
+            way = "promised" if _is_of_inputs(ctx.subject.caller, words) else "said"
+            return found("mask", way, name=name, said=f"[{', '.join(words)}]", error=error)
     for shape in sorted({*WRITTEN.values(), "[B, 1, 1, S]"} - {right.shape}):
         with contextlib.suppress(Failed):
             form = replace(right, shape=shape)
             if not effect(ctx, form, True).any:
                 return found("mask", "unheard", name=name, form=form)
     return None
+
+
+def _is_of_inputs(caller: Caller, words: Sequence[str]) -> bool:
+    """Whether the axes that are written of a mask, `[B, N, M]`, are those of queries and keys:
+    nobody wrote them of another layer."""
+    others = (one for one in caller.parameters if "mask" not in one)
+    every = [one[:2] for name in others for one in written_axes(caller.target, name)]
+    return len(words) == 3 and all([words[0], axis] in every for axis in words[1:])
 
 
 def _refused(ctx: ProbeContext, name: str, shapes: Sequence[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import sys
@@ -58,6 +57,13 @@ def own_areas(subject: Target) -> list[int]:
     squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
     tables = () if subject.module is None else subject.module.buffers()
     return [*squares, *(len(one) for one in tables if one.ndim == 2 and _of_pairs(one))]
+
+
+def of_maps(subject: Target) -> bool:
+    """Whether it holds weights for maps: of convolutions over rows and columns, or one number for
+    each channel, `[1, E, 1, 1]`."""
+    weights = subject.module.parameters() if subject.module is not None else ()
+    return any(one.ndim == 4 for one in weights)
 
 
 def _of_pairs(table: Tensor) -> bool:
@@ -135,7 +141,7 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
         )
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
-    call = f"lambda layer, x: layer{_other_method(caller, error)}({given})"
+    call = f"lambda layer, x: layer({given})"
     if caller.guessed:
         return ValueError(
             f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
@@ -146,14 +152,6 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
         f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
         f"{told(error)}{install(error)}"
     )
-
-
-def _other_method(caller: Caller, error: BaseException) -> str:
-    """What is called of a module that has no forward: the first method of its own."""
-    if not isinstance(error, NotImplementedError) or 'required "forward"' not in str(error):
-        return ""
-    own = (name for name, one in vars(type(caller.target)).items() if inspect.isfunction(one))
-    return next((f".{name}" for name in own if name != "forward" and name[0] != "_"), "")
 
 
 def not_there(error: BaseException | None) -> Broken | None:

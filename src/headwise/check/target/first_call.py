@@ -33,6 +33,7 @@ from .call_faults import (
     known_sizes,
     not_run,
     of_guess,
+    of_maps,
     own_areas,
     sizes_in,
     spoken,
@@ -325,7 +326,7 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
     """Calls with as many tokens as the errors speak of, and with no other number; and where x has
     other axes, with the tokens of a square map, of a window's size if there is one."""
     known, areas = known_sizes(subject), areas_of(subject)
-    other = bool(errors) and OTHER_AXES.search(str(errors[0])) is not None
+    other = bool(errors) and (OTHER_AXES.search(str(errors[0])) is not None or of_maps(subject))
     maps = (layout,) if "H" in layout.axes else MAPS if other else ()
     for sizes in ((), areas or AREAS):
         yield from (Way(axes, size, only=True) for size in sizes for axes in maps)

@@ -34,7 +34,7 @@ from .introspect import (
 from .masking import learn_causality
 from .names import building_role, calling_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
-from .signatures import signature
+from .signatures import signature, with_forward
 from .sizes import BuildSizes, shown
 
 
@@ -362,8 +362,9 @@ def _settled(
     roles: dict[str, Any] | None = None,
 ) -> Target:
     """The subject for a target whose sizes are known: how it is called, and whether causal."""
-    parameters = ()
+    parameters, method = (), ""
     if isinstance(target, nn.Module):
+        method = with_forward(target) if request.call is None else ""
         target.eval()  # which somebody's own `train` may not give back
         target = target.cpu()
         parameters = target.parameters()
@@ -383,6 +384,8 @@ def _settled(
         roles=roles or {},
         uncalled=copied(target) if isinstance(target, nn.Module) else None,
     )
+    if method:
+        subject.notes.append(f"it has no forward: its {method} is called")
     if call is None:
         _refuse_dictionaries(subject)
         wide = known.get("kv_width", width)

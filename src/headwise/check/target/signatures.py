@@ -36,13 +36,29 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     if base in (nn.Module, object):
         within = _wanted_within(factory) if open_ and inspect.isclass(factory) else ()
         return [*own.values(), *(p for p in within if p.name not in own)]
+    place, named = _handed_on(factory)
     more = [
         p.replace(kind=p.KEYWORD_ONLY)
-        for p in signature(base)
-        if p.name not in own and p.kind in (1, 3)
+        for p in signature(base)[place:]
+        if p.name not in {*own, *named} and p.kind in (1, 3)
     ]
     rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
     return [*(p for p in own.values() if p not in rest), *more, *rest]
+
+
+def _handed_on(kind: type) -> tuple[int, set[str]]:
+    """How many arguments a constructor hands its base class by place, and which by name."""
+    try:
+        tree = ast.parse(f"if True:\n{source_of(vars(kind).get('__init__'))}")
+    except SyntaxError:  # nothing that can be read
+        return 0, set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and re.fullmatch(
+            r"super\(.*\)\.__init__", ast.unparse(call.func)
+        ):
+            plain = not any(isinstance(one, ast.Starred) for one in call.args)
+            return len(call.args) * plain, {one.arg for one in call.keywords if one.arg}
+    return 0, set()
 
 
 def _of_script(method: torch.ScriptMethod) -> list[inspect.Parameter]:
@@ -93,6 +109,32 @@ def entry(target: Any) -> Any:
     if "forward" in vars(called) or isinstance(target, type) or called is object:
         return getattr(target, "forward", target)
     return target.__call__ if isinstance(target, nn.Module) else target
+
+
+def with_forward(module: nn.Module) -> str:
+    """Let a module whose class has no `forward` be called as its one method that nothing in the
+    class calls; the method's name, or nothing where it has one, or none of these is the one.
+
+    >>> class Layer(nn.Module):
+    ...     def attend(self, x): return x
+    >>> with_forward(Layer())
+    'attend'
+    """
+    kind = type(module)
+    if kind.forward is not nn.Module.forward or "__call__" in vars(kind):
+        return ""
+    own = {name: one for name, one in vars(kind).items() if inspect.isfunction(one)}
+    called = {name for one in own.values() for name in one.__code__.co_names}
+    open_ = [
+        name
+        for name, one in own.items()
+        if name[0] != "_" and name not in called and len(signature(one)) > 0
+    ]
+    if len(open_) != 1:
+        return ""
+    where = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {"forward": own[open_[0]], **where})
+    return open_[0]
 
 
 def insisted(function: Callable[..., Any]) -> frozenset[str]:
