@@ -678,10 +678,26 @@ class NoForward(Layer):
         return self.merged(self.weights(q, k) @ v)
 
 
-def test_a_layer_without_forward_is_asked_about_with_its_method() -> None:
+class NoForwardButTwo(NoForward):
+    """It may be called by either of two methods."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        return super().attention(x)
+
+    def other(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_layer_without_forward_is_called_by_its_one_other_method() -> None:
+    report = check(NoForward, 24, 3)
+    assert report.passed
+    assert "it has no forward: its attention is called" in report.notes
+    layer = NoForward(24, 3)
+    assert check(layer, num_heads=3).passed
+    assert type(layer) is NoForward
     with pytest.raises(ValueError, match=r"lambda layer, x: layer\.attention\(x\)"):
-        check(NoForward, 24, 3)
-    assert check(NoForward, 24, 3, call=lambda layer, x: layer.attention(x)).passed
+        check(NoForwardButTwo, 24, 3)
+    assert check(NoForwardButTwo, 24, 3, call=lambda layer, x: layer.attention(x)).passed
 
 
 class MaskOfAnother(Layer):

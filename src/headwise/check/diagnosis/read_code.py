@@ -258,25 +258,14 @@ def undefined_names(part: ast.stmt, source: Source, known: Known) -> Iterator[Sa
 def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """What methods take from self, and nothing in the file or beside it defines or could set; where
     every call of forward takes it, one that is spelled nearly as another is enough."""
-    if not isinstance(kind, ast.ClassDef):
+    thing = known.get(getattr(kind, "name", ""))
+    if not isinstance(kind, ast.ClassDef) or not _is_of_file(thing):
         return
-    thing = known.get(kind.name)
-    homes = {one.__module__ for one in getattr(thing, "__mro__", ())} - {"builtins"}
-    foreign = homes - {nn.Module.__module__, getattr(thing, "__module__", "")}
     attributes = [*nodes(ast.Attribute, source.tree)]
-    forward = source.function(f"{kind.name}.forward")
-    if foreign or not isinstance(thing, type) or not issubclass(thing, nn.Module):
-        return
-    family = _family(kind, source)
-    strangers = (one for one in nodes(ast.ClassDef, source.tree) if one not in family)
-    strange = {id(one) for each in strangers for one in ast.walk(each)}
-    given = (one for one in attributes if not of_self(one) or id(one) not in strange)
-    set_ = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
-    set_ |= {one.name for one in nodes(ast.FunctionDef, *family)}
-    set_ |= names(*family, context=ast.Store)
-    set_ |= {one.attr for one in given if isinstance(one.ctx, ast.Store)}
     if OPEN & (names(kind) | {one.attr for one in attributes}):
         return
+    set_ = _set_for(kind, source)
+    forward = source.function(f"{kind.name}.forward")
     reached = filter(is_plain, [] if forward is None else forward.body)
     plain = {one for statement in reached for one in ast.walk(statement)}
     methods = (one for one in kind.body if isinstance(one, INNER))
@@ -289,6 +278,30 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         always = node in plain
         if (near and always) or not is_set_beside(name, kind.name, source.file):
             yield "missing" if always else "unset", node.lineno, {"name": name}
+
+
+def _is_of_file(thing: object) -> bool:
+    """Whether it is a class of modules that derives from nothing but its own file's and PyTorch's
+    own."""
+    if not isinstance(thing, type) or not issubclass(thing, nn.Module):
+        return False
+    homes = {one.__module__ for one in thing.__mro__}
+    return homes <= {"builtins", nn.Module.__module__, thing.__module__}
+
+
+def _set_for(kind: ast.ClassDef, source: Source) -> set[str]:
+    """The attributes that a class's family, or the file outside of other classes, may give it."""
+    family = _family(kind, source)
+    strangers = (one for one in nodes(ast.ClassDef, source.tree) if one not in family)
+    strange = {id(one) for each in strangers for one in ast.walk(each)}
+    stored = (
+        one
+        for one in nodes(ast.Attribute, source.tree)
+        if isinstance(one.ctx, ast.Store) and (not of_self(one) or id(one) not in strange)
+    )
+    words = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
+    methods = {one.name for one in nodes(ast.FunctionDef, *family)}
+    return words | methods | names(*family, context=ast.Store) | {one.attr for one in stored}
 
 
 def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:

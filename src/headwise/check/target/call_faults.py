@@ -13,6 +13,7 @@ from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
 from .introspect import numbers_in
+from .signatures import other_methods
 
 LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
@@ -141,7 +142,8 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
         )
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
-    call = f"lambda layer, x: layer({given})"
+    method = next((f".{name}" for name in other_methods(caller.target)), "")
+    call = f"lambda layer, x: layer{method}({given})"
     if caller.guessed:
         return ValueError(
             f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "

@@ -111,30 +111,34 @@ def entry(target: Any) -> Any:
     return target.__call__ if isinstance(target, nn.Module) else target
 
 
-def with_forward(module: nn.Module) -> str:
-    """Let a module whose class has no `forward` be called as its one method that nothing in the
-    class calls; the method's name, or nothing where it has one, or none of these is the one.
+def other_methods(target: Any) -> list[str]:
+    """What a module without `forward` may be called by: its class's methods that take something and
+    that none of them calls; none where it has a `forward`.
 
     >>> class Layer(nn.Module):
-    ...     def attend(self, x): return x
-    >>> with_forward(Layer())
-    'attend'
+    ...     def attend(self, x): return self._scored(x)
+    ...     def _scored(self, x): return x
+    >>> other_methods(Layer())
+    ['attend']
     """
-    kind = type(module)
-    if kind.forward is not nn.Module.forward or "__call__" in vars(kind):
-        return ""
+    kind = type(target)
+    if getattr(kind, "forward", None) is not nn.Module.forward or "__call__" in vars(kind):
+        return []
     own = {name: one for name, one in vars(kind).items() if inspect.isfunction(one)}
-    called = {name for one in own.values() for name in one.__code__.co_names}
-    open_ = [
-        name
-        for name, one in own.items()
-        if name[0] != "_" and name not in called and len(signature(one)) > 0
-    ]
-    if len(open_) != 1:
+    called = {word for name, one in own.items() for word in one.__code__.co_names if word != name}
+    free = {name for name in own if name[0] != "_" and name not in {*called, "forward"}}
+    return [name for name in own if name in free and len(signature(own[name])) > 0]
+
+
+def with_forward(module: nn.Module) -> str:
+    """Let a module be called by its one other method, where it has no `forward`; its name."""
+    kind, names = type(module), other_methods(module)
+    if len(names) != 1:
         return ""
-    where = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {"forward": own[open_[0]], **where})
-    return open_[0]
+    body = {name: getattr(kind, name) for name in ("__module__", "__qualname__")}
+    body |= {"forward": vars(kind)[names[0]]}
+    module.__class__ = type(kind.__name__, (kind,), body)
+    return names[0]
 
 
 def insisted(function: Callable[..., Any]) -> frozenset[str]:
