@@ -120,6 +120,12 @@ def test_what_speaks_of_the_absent_is_not_judged_by_it(tmp_path: Path) -> None:
     assert "no lost, which could not be imported" in verdict["batch"].message
 
 
+def test_a_base_class_that_is_absent_excuses_nothing(tmp_path: Path) -> None:
+    text = RIGHT.replace("nn.Module", "lost.LostModule").replace("** 0.5", "** 0.25")
+    verdict = check(load(write(tmp_path, layer=LOST + text)).Attention)
+    assert [one.rule for one in verdict.errors] == ["scale"]
+
+
 @pytest.mark.parametrize(
     "line",
     ["from .parts import cut", "from pack.parts import cut", "from .deep import parts, cut"],

@@ -102,6 +102,26 @@ class Written(Attention):
         return self.attend(x, mask)
 
 
+class Promised(Attention):
+    """Its words promise a mask for each sequence, of the axes that its tokens have."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x (Tensor): tokens (B, N, C)
+            mask (BoolTensor): True if ignored (B, N, N)
+        """
+        return self.attend(x, mask)
+
+
+class Doubtful(Attention):
+    """It asks whether a mask is true, not whether it is there."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, mask[:, None] if mask else None)
+
+
 class Needed(Attention):
     """Without a mask it fails."""
 
@@ -129,6 +149,8 @@ def test_forms_that_go_in_or_are_refused_in_words(kind: type[Attention]) -> None
         (OfQueries, "padding", "mask hides queries in the place of keys"),
         (Misfit, "mask", "There is a way for mask with 2 axes"),
         (Unheard, "mask", "One form of mask goes in and hides nothing"),
+        (Promised, "mask", "mask is written to be [b, n, n], of the axes that queries and keys"),
+        (Doubtful, "mask", "With the mask mask the call fails: RuntimeError: Boolean value"),
         (Needed, "runs", "mask is None by default, and a call without it fails"),
     ],
 )
@@ -188,3 +210,59 @@ class MadeOnTheCPU(Attention):
 def test_a_mask_that_is_made_where_none_is_given() -> None:
     """Beside a causal mask that the check passes, it is moved without one, too."""
     assert check(MadeOnTheCPU, d_model=24, num_heads=3).errors[0].rule == "move"
+
+
+class Scores(nn.Module):
+    """Queries, keys and values without weights, a scale that callers give, and perhaps a mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        scores = q @ k.mT
+        return (scores if scale is None else scores * scale).softmax(-1) @ v
+
+
+class Divided(nn.Module):
+    """The same, with the scale below the scores."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        scores = torch.bmm(q, k.mT)
+        if scale:
+            scores = scores / scale
+        return torch.bmm(scores.softmax(-1), v)
+
+
+class OwnScale(nn.Module):
+    """It makes up a scale where nobody gives one, and a wrong one."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        scale = scale or 1.0 / q.shape[-1]
+        return (q @ k.mT * scale).softmax(-1) @ v
+
+
+class MaskGiven(nn.Module):
+    """A mask has to be given, `[B, T, S]`, and there is one head."""
+
+    def filled(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask == 0, -torch.inf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.bmm(q, k.mT) / q.shape[-1] ** 0.5
+        return torch.bmm(self.filled(scores, mask).softmax(-1), v)
+
+
+class MaskMultiplied(MaskGiven):
+    """The mask makes zeros of scores."""
+
+    def filled(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores * mask
+
+
+@pytest.mark.parametrize("kind", [Scores, Divided, MaskGiven])
+def test_a_scale_or_a_mask_that_callers_give(kind: type[nn.Module]) -> None:
+    verdict = check(kind)
+    assert verdict.passed, verdict
+    assert verdict["definition"].severity == "passed"
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(OwnScale, "scale"), (MaskMultiplied, "mask-fill")])
+def test_a_scale_or_a_mask_that_is_wrong(kind: type[nn.Module], rule: str) -> None:
+    assert check(kind).errors[0].rule == rule

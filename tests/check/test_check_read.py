@@ -197,6 +197,18 @@ class SmallFill(Projected):
         return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+EPS = 1e-7
+
+
+class SmallByName(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None, None] == 0, -EPS)
+        return self.last((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Attending(nn.Module):
     def __init__(self, width: int, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -332,6 +344,7 @@ class LayerKept(Projected):
         (TimesMaskLate, "mask-fill", "weights are multiplied by both_mask"),
         (MaskDropped, "mask", "mask is taken and never read"),
         (SmallFill, "mask-fill", "filled with -1e-09"),
+        (SmallByName, "mask-fill", "filled with -1e-07"),
         (DropoutForBias, "runs", "given dropout_rate for bias"),
         (KeysForValues, "roles", "values are made by self.w_k, and self.value"),
         (ValuesLost, "roles", "values are made, thrown away, and made of k"),
@@ -1098,6 +1111,48 @@ def test_what_is_never_read_is_named(layer: type[nn.Module], name: str) -> None:
     wanted = f"What {name} becomes there is never read, so that the line does nothing."
     assert said == [wanted] * bool(name)
     assert verdict.passed is (layer is ReadLater)
+
+
+class DroppedTooLate(Projected):
+    """Scores are dropped behind the softmax, and nothing reads them."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.1) -> None:
+        super().__init__(width, heads)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        scores = q @ k.mT / math.sqrt(self.wide)
+        weights = scores.softmax(-1)
+        scores = self.dropout(scores)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_dropout_for_nothing_is_no_advice() -> None:
+    """The numbers in eval mode are right, and those in training are not."""
+    (one,) = check(DroppedTooLate).errors
+    assert one.message.startswith("What scores becomes there is never read")
+
+
+class OddRoot(Projected):
+    """A scale that is said outright, and is no root."""
+
+    def __init__(self, width: int, heads: int, power: float = 0.2) -> None:
+        super().__init__(width, heads)
+        self.temperature = (width // heads) ** power
+
+    def joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT / self.temperature).softmax(-1)
+        return self.last((weights @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v)))
+
+
+def test_a_power_of_the_width_that_is_no_root() -> None:
+    assert [one.rule for one in check(OddRoot).errors] == ["scale"]
+    assert check(OddRoot, power=0.5).passed
+    assert check(OddRoot, power=1.0 / 3).passed  # 2 for a width of 8: a number that may be meant
 
 
 class Compared(Projected):

@@ -189,6 +189,30 @@ class Needs(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
+class OfThreeWidths(nn.Module):
+    def __init__(self, q_width: int, k_width: int, v_width: int, num_heads: int = 1) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        widths = (q_width, k_width, v_width)
+        self.q, self.k, self.v = (nn.Linear(wide, q_width) for wide in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in parts)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class OfOneWidth(OfThreeWidths):
+    """Hands three arguments on by place, and the rest by name."""
+
+    def __init__(self, width: int, num_heads: int = 1, **more: int) -> None:
+        super().__init__(width, width, width, num_heads=num_heads, **more)
+
+
+def test_what_is_handed_on_by_place_is_not_asked_for() -> None:
+    assert check(OfOneWidth).passed, str(check(OfOneWidth))
+
+
 class Forgets(Needs):
     def __init__(self, **kwargs: int) -> None:
         super().__init__()

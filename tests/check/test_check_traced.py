@@ -159,6 +159,30 @@ def test_axes_that_the_code_names_are_no_guess() -> None:
     assert subject.guesses == []
 
 
+class OfWindows(nn.Module):
+    """Cuts maps into windows; nothing names the axes, but the norm has weights for maps."""
+
+    def __init__(self, dim: int, heads: int, window_size: int) -> None:
+        super().__init__()
+        self.heads, self.side = heads, window_size
+        self.gain = nn.Parameter(torch.ones(1, dim, 1, 1))
+        self.qkv, self.out = nn.Conv2d(dim, 3 * dim, 1), nn.Conv2d(dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x * self.gain)
+        parts = parts.unfold(2, self.side, self.side).unfold(3, self.side, self.side).flatten(4)
+        q, k, v = parts.unflatten(1, (3, self.heads, -1)).permute(1, 0, 2, 4, 5, 6, 3)
+        heads = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        rows = heads.unflatten(-2, (self.side, self.side)).permute(0, 1, 6, 2, 4, 3, 5)
+        return self.out(rows.flatten(5, 6).flatten(3, 4).flatten(1, 2))
+
+
+def test_weights_for_maps_tell_what_goes_in() -> None:
+    verdict = check(OfWindows)
+    assert verdict.passed, str(verdict)
+    assert "it takes x as [B, E, H, W]" in verdict.notes
+
+
 class ToMap(nn.Module):
     """A second input, of tokens, beside a map."""
 

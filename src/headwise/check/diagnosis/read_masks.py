@@ -4,7 +4,6 @@ what is written of them. Readers are as in `read_code`."""
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
 from collections.abc import Iterator
 
@@ -22,6 +21,7 @@ from .read_pieces import (
     goes_into_softmax,
     is_mask,
     masked_product,
+    number_of,
     of_self,
     softmax_of,
     target_of,
@@ -41,11 +41,10 @@ def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     for call in nodes(ast.Call, part):
         if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
             *_, mask, value = call.args
-            with contextlib.suppress(ValueError):
-                number = ast.literal_eval(value)
-                small = isinstance(number, float) and 0 < abs(number) < 0.01
-                if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
-                    yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
+            number = number_of(value, known)
+            small = number is not None and 0 < abs(number) < 0.01
+            if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
+                yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
 def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

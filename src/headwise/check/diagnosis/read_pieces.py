@@ -224,6 +224,20 @@ def read_by(statement: ast.stmt) -> set[str]:
     return words_in(statement)
 
 
+def number_of(value: ast.expr, known: Known) -> float | None:
+    """The number that stands there, or goes there by a name that the file knows: `-settings.EPS`."""
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
+        number = number_of(value.operand, known)
+        return None if number is None else -number
+    thing = getattr(value, "value", None)
+    if isinstance(value, ast.Name | ast.Attribute):
+        first, *rest = ast.unparse(value).split(".")
+        thing = known.get(first)
+        for part in rest:
+            thing = getattr(thing, part, None)
+    return float(thing) if type(thing) in (int, float) else None
+
+
 def kind_of(name: str) -> str:
     """Which of the arguments that nothing else can stand for a name speaks of."""
     built = building_role(name) if len(name) > 1 else ""

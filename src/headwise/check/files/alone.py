@@ -62,7 +62,8 @@ class Absent:
 def alone(path: Path, name: str, source: Source, why: str, of_another: bool) -> ModuleType | None:
     """The module, with what could be imported; None where a mistake of its own stands in the way.
 
-    Its `__alone__` holds `why`, and the absent names that each of its definitions speaks of.
+    Its `__alone__` holds `why`, and the absent names that each of its definitions speaks of; then
+    those of them that are more than a base for which PyTorch's own stands.
 
     Args:
         name: the module's, in its packages.
@@ -78,7 +79,10 @@ def alone(path: Path, name: str, source: Source, why: str, of_another: bool) -> 
     module, lost = done
     known = vars(module)
     every = source.definitions
-    known["__alone__"] = why, {one: sorted(_spoken(one, every) & lost) for one in every}
+    spoken, used = (
+        {one: sorted(_spoken(one, every, bases) & lost) for one in every} for bases in (True, False)
+    )
+    known["__alone__"] = why, spoken, used
     return module
 
 
@@ -154,20 +158,28 @@ def _load_imported(statement: ast.stmt, package: str) -> bool:
     return False
 
 
-def _spoken(name: str, definitions: Mapping[str, ast.AST]) -> set[str]:
-    """The names that a definition speaks of, and those that it uses."""
+def _spoken(name: str, definitions: Mapping[str, ast.AST], bases: bool) -> set[str]:
+    """The names that a definition speaks of, and those that it uses; `bases`: also as bases for
+    which PyTorch's module stands."""
     queue, found = [name], set[str]()
     for one in queue:
-        new = _read(definitions[one]) - found
+        new = _read(definitions[one], bases) - found
         found |= new
         queue += new & set(definitions)
     return found
 
 
-def _read(definition: ast.AST) -> set[str]:
+def _read(definition: ast.AST, bases: bool) -> set[str]:
     """The names that a definition reads and does not give a meaning itself."""
     own = names(definition, context=ast.Store) | {one.arg for one in nodes(ast.arg, definition)}
-    return names(definition, context=ast.Load) - own
+    above = getattr(definition, "bases", []) if not bases else []
+    modules = {id(one) for base in above if _is_module(base) for one in ast.walk(base)}
+    read = (one for one in nodes(ast.Name, definition) if id(one) not in modules)
+    return {one.id for one in read if isinstance(one.ctx, ast.Load)} - own
+
+
+def _is_module(base: ast.expr) -> bool:
+    return ast.unparse(base).endswith("Module")
 
 
 def _empty_packages(name: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
+from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm, UnusableResult
 from ..target.checked_target import told
 from .probe_context import Failed, ProbeContext
 
@@ -155,6 +155,8 @@ def effect(ctx: ProbeContext, form: MaskForm, alone: bool, rows: int = 2) -> Eff
         rows: 1: the second sequence is given alone.
     """
     tokens = ctx.tokens
+    if tokens <= HIDDEN:
+        raise Failed(f"{tokens} tokens", UnusableResult("has no room for one that is hidden"))
     hidden = list(range(4, tokens)) if form.kind == "lengths" else [HIDDEN]
     others = [i for i in range(tokens) if i not in hidden]
     keep = torch.ones(rows, tokens, dtype=torch.bool)

@@ -181,8 +181,8 @@ def _judged(ctx: ProbeContext, rule: str, names: list[str]) -> Finding:
 def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     """What is to be said of a mask argument."""
     if seen.error:
-        one = found(rule, "fails", name=name, error=seen.error)
-        return replace(one, ground="any") if "ambiguous" in seen.error else one
+        way = "ambiguous" if "ambiguous" in seen.error else "fails"
+        return found(rule, way, name=name, error=seen.error)
     if seen.single:
         return found(rule, "single", name=name, form=seen.form, error=seen.single)
     if seen.right:

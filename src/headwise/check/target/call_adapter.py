@@ -21,7 +21,7 @@ from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
-from .signatures import entry, insisted, signature, source_of
+from .signatures import entry, insisted, is_callers, signature, source_of
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -144,6 +144,8 @@ class Caller:
         several = [n for n, p in self.parameters.items() if OF_DICTS.match(str(p.annotation))]
         self.roles |= {n: "nothing" for n in several if self.roles[n] in ("mask", "padding")}
         self.insisted = {n for n in insisted(call) if self.roles.get(n) in ("context", "")}
+        unset = (n for n in self.named("scale") if self.parameters[n].default is None)
+        self.scales = {n for n in unset if n not in self.extra and is_callers(call, n)}
         self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]
@@ -218,7 +220,7 @@ class Caller:
         role = self.roles[name]
         if name in self.fills:
             return self.fills[name]
-        if not self.required(name) and role not in OPTIONAL:
+        if not self.required(name) and role not in OPTIONAL and name not in self.scales:
             return left_out
         options = FILLS[role](self.target, self.head_dim) if role in FILLS else iter(())
         return next(options, no_value if self.required(name) else left_out)
@@ -228,7 +230,8 @@ class Caller:
         """The arguments whose values are guesses of ours."""
 
         def sure(name: str) -> bool:
-            plain = self.required(name) and name not in self.fills and name not in self.guessed
+            usual = self.required(name) or name in self.scales
+            plain = usual and name not in self.fills and name not in self.guessed
             return name in self.proven or (plain and self.roles[name] in SURE)
 
         asked = [n for n in self.parameters if n not in {*self.inputs, *self.extra}]

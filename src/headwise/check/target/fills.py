@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .signatures import signature
+from .signatures import entry, signature, source_of
 
 LENGTH = 61
 """Rows of a table that a function of somebody's file makes: a prime that no other axis has."""
@@ -273,6 +273,14 @@ def reversed_rows(fill: Fill) -> Fill:
     return lambda place: turned(fill(place), place.x.shape[-2])
 
 
+def _scales(target: Any, dim: int) -> Iterator[Fill]:
+    """What scores are multiplied by, or divided by where the code divides."""
+    root = dim**0.5
+    divided = re.search(r"/=? *scal(e|ing)\b", source_of(entry(target)))
+    for value in (root, 1 / root) if divided else (1 / root, root):
+        yield lambda place, value=value: value
+
+
 FILLS: Mapping[str, Options] = {
     **dict.fromkeys(("mask", "nothing", "padding", "cache"), _constant(None)),
     "lengths": _made(
@@ -320,13 +328,14 @@ FILLS: Mapping[str, Options] = {
     "batch": _made(lambda place: len(place.x)),
     "tokens": _made(lambda place: place.x.shape[-2]),
     "dropout": _constant(0.0),
+    "scale": _scales,
 }
 """By role, what an argument gets. Roles that are not here have to be asked for."""
 
 SURE = set(
     (
         "mask nothing padding cache lengths residual causal use_cache weights training context "
-        "positions bias start packed limit batch tokens dropout"
+        "positions bias start packed limit batch tokens dropout scale"
     ).split()
 )
 """Roles whose first value is the usual one, or says nothing; all others are guesses."""

@@ -127,7 +127,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             if goes_in and not axis_too_many(error):
                 break
             continue
-        _steady_form(subject)
+        steady_form(subject)
         subject.out_dim = result.out.shape[-1]
         subject.told = subject.only and subject.room in own_areas(subject)
         caller.settled = caller.settled or way.learnt
@@ -293,7 +293,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
     wanted = [name for name in every if caller.required(name)]
     tables = [name for name in every if name in wanted or caller.roles[name] in OPTIONAL]
     given = [table_options(caller, wanted), table_options(caller, every)]
-    forms = (None, *_open_forms(caller, wanted))
+    forms = (None, *open_forms(caller, wanted))
     for layout, form in product(layouts, forms):
         yield Way(layout, None, form)
     for fills, form in product(given[0], forms):
@@ -304,10 +304,10 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
     if tables != wanted:
         yield from (Way(usual, None, None, fills) for fills in table_options(caller, tables))
-    open_forms = _open_forms(caller, every)
-    for layout, form in product((usual, TIME_FIRST), open_forms):
+    every_form = open_forms(caller, every)
+    for layout, form in product((usual, TIME_FIRST), every_form):
         yield Way(layout, None, form)
-    for form, fills in chain(product([None], given[1]), product(open_forms, given[1][:2])):
+    for form, fills in chain(product([None], given[1]), product(every_form, given[1][:2])):
         yield Way(usual, None, form, fills)
     for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
         yield Way(layout, None, None, fills)
@@ -357,7 +357,7 @@ def table_options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
     ]
 
 
-def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
+def open_forms(caller: Caller, among: Sequence[str]) -> list[MaskForm]:
     """Forms of a mask that hides nothing, for calls that insist on one."""
     masks = [n for n in caller.guessed if "mask" in n]
     names = [n for n in [*caller.named("mask"), *caller.named("padding"), *masks] if n in among]
@@ -368,7 +368,7 @@ def _open_forms(caller: Caller, among: list[str]) -> list[MaskForm]:
     ]
 
 
-def _steady_form(subject: Target) -> None:
+def steady_form(subject: Target) -> None:
     """Of the forms of a mask that hides nothing, the first that goes in with other sizes, too, and
     with each sequence alone gives the same: axes may be taken for each other."""
     form = subject.open_form

@@ -19,7 +19,7 @@ from .call_faults import how_to_call, not_run
 from .checked_target import BATCH, TOKENS, Broken, Target
 from .construct import name_of
 from .fills import left_out
-from .first_call import mixes
+from .first_call import mixes, open_forms, steady_form
 from .learnt import learn
 from .masking import learn_causality
 from .names import building_role, calling_role, parts_of
@@ -90,8 +90,10 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
     missing = subject.caller.missing()
     tables = [name for name in subject.caller.tables if not subject.caller.required(name)]
     fills = [{}, dict.fromkeys(tables, left_out)] if tables else [{}]
-    for axes, given in product(AXES, fills):
-        trial = replace(subject, axes=axes, caller=replace(subject.caller, fills=given))
+    forms = (None, *open_forms(subject.caller, subject.caller.made_up))
+    for form, axes, given in product(forms, AXES, fills):
+        caller = replace(subject.caller, fills=given)
+        trial = replace(subject, axes=axes, caller=caller, open_form=form)
         if axes in ("flat", "single"):  # one head
             own = _projections(trial.embed_dim, 1, 1, trial.head_dim or 8, trial.seed)
             one = replace(trial.caller, heads=1)
@@ -107,6 +109,8 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
         chosen = trial if goes or chosen is None else chosen
         if goes:
             break
+    if chosen is not None and chosen.open_form is not None:
+        steady_form(chosen)
     if chosen is None:
         error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
         if missing:

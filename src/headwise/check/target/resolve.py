@@ -84,8 +84,8 @@ def resolve(
             "its arguments, or a function of q, k and v"
         )
     home = vars(sys.modules.get(getattr(thing, "__module__", None) or "", sys))
-    why, absent = home.get("__alone__", ("", {}))  # by `files.alone`
-    lost = absent.get(name_of(thing), ())
+    why, spoken, used = home.get("__alone__", ("", {}, {}))  # by `files.alone`
+    lost = spoken.get(name_of(thing), ())
     try:
         subject = _of_callable(thing, args, arguments, request)
     except Broken as broken:
@@ -95,7 +95,8 @@ def resolve(
             f"check({name_of(thing)}): it speaks of {', '.join(lost)}, which could not be imported "
             f"here, and without that it cannot be judged. {broken.finding.message}"
         ) from broken
-    subject.absent += [f"no {name}, which could not be imported" for name in lost]
+    more = used.get(name_of(thing), ())
+    subject.absent += [f"no {name}, which could not be imported" for name in more]
     if why:
         subject.notes.append(f"it was loaded without what failed as it was imported: {why}")
     return subject

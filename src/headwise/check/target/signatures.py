@@ -172,6 +172,29 @@ def _refused(code: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def is_callers(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function leaves an argument to its callers: it neither makes one up where there is
+    none nor hands it on.
+
+    >>> def forward(x, scale=None):
+    ...     return x if scale is None else x * scale
+    >>> is_callers(forward, "scale")
+    True
+    """
+    try:
+        body = ast.parse(textwrap.dedent(source_of(function))).body
+    except SyntaxError:  # nothing that can be read
+        return False
+    own = body[0].body if body and isinstance(body[0], ast.FunctionDef) else []
+    every = [node for one in own for node in ast.walk(one)]
+    calls = [one for one in every if isinstance(one, ast.Call)]
+    handed = [*(one for call in calls for one in (*call.args, *(k.value for k in call.keywords)))]
+    handed += [one for each in every if isinstance(each, ast.BoolOp) for one in each.values]
+    spoken = [one for one in every if isinstance(one, ast.Name) and one.id == name]
+    kept = any(one in handed or isinstance(one.ctx, ast.Store) for one in spoken)
+    return bool(spoken) and not kept
+
+
 def source_of(factory: Any) -> str:
     """The code of a class, function or module; nothing where there is none."""
     try:
