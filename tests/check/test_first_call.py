@@ -422,3 +422,36 @@ def test_a_mask_that_goes_in_by_chance_gives_way_to_one_that_goes_in_with_any_si
     assert subject.open_form is not None
     assert subject.open_form.shape == "[B·H, T, S]"
     assert not check(MaskOfEachHead).errors
+
+
+class BatchSecond(Base):
+    """Takes `[T, B, E]`, as its code says, and cuts it for the heads of each token."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch = x.size(1)
+        made = (part(x) for part in (self.to_q, self.to_k, self.to_v))
+        return tuple(
+            rows.view(-1, batch, self.heads, self.wide).permute(1, 2, 0, 3) for rows in made
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_size = x.size(1)
+        q, k, v = self.parts(x)
+        heads = (q @ k.mT / self.wide**0.5).softmax(-1) @ v
+        return self.proj(heads.permute(2, 0, 1, 3).reshape(-1, batch_size, self.heads * self.wide))
+
+
+class BatchMixed(BatchSecond):
+    """Heads are brought before the batch, so that sequences attend to each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_size = x.size(1)
+        q, k, v = (rows.permute(2, 1, 0, 3) for rows in self.parts(x))
+        heads = (q @ k.mT / self.wide**0.5).softmax(-1) @ v
+        return self.proj(heads.transpose(1, 2).reshape(-1, batch_size, self.heads * self.wide))
+
+
+def test_a_batch_that_comes_second_by_its_own_name_is_taken_at_its_word() -> None:
+    assert resolve(BatchSecond).caller.layout.axes == "TBE"
+    assert check(BatchSecond).passed
+    assert check(BatchMixed).errors[0].rule == "batch"

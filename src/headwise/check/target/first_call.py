@@ -40,7 +40,16 @@ from .call_faults import (
 )
 from .checked_target import BATCH, TOKENS, Broken, Target
 from .fills import FILLS, OPTIONAL, SURE, Fill, left_out
-from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, USUAL, Layout, said_layout
+from .layouts import (
+    LAYOUTS,
+    MAPS,
+    SINGLE,
+    TIME_FIRST,
+    USUAL,
+    Layout,
+    batch_comes_second,
+    said_layout,
+)
 from .learnt import learn
 from .unknowns import fails_anyway, is_certain
 
@@ -93,11 +102,13 @@ def first_call(subject: Target, widened: bool = False) -> None:
     """
     caller, errors = subject.caller, list[BaseException]()
     windowed = list[tuple[BaseException, int]]()
-    if getattr(caller.target, "batch_first", True) is False:
+    inputs = caller.inputs if caller.custom is None else []
+    second = any(batch_comes_second(caller.target, name) for name in inputs[:1])
+    if second or getattr(caller.target, "batch_first", True) is False:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
-    elif caller.inputs and caller.custom is None and not caller.separate:
+    elif inputs and not second and not caller.separate:
         caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
     caller.usual = caller.layout
     until, usual, own = time.process_time() + SECONDS, caller.layout, False
@@ -135,7 +146,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
         with contextlib.suppress(RuntimeError):  # a script of PyTorch's may run once and no more
-            if turned and caller.custom is None and mixes(subject) == (False, True):
+            if turned and not second and caller.custom is None and mixes(subject) == (False, True):
                 caller.layout = caller.usual = turned
         if way.learnt:
             caller.usual = caller.layout

@@ -110,6 +110,20 @@ def said_layout(target: Any, name: str) -> Layout | None:
     return None
 
 
+def batch_comes_second(target: Any, name: str) -> bool:
+    """Whether its code takes the second axis of an input for that of sequences:
+    `batch_size = x.size(1)`.
+
+    >>> class Layer(nn.Module):
+    ...     def forward(self, x): ...
+    >>> batch_comes_second(Layer(), "x")
+    False
+    """
+    code = source_of(getattr(type(target), "forward", None)) if isinstance(target, nn.Module) else ""
+    said = rf"^[ \t]*(?:bsz?|batch(?:_?size)?) = {name}\.(?:size\(1\)|shape\[1\])[ \t]*(?:#|$)"
+    return re.search(said, code, re.MULTILINE) is not None
+
+
 def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     """The axes of an argument, in words, as docstrings, comments and annotations give them:
     `x: [batch, seq_len, dim]`, `Float[Tensor, "b t d"]`."""
