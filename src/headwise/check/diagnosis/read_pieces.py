@@ -225,11 +225,11 @@ def read_by(statement: ast.stmt) -> set[str]:
 
 
 def number_of(value: ast.expr, known: Known) -> float | None:
-    """The number that stands there, or goes there by a name that the file knows: `-settings.EPS`."""
+    """The number that stands there, or that goes by a name of the file's there: `-settings.EPS`."""
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
         number = number_of(value.operand, known)
         return None if number is None else -number
-    thing = getattr(value, "value", None)
+    thing: Any = getattr(value, "value", None)
     if isinstance(value, ast.Name | ast.Attribute):
         first, *rest = ast.unparse(value).split(".")
         thing = known.get(first)

@@ -119,7 +119,8 @@ def batch_comes_second(target: Any, name: str) -> bool:
     >>> batch_comes_second(Layer(), "x")
     False
     """
-    code = source_of(getattr(type(target), "forward", None)) if isinstance(target, nn.Module) else ""
+    made = getattr(type(target), "forward", None)
+    code = source_of(made) if isinstance(target, nn.Module) else ""
     said = rf"^[ \t]*(?:bsz?|batch(?:_?size)?) = {name}\.(?:size\(1\)|shape\[1\])[ \t]*(?:#|$)"
     return re.search(said, code, re.MULTILINE) is not None
 

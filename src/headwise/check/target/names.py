@@ -52,7 +52,8 @@ _GUESSED = {
     "sides": r"_resolution$|(img|image|video|map|grid)_(size|shape)$",
     "flag": r"flash|^(log|return|use|with|is|has|need|do|add|enable|keep|prun)_|_enabled$|"
     r"^output_(?!dim|size|width|filters|channels|feat|d_)",
-    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|dilation|kernel|(group|kernel)_size)$",
+    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|dilation|kernel|"
+    r"(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
     "heads": r"heads?$",

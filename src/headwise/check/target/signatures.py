@@ -46,7 +46,7 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     return [*(p for p in own.values() if p not in rest), *more, *rest]
 
 
-def _handed_on(kind: type) -> tuple[int, set[str]]:
+def _handed_on(kind: Any) -> tuple[int, set[str]]:
     """How many arguments a constructor hands its base class by place, and which by name."""
     try:
         tree = ast.parse(f"if True:\n{source_of(vars(kind).get('__init__'))}")
