@@ -99,6 +99,35 @@ def test_what_may_go_well_with_another_value_is_asked_for(kind: type) -> None:
         check(kind)
 
 
+class Numbered(Attends):
+    """Wants a number of flavours, of which no name tells anything; x goes in alone."""
+
+    def __init__(self, d_model: int, num_heads: int, num_flavours: int) -> None:
+        super().__init__(d_model, num_heads)
+        self.flavours, self.place = num_flavours, 0
+
+    def first(self) -> int:
+        return self.place
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.first()
+        return super().forward(x + place[0], None)  # pyright: ignore[reportIndexIssue]
+
+
+class OfFlavours(Numbered):
+    """The number that was made up is at fault: several are meant."""
+
+    def first(self) -> int:
+        return self.flavours
+
+
+def test_what_fails_where_nothing_made_up_stands_is_the_layers_own_fault() -> None:
+    (one,) = check(Numbered).errors
+    assert (one.rule, "'int' object is not subscriptable" in one.message) == ("runs", True)
+    with pytest.raises(ValueError, match="I made up num_flavours"):
+        check(OfFlavours)
+
+
 class Steady(nn.Module):
     """A constructor that no size helps."""
 

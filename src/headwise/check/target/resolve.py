@@ -36,6 +36,7 @@ from .names import building_role, calling_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
 from .signatures import signature, with_forward
 from .sizes import BuildSizes, shown
+from .unknowns import is_apart
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,8 @@ def _of_factory(
         try:
             subject = _settled(target, name, width, heads, known, request, roles)
         except Broken as broken:
+            if guessed and is_apart(broken.__cause__, made_up.values()):
+                broken.finding = replace(broken.finding, ground="any")
             if not guessed or broken.finding.ground == "any":
                 raise
             raise ValueError(

@@ -20,12 +20,11 @@ from .construct import Unsaid, name_of
 from .names import building_role
 from .signatures import signature
 from .sizes import BuildSizes
+from .unknowns import STEADY
 
 TRIES, SECONDS = 4, 8.0
 """How many values are tried for arguments whose names tell nothing; after how long no other sizes
 are."""
-STEADY = (TypeError, AttributeError, KeyError, IndexError, UnboundLocalError)
-"""Errors that no other number would avoid."""
 SIZES = {"width", "heads", "kv_heads", "head_dim", "context", "dropout", "out_width", "bias"}
 """Roles of arguments that are what their names say."""
 ENOUGH = 3

@@ -40,6 +40,8 @@ SOME = 3
 """How often a loop runs that goes on for an unknown number of times."""
 CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
+STEADY = (TypeError, AttributeError, KeyError, IndexError, UnboundLocalError)
+"""Errors that no other number would avoid."""
 OPEN = re.compile("Unknown|dtype|number of dimensions")
 """What errors say of unknown values, and of axes that x may have as well."""
 WIDE = re.compile(r"normalized_shape=\[(\d+)\]|and (\d+)x\d+\)")
@@ -365,14 +367,28 @@ def _is_sure(subject: Target, error: BaseException) -> bool:
     text = str(error)
     if OPEN.search(text) or of_guess(subject, error) or _of_another_width(subject, text):
         return False
-    frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
-    number = max(n for n, one in enumerate(frames) if is_users(one.f_code.co_filename))
-    known = frames[number].f_locals
     if is_certain(error) and "positional" not in text:
         return True
-    code = _failing(traceback.extract_tb(error.__traceback__)[number])
-    values = (_value(name.split("."), known) for name in re.findall(r"[A-Za-z_][\w.]*", code))
-    return not any(True for _ in _unknowns([*values]))
+    return not any(True for _ in _unknowns([*_at_failing(error)]))
+
+
+def is_apart(error: BaseException | None, made_up: Iterable[Any]) -> bool:
+    """Whether an error that no number avoids comes from a line that holds nothing which was made
+    up."""
+    if not isinstance(error, STEADY) or refuses(error):
+        return False
+    held = [*_at_failing(error)]
+    return bool(held) and not any(one is two for one in held for two in made_up)
+
+
+def _at_failing(error: BaseException) -> Iterator[Any]:
+    """What the names stand for in the part of a line of somebody's file that failed."""
+    frames = [one for one, _ in traceback.walk_tb(error.__traceback__)]
+    own = [n for n, one in enumerate(frames) if is_users(one.f_code.co_filename)]
+    if own:
+        code = _failing(traceback.extract_tb(error.__traceback__)[own[-1]])
+        for name in re.findall(r"[A-Za-z_][\w.]*", code):
+            yield _value(name.split("."), frames[own[-1]].f_locals)
 
 
 def _of_another_width(subject: Target, text: str) -> bool:
