@@ -82,7 +82,7 @@ def _once_each(named: list[Finding], probed: list[Finding]) -> tuple[list[Findin
     right, and what was read, which knows the line, where it is not."""
     right = {one.rule for one in probed if one.severity == "passed"} & BOTH
     named = [one for one in named if one.rule not in right]
-    read = {one.rule for one in named if one.severity == "error"} & BOTH
+    read = {one.rule for one in named if one.severity == "error"}
     return named, [one for one in probed if one.rule not in read]
 
 
@@ -127,11 +127,16 @@ def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -
 def _after_each_other(results: list[Finding]) -> list[Finding]:
     """Mark what follows from another finding, or from writing into the input."""
     broken = [one for one in results if _bad(one)]
-    reasons = {rule: one.rule for one in broken[::-1] for rule in RULES[one.rule].explains}
+    reasons = {
+        (rule, severity): one.rule
+        for one in broken[::-1]
+        for rule in RULES[one.rule].explains
+        for severity in dict.fromkeys(("warning", one.severity))  # advice explains no mistake
+    }
     writes = any(one.rule == "input-kept" for one in broken)
     done = []
     for one in results:
-        reason = one.explained_by or reasons.get(one.rule)
+        reason = one.explained_by or reasons.get((one.rule, one.severity))
         if writes and "inplace operation" in one.message:
             reason = "input-kept"
         done.append(replace(one, explained_by=reason) if _bad(one) and reason else one)

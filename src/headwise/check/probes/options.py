@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 import torch
@@ -54,21 +54,25 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     """
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
-    end = time.process_time() + SECONDS
-    for changes in _hiding(subject) if "definition" in kept else ():
-        if (one := _leaky(subject, changes)) is not None:
-            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
-    for changes in _inner(subject) if "scale" in kept or "definition" in kept else ():
-        if (one := _misscaled(subject, changes)) is not None:
-            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
-    tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
-    for changes, resized in tried:
-        if time.process_time() > end:
-            return None
-        one = _broken(subject, changes, resized)
-        if one is not None and one.rule in kept:
+    for changes, one in _found(subject, kept):
+        if one is not None:
             return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
     return None
+
+
+def _found(
+    subject: Target, kept: Collection[str]
+) -> Iterator[tuple[dict[str, Any], Finding | None]]:
+    """Every other option, and what is wrong with it."""
+    if "definition" in kept:
+        yield from ((changes, _leaky(subject, changes)) for changes in _hiding(subject))
+    if "definition" in kept or "scale" in kept:
+        yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
+    end = time.process_time() + SECONDS
+    tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
+    for changes, resized in takewhile(lambda _: time.process_time() < end, tried):
+        one = _broken(subject, changes, resized)
+        yield changes, one if one is not None and one.rule in kept else None
 
 
 def guesses_that_count(subject: Target) -> list[str]:

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import traceback
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ LONGEST = 400
 AREAS = (16, 10)
 """Tokens of the windows that a constructor gets here."""
 
+SIDES = re.compile("window|map_size|height|grid|resolution|image_size|block_size")
+"""Names of what windows and maps are wide and high."""
 OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
     r"number of dims|must be \d-?D|No query sequence|to have \d+ channels"
@@ -53,11 +56,20 @@ def areas_of(subject: Target) -> list[int]:
 
 def own_areas(subject: Target) -> list[int]:
     """How many tokens the windows and maps have that it speaks of."""
-    pattern = "window|map_size|height|grid|resolution|image_size|block_size"
-    sides = () if subject.module is None else numbers_in(subject.module, pattern)
-    squares = [int(side) ** 2 for side in sides if 1 < side * side <= LONGEST]
-    tables = () if subject.module is None else subject.module.buffers()
-    return [*squares, *(len(one) for one in tables if one.ndim == 2 and _of_pairs(one))]
+    if subject.module is None:
+        return []
+    squares = [int(side) ** 2 for side in numbers_in(subject.module, SIDES.pattern)]
+    held = (pair for one in subject.module.modules() for pair in vars(one).items())
+    several = [value for name, value in held if SIDES.search(name) and _is_sides(value)]
+    areas = [*squares, *map(math.prod, several)]
+    tables = (one for one in subject.module.buffers() if one.ndim == 2 and _of_pairs(one))
+    return [*(area for area in areas if 1 < area <= LONGEST), *map(len, tables)]
+
+
+def _is_sides(value: Any) -> bool:
+    """Whether it holds two or three whole numbers."""
+    several = isinstance(value, tuple | list) and len(value) in (2, 3)
+    return several and all(isinstance(one, int) and one > 1 for one in value)
 
 
 def of_maps(subject: Target) -> bool:

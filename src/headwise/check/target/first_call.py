@@ -126,6 +126,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
                 if (fault := _fault(subject)) is not None:
                     errors.insert(0, fault)
                 break
+            if few and way.room == 2:  # with fewer, one token, it says nothing
+                raise UnusableResult("runs with as many tokens as heads")
             other = way.layout is not usual or way.learnt
             astray = other and mixes(subject) != (True, False)
             if astray or (caller.pooled and not mixes(subject)[0]):
