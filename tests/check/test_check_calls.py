@@ -352,3 +352,6 @@ def test_one_fault_in_handling_explains_its_followers() -> None:
     assert results[1].explained_by == "input-kept"
     results = joined([error("registration")], [error("reload"), error("registered")])
     assert [one.explained_by for one in results] == [None, "registration", "registration"]
+    advice = Finding("registered", "warning", "a plain tensor")
+    results = joined([], [advice, error("move"), Finding("reload", "warning", "other numbers")])
+    assert [one.explained_by for one in results] == [None, "registered", None]

@@ -492,6 +492,21 @@ def test_as_many_tokens_as_heads_are_a_chance() -> None:
     assert [one.rule for one in check(HeadsForTokens).errors] == ["runs"]
 
 
+class OneTokenGoesIn(HeadsForTokens):
+    """With one token there is nothing to be mixed up."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        assert num_heads == 2
+        super().__init__(d_model, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] > 1 else self.fc_o(self.parts(x)[2].flatten(2))
+
+
+def test_two_tokens_for_two_heads_are_no_way_to_call_it() -> None:
+    assert [one.rule for one in check(OneTokenGoesIn, num_heads=2).errors] == ["runs"]
+
+
 class Worded(Layer):
     """What it does is said in a word, and each of them must be right."""
 

@@ -1311,6 +1311,24 @@ class OnAGPUIfThere(Projected):
         return self.joined(*(self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))) * ones.to(x)
 
 
+class BuiltOnAGPU(Projected):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.scale = torch.sqrt(torch.FloatTensor([self.wide])).cuda()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(f(x)) for f in (self.w_q, self.w_k, self.w_v))
+        return self.last(((q @ k.mT / self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_tensor_that_a_constructor_puts_on_a_gpu_is_one_mistake() -> None:
+    """That it is no buffer is advice, and does not explain it away."""
+    verdict = check(BuiltOnAGPU, 24, 3)
+    assert [one.rule for one in verdict.errors] == ["move"]
+    assert "registered" in [one.rule for one in verdict.findings]
+
+
 def test_tensors_that_are_always_made_on_a_gpu() -> None:
     first, second = read_off(OnAGPU, "move")
     assert first.message.endswith(".cuda()`.")

@@ -73,6 +73,23 @@ def test_a_wrong_window_is_is_seen_but_not_judged() -> None:
     assert "10 tokens" in verdict["batch"].message
 
 
+class Sided(Window):
+    """Keeps the sides of its window, and takes no mask in."""
+
+    def __init__(self, dim: int, window_size: tuple[int, int], heads: int) -> None:
+        super().__init__(dim, window_size, heads)
+        self.window_size = window_size
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_window_whose_sides_are_kept_is_judged() -> None:
+    assert resolve(Sided).guesses == []
+    (one,) = check(Sided).errors
+    assert one.message == "The argument attn_mask changes nothing, whatever is passed."
+
+
 def test_a_word_is_taken_from_what_the_code_compares_it_with() -> None:
     class Worded(Base):
         def __init__(self, dim: int, heads: int, kind: str, extra: bool) -> None:
