@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.check import Example, Finding, Verdict, check, explain
 from headwise.check.findings.rules import RULES
-from headwise.check.target.checked_target import Broken
+from headwise.check.target.errors import Broken
 from headwise.check.target.layouts import SINGLE, TIME_FIRST, USUAL
 from headwise.check.target.resolve import resolve
 from headwise.check.target.sizes import BuildSizes, Config

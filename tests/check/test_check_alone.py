@@ -11,7 +11,7 @@ import pytest
 from headwise.check import check
 from headwise.check.files.alone import Absent
 from headwise.check.files.loading import chosen, load
-from headwise.check.target.checked_target import Broken
+from headwise.check.target.errors import Broken
 
 RIGHT = """
 import torch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import check
-from headwise.check.target.checked_target import told
+from headwise.check.target.errors import told
 from headwise.check.target.resolve import resolve
 
 

@@ -68,8 +68,8 @@ def check(
     from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
     from .probes.options import guesses_that_count, options
-    from .target.checked_target import Broken
     from .target.construct import name_of
+    from .target.errors import Broken
     from .target.resolve import resolve
 
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}

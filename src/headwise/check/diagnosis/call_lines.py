@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from ..files.syntax import code_at
 from ..files.syntax import quoted as line_said
 from ..findings.rules import ALL
-from ..target.checked_target import Target, is_users
+from ..target.checked_target import Target
+from ..target.errors import is_users
 
 CHECK = str(Path(__file__).parents[1])
 FUSED = "scaled_dot_product_attention"

@@ -19,7 +19,8 @@ from ..files.syntax import Source, nodes
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
-from ..target.checked_target import Target, is_users
+from ..target.checked_target import Target
+from ..target.errors import is_users
 from ..target.first_call import table_options
 from ..target.signatures import source_of
 from .call_lines import quoted

@@ -22,7 +22,8 @@ from ..files.syntax import Source, names, nodes
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
-from ..target.checked_target import Target, is_users
+from ..target.checked_target import Target
+from ..target.errors import is_users
 from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, bare_name, quoted, recorded

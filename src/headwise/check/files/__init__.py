@@ -20,7 +20,7 @@ from typing import Any
 from .. import check
 from ..findings.rules import found
 from ..findings.verdict import Finding, Verdict
-from ..target.checked_target import Broken
+from ..target.errors import Broken
 from .loading import CHECKING, IMPORTING, chosen, ended_by, load, thing_name
 from .sandbox import Limits, Outcome, run
 from .syntax import code_at

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn import init
 
-from ..target.checked_target import is_users
+from ..target.errors import is_users
 from .syntax import Source, names, nodes
 
 INIT = "__init__.py"

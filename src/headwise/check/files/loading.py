@@ -24,7 +24,7 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, told
+from ..target.errors import Broken, told
 from ..target.functions import weights_taken
 from .alone import Absent, alone
 from .syntax import Source, names

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, Target, told
+from ..target.checked_target import Target
+from ..target.errors import Broken, told
 from .behaviour import BENT, SINKS, bent, named
 from .probe_context import Failed, ProbeContext
 

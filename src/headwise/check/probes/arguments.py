@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Target, told
+from ..target.checked_target import Target
+from ..target.errors import told
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role

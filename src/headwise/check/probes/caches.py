@@ -16,7 +16,7 @@ from torch import Tensor
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_faults import refuses
-from ..target.checked_target import told
+from ..target.errors import told
 from ..target.layouts import TIME_FIRST, USUAL
 from .cache_steps import Chunk, Stale
 from .cache_ways import Way, ways

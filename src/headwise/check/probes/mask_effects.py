@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm, UnusableResult
-from ..target.checked_target import told
+from ..target.errors import told
 from .probe_context import Failed, ProbeContext
 
 HIDDEN = 2

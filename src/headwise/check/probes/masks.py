@@ -15,7 +15,8 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.call_faults import refuses
-from ..target.checked_target import Target, told
+from ..target.checked_target import Target
+from ..target.errors import told
 from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of

@@ -18,8 +18,9 @@ from torch import nn
 
 from ..findings.verdict import Finding
 from ..target.call_faults import refuses
-from ..target.checked_target import Broken, Target
+from ..target.checked_target import Target
 from ..target.construct import words_of
+from ..target.errors import Broken
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown

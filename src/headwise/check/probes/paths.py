@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from ..target.call_adapter import SINGLE, MaskForm
-from ..target.checked_target import Broken, Target, is_users, told
+from ..target.checked_target import Target
+from ..target.errors import Broken, is_users, told
 from ..target.signatures import signature, source_of
 from .mask_effects import HIDDEN, hiding
 from .probe_context import Failed, ProbeContext

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import Result, UnusableResult
-from ..target.checked_target import Target, told
+from ..target.checked_target import Target
+from ..target.errors import told
 
 Probe = Callable[["ProbeContext"], Finding | None]
 """Looks at one rule; None where the rule does not apply."""

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from ..diagnosis.call_lines import FUSED, bare_name, softmax_input
 from ..findings.rules import found, passed
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, Target
+from ..target.checked_target import Target
+from ..target.errors import Broken
 from ..target.names import parts_of
 from .probe_context import ProbeContext
 from .relative_tables import Pair, does_without_shift, layer_of, pairs, zeroed

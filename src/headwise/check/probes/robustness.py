@@ -17,8 +17,9 @@ from ..diagnosis.call_lines import recorded
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.checked_target import Broken, Target, told
+from ..target.checked_target import Target
 from ..target.copies import copied, randomise
+from ..target.errors import Broken, told
 from ..target.introspect import unregistered
 from ..target.signatures import source_of
 from .behaviour import bent

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from ..files.syntax import Function, names, nodes, quoted
 from ..findings.verdict import Finding
-from ..target.checked_target import told
+from ..target.errors import told
 from .base import StepPart, Trial
 from .blame import Blame, Expected, blamed, expectations, fits, holds, sources, twin_gives
 from .filling import innermost

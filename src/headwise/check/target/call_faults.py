@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
-from .checked_target import BATCH, TOKENS, Broken, Target, is_users, told
+from .checked_target import BATCH, TOKENS, Target
+from .errors import Broken, is_users, told
 from .introspect import numbers_in
 from .signatures import other_methods
 

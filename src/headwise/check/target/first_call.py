@@ -38,7 +38,8 @@ from .call_faults import (
     sizes_in,
     spoken,
 )
-from .checked_target import BATCH, TOKENS, Broken, Target
+from .checked_target import BATCH, TOKENS, Target
+from .errors import Broken
 from .fills import FILLS, OPTIONAL, SURE, Fill, left_out
 from .layouts import (
     LAYOUTS,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .call_faults import how_to_call, not_run
-from .checked_target import BATCH, TOKENS, Broken, Target
+from .checked_target import BATCH, TOKENS, Target
 from .construct import name_of
+from .errors import Broken
 from .fills import left_out
 from .first_call import mixes, open_forms, steady_form
 from .learnt import learn

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import OF_DICTS, Caller, tensors_in
-from .checked_target import BATCH, TOKENS, Broken, Target, told
+from .checked_target import BATCH, TOKENS, Target
 from .construct import build, name_of
 from .copies import copied
+from .errors import Broken, told
 from .first_call import first_call
 from .functions import holding, of_function, weights_taken
 from .introspect import (

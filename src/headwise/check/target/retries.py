@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from .call_faults import install, not_there, refuses
-from .checked_target import Broken, is_users, told
 from .construct import Unsaid, name_of
+from .errors import Broken, is_users, told
 from .names import building_role
 from .signatures import signature
 from .sizes import BuildSizes

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .call_faults import of_guess, refuses
-from .checked_target import Target, is_users
+from .checked_target import Target
+from .errors import is_users
 from .fills import Fill, left_out
 from .layouts import SINGLE
 from .signatures import signature
