@@ -291,6 +291,11 @@ class DroppedScores(Right):
         return super().hide(self.dropout(scores))
 
 
+class KeepsWhatItIsToDrop(Right):
+    def __init__(self, d_model: int, num_heads: int, context_length: int, dropout: float = 0.0):
+        super().__init__(d_model, num_heads, context_length, 1 - dropout)
+
+
 class DropoutAlways(Right):
     def softmax(self, scores: Tensor) -> Tensor:
         return F.dropout(super().softmax(scores), 0.3)
@@ -510,6 +515,7 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("train-eval", MaskedInTrainingOnly, "error", "though nothing is dropped"),
     ("dropout", DroppedScores, "error", "On average"),
     ("dropout", UnusedDropout, "warning", "changes nothing"),
+    ("dropout", KeepsWhatItIsToDrop, "error", "dropout drops 0.75: the share that is to be kept"),
     ("init", PositiveWeights, "warning", "query.weight are positive"),
     ("buffer", BufferedMask, "warning", "mask, 16 × 16 numbers"),
     ("assert", Asserting, "warning", "head count"),

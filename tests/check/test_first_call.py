@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise.check import check
 from headwise.check.target.errors import told
+from headwise.check.target.layouts import batch_axis
 from headwise.check.target.resolve import resolve
 
 
@@ -466,6 +467,35 @@ class BatchMixed(BatchSecond):
         q, k, v = (rows.permute(2, 1, 0, 3) for rows in self.parts(x))
         heads = (q @ k.mT / self.wide**0.5).softmax(-1) @ v
         return self.proj(heads.transpose(1, 2).reshape(-1, batch_size, self.heads * self.wide))
+
+
+class NotBatchFirst(nn.Module):
+    """Its code names the batch first, and PyTorch's own layer within takes it second."""
+
+    def __init__(self, dim: int, num_heads: int, batch_first: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, _ = x.shape
+        return self.attention(x, x, x)[0][:batch]
+
+
+class Turned(NotBatchFirst):
+    """It is turned before its axes get names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        batch = x.shape[1]
+        return self.attention(x, x, x)[0][:, :batch].transpose(0, 1)
+
+
+def test_a_batch_that_comes_first_by_its_own_name_is_taken_at_its_word() -> None:
+    (one,) = check(NotBatchFirst).errors
+    assert (one.rule, "batch_first=True" in one.hint) == ("batch", True)
+    assert check(Turned).passed
+    assert resolve(Turned).caller.layout.axes == "BTE"
+    assert batch_axis(Turned(24, 3), "x") is None
 
 
 def test_a_batch_that_comes_second_by_its_own_name_is_taken_at_its_word() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from dataclasses import replace
@@ -26,6 +27,9 @@ from .behaviour import bent
 from .devices import Elsewhere, everything
 from .mask_effects import written_masks
 from .probe_context import Failed, ProbeContext, failing
+
+GIVEN = 0.25
+"""A share to drop that no other is taken for."""
 
 
 def deterministic(ctx: ProbeContext) -> Finding | None:
@@ -256,6 +260,19 @@ def train_eval(ctx: ProbeContext) -> Finding | None:
     return found("train-eval", "differs")
 
 
+def _keeping(subject: Target) -> str:
+    """The layer that drops as much as it is told to keep; nothing where there is none."""
+    built = None
+    if "dropout" in subject.roles:
+        with contextlib.suppress(Broken, ValueError):  # it wants another call
+            built = subject.rebuilt(dropout=GIVEN)
+    if built is None or built.module is None:
+        return ""
+    parts = built.module.named_modules()
+    drops = [(name, one.p) for name, one in parts if isinstance(one, nn.Dropout)]
+    return next((name for name, p in drops if p == 1 - GIVEN), "")
+
+
 def _overwritten(own: Target) -> str:
     """What its gradient fails of where what drops numbers writes over what others have kept."""
     try:
@@ -275,6 +292,8 @@ def dropout(ctx: ProbeContext) -> Finding | None:
         return None
     if (lost := _overwritten(own)) and not _overwritten(ctx.exact):
         return found("dropout", "inplace", error=lost)
+    if name := _keeping(ctx.subject):
+        return found("dropout", "kept", name=name, given=GIVEN, kept=1 - GIVEN)
     if other := bent(ctx):
         return skipped("dropout", f"It holds more than attention: {other}.")
     x = ctx.exact.input(tokens=5, batch=1)

@@ -48,7 +48,7 @@ from .layouts import (
     TIME_FIRST,
     USUAL,
     Layout,
-    batch_comes_second,
+    batch_axis,
     said_layout,
 )
 from .learnt import learn
@@ -104,12 +104,12 @@ def first_call(subject: Target, widened: bool = False) -> None:
     caller, errors = subject.caller, list[BaseException]()
     windowed = list[tuple[BaseException, int]]()
     inputs = caller.inputs if caller.custom is None else []
-    second = any(batch_comes_second(caller.target, name) for name in inputs[:1])
-    if second or getattr(caller.target, "batch_first", True) is False:
+    batch = batch_axis(caller.target, inputs[0]) if inputs else None
+    if batch == 1 or getattr(caller.target, "batch_first", True) is False:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
-    elif inputs and not second and not caller.separate:
+    elif inputs and batch != 1 and not caller.separate:
         caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
     caller.usual = caller.layout
     until, usual, own = time.process_time() + SECONDS, caller.layout, False
@@ -149,7 +149,12 @@ def first_call(subject: Target, widened: bool = False) -> None:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
         with contextlib.suppress(RuntimeError):  # a script of PyTorch's may run once and no more
-            if turned and not second and caller.custom is None and mixes(subject) == (False, True):
+            if (
+                turned
+                and batch is None
+                and caller.custom is None
+                and mixes(subject) == (False, True)
+            ):
                 caller.layout = caller.usual = turned
         if way.learnt:
             caller.usual = caller.layout

@@ -110,19 +110,27 @@ def said_layout(target: Any, name: str) -> Layout | None:
     return None
 
 
-def batch_comes_second(target: Any, name: str) -> bool:
-    """Whether its code takes the second axis of an input for that of sequences:
-    `batch_size = x.size(1)`.
+def batch_axis(target: Any, name: str) -> int | None:
+    """Which axis of an input as it comes in its code takes for that of sequences, by a name that
+    nothing else has: 1 for `batch_size = x.size(1)`; None where it does not say.
 
     >>> class Layer(nn.Module):
     ...     def forward(self, x): ...
-    >>> batch_comes_second(Layer(), "x")
-    False
+    >>> batch_axis(Layer(), "x")
     """
     made = getattr(type(target), "forward", None)
     code = source_of(made) if isinstance(target, nn.Module) else ""
-    said = rf"^[ \t]*(?:bsz?|batch(?:_?size)?) = {name}\.(?:size\(1\)|shape\[1\])[ \t]*(?:#|$)"
-    return re.search(said, code, re.MULTILINE) is not None
+    code = re.split(rf"^[ \t]*(?:\w+, )*{name}(?:, \w+)* = ", code, maxsplit=1, flags=re.MULTILINE)[
+        0
+    ]
+    batch, shape = r"(?:[bB]|bsz?|batch(?:_?size)?)", rf"{name}\.(?:shape|size\(\))"
+    end = r"[ \t]*(?:#|$)"
+    for axis in (0, 1):
+        alone = rf"{batch} = (?:{name}\.size\({axis}\)|{name}\.shape\[{axis}\]|{shape}\[{axis}\])"
+        several = rf"{'[A-Za-z_]+, ' * axis}{batch}(?:, \w+)+ = {shape}"
+        if re.search(rf"^[ \t]*(?:{alone}|{several}){end}", code, re.MULTILINE):
+            return axis
+    return None
 
 
 def written_axes(target: Any, name: str) -> Iterator[list[str]]:
