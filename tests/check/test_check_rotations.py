@@ -162,3 +162,39 @@ class Scaled(Attention):
 
 def test_one_number_for_all_tokens_is_no_stretching() -> None:
     assert "rotation" not in [one.rule for one in check(Scaled, dim=24, num_heads=3).errors]
+
+
+class RopeBehindAGate(Attention):
+    """A layer of its own that is called as a rotation is; its forward turns nothing."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate(x).sigmoid()
+
+
+def test_a_layer_that_is_named_after_a_rotation_is_none() -> None:
+    assert check(RopeBehindAGate, dim=24, num_heads=3).passed
+
+
+class ByHeads(Attention):
+    """Each head is turned by its place among the heads."""
+
+    def apply_rotary(self, x: Tensor) -> Tensor:
+        return super().apply_rotary(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ByHeadsAndGated(ByHeads):
+    """The same where the weights cannot be read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("kind", [ByHeads, ByHeadsAndGated])
+def test_heads_that_are_turned_for_nothing(kind: type[Attention]) -> None:
+    (one,) = check(kind, dim=24, num_heads=3).errors
+    assert one.message.startswith("apply_rotary turns queries and keys, and in whatever order")
+    assert "def apply_rotary" in one.hint

@@ -26,7 +26,7 @@ from .call_lines import LineCall, lines_of, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
-from .rotations import stretched
+from .rotations import idle_turns, stretched
 from .scores import heads_seen, named_by_scores, scores_of
 from .search import FITS_LARGE, leaking, named, stated, textbook
 from .static_checks import (
@@ -170,7 +170,8 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         leaks = [] if leak is None else [_finding(case, subject, right, leak, large=True)]
         if findings or (leak is not None and leak.severity == "error"):
             return findings + leaks
-        beside = [*empty_triangle(subject), *no_output_projection(subject, case.reading)]
+        beside = [*empty_triangle(subject), *idle_turns(subject)]
+        beside += no_output_projection(subject, case.reading)
         return [_passed(case.reading, right), *leaks, *beside]
     sure = subject.causal_from not in ("seen", "unknown")
     mistaken = named(case, bases, sure)
@@ -260,6 +261,7 @@ def _seen_in_a_call(subject: Target) -> list[Finding]:
         or empty_triangle(subject)
         or traced_tokens(subject)
         or stretched(subject)
+        or idle_turns(subject)
         or traced_scale(subject)
     )
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..files.syntax import Source, nodes
 from ..findings.rules import found
@@ -39,6 +39,8 @@ IS_MORE = re.compile(r"att|mha|head|block|layer|model|transformer|former$")
 STRETCHES = re.compile(r"norm|xpos|scale_base|decay|cache", re.I)
 """What code of a rotation speaks of that gives other lengths."""
 NEAR = 0.02
+FEW = 4
+"""With fewer tokens their order says nothing."""
 
 
 def quarter_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -97,6 +99,35 @@ def stretched(subject: Target) -> list[Finding]:
     if first is None:
         return []
     return [found("rotation", "stretched", name=first.name, line=quoted(first.place))]
+
+
+def idle_turns(subject: Target) -> list[Finding]:
+    """Whether queries and keys are turned, and the order of the tokens counts for nothing: all
+    tokens of a head were turned alike."""
+    subject = subject.randomised()
+    if subject.module is None or subject.guesses or subject.caller.tables:
+        return []
+    x = subject.input()
+    earlier, last = x[:, :-1], x[:, -1:]
+    try:
+        with torch.no_grad(), _turning() as turns:
+            out = subject(x)[:, -1]
+        with torch.no_grad():
+            turned = subject(torch.cat((earlier.flip(1), last), 1))[:, -1]
+            others = subject(torch.cat((earlier + 1, last), 1))[:, -1]
+    except Exception:  # what is checked may raise anything; the probes say what and where
+        return []
+    told = sorted(filter(_moves, turns), key=lambda one: bool(HALF.search(one.name)))
+    if x.shape[1] < FEW or not told or not torch.allclose(turned, out, atol=1e-4, rtol=1e-3):
+        return []
+    seen = not torch.allclose(others, out, atol=1e-2)
+    return [found("rotary", "idle", name=told[0].name, line=quoted(told[0].place))] * seen
+
+
+def _moves(turn: _Turn) -> bool:
+    """Whether a call gave something else of the shape of what it was given."""
+    pairs = ((one, gave) for one in turn.given for gave in turn.gave if one.shape == gave.shape)
+    return any(not torch.equal(one, gave) for one, gave in pairs)
 
 
 def _longer(subject: Target) -> _Turn | None:
@@ -162,9 +193,11 @@ def _copied(held: Any) -> list[Tensor]:
 def _turns(frame: FrameType) -> bool:
     """Whether a call is one of somebody's rotations, and of nothing else."""
     code = frame.f_code
-    name, owner = code.co_name.lower(), type(frame.f_locals.get("self")).__name__.lower()
+    name, this = code.co_name.lower(), frame.f_locals.get("self")
     if name in ("forward", "__call__"):
-        name = "" if IS_MORE.search(owner) else owner
+        owner = type(this).__name__.lower()
+        weights = isinstance(this, nn.Module) and any(True for _ in this.parameters())
+        name = "" if weights or IS_MORE.search(owner) else owner
     if not TURNS.search(name) or not is_users(code.co_filename):
         return False
     return not any(STRETCHES.search(one) for one in (name, *code.co_names, *code.co_varnames))

@@ -55,6 +55,8 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     """
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
+    if isinstance(subject.roles.get("window"), tuple):  # chosen here; one may want a square
+        return None
     for changes, one in _found(subject, kept):
         if one is not None:
             return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
 from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
@@ -201,6 +202,9 @@ def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
 def _elsewhere(own: Target) -> Finding | None:
     """What is wrong with a first call on another device: tables that a call keeps may be kept for
     one device, and made anew for the next."""
+    home = vars(sys.modules.get(type(own.caller.target).__module__, sys))
+    if any(isinstance(one, torch.jit.ScriptFunction) for one in home.values()):
+        return None  # which tells nobody where its results are
     x = own.input()
     given = own.mask_for(x)
     there = [x, given, *(everything(own.module) if own.module is not None else ())]
