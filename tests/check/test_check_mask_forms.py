@@ -266,3 +266,67 @@ def test_a_scale_or_a_mask_that_callers_give(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("kind", "rule"), [(OwnScale, "scale"), (MaskMultiplied, "mask-fill")])
 def test_a_scale_or_a_mask_that_is_wrong(kind: type[nn.Module], rule: str) -> None:
     assert check(kind).errors[0].rule == rule
+
+
+class Crossing(Attention):
+    """Keys and values may come from another sequence, with a mask of its own."""
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return ~mask[:, None, None, :]
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        other = x if context is None else context
+        q, k, v = (
+            self.split(part(rows))
+            for part, rows in ((self.q_proj, x), (self.k_proj, other), (self.v_proj, other))
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if context_mask is not None:
+            scores = scores.masked_fill(self.hidden(context_mask), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CrossingQueries(Crossing):
+    """The mask of the other sequence hides queries."""
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return ~mask[:, None, :, None]
+
+
+class CrossingFirst(Crossing):
+    """Each sequence gets the mask of the first."""
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return ~mask[:1, None, None, :]
+
+
+class Apart(Attention):
+    """Queries, keys and values are given apart, with a mask of keys."""
+
+    def hidden(self, mask: Tensor, queries: int) -> Tensor:
+        return ~mask[:, None, None, :]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(self.q_proj(q)), self.split(self.k_proj(k)), self.split(self.v_proj(v))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(self.hidden(mask, q.shape[2]), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ApartSquare(Apart):
+    """The mask is spread over as many keys as there are queries."""
+
+    def hidden(self, mask: Tensor, queries: int) -> Tensor:
+        return ~mask[:, None, None, :queries].expand(-1, -1, queries, queries)
+
+
+def test_masks_of_another_sequence() -> None:
+    assert check(Crossing, d_model=24, num_heads=3).passed
+    assert check(Apart, d_model=24, num_heads=3).passed
+    wrong = {CrossingQueries: "context_mask goes in where", CrossingFirst: "With keys from another"}
+    for kind, said in {**wrong, ApartSquare: "mask goes in where there are as many"}.items():
+        (one,) = check(kind, d_model=24, num_heads=3).errors
+        assert (one.rule, one.message[: len(said)]) == ("cross", said)

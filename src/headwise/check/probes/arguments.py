@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
+from ..target.call_adapter import ALL_SHAPES, MaskForm
+from ..target.call_faults import refuses
 from ..target.checked_target import Target
 from ..target.errors import told
 from ..target.fills import left_out, reversed_rows
@@ -20,6 +24,7 @@ from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from ..target.signatures import is_read
 from .behaviour import POSITIONS, named
+from .mask_effects import HIDDEN, KINDS, best
 from .probe_context import Failed, ProbeContext
 
 EITHER = {"y", "other"}
@@ -27,6 +32,9 @@ EITHER = {"y", "other"}
 
 SPEAKS_OF_ANOTHER = re.compile(r"cross|enc(oder)?_?dec")
 """Names of what a layer keeps to know whether it attends to another sequence."""
+
+OF_ANOTHER = re.compile(r"^(context|ctx|memory|mem|enc\w*|cond|kv|src|cross\w*|y)_?(\w+_)?mask$")
+"""Names of masks of another sequence."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -80,7 +88,64 @@ def cross(ctx: ProbeContext) -> Finding | None:
     flipped = ctx.result(x, subject, source.flip(1)).out
     if not named(ctx, POSITIONS) and not ctx.near(flipped, out):
         return found("cross", "order")
-    return passed("cross")
+    return _masked(ctx, subject, source, out) or passed("cross")
+
+
+def _masked(ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor) -> Finding | None:
+    """What is wrong with the masks of another sequence: of queries, keys and values that are given
+    apart, in the form that is followed where all are of one length; else those that are named
+    after it, in any form."""
+    caller = subject.caller
+    for name in (*caller.named("mask"), *caller.named("padding")) if caller.separate else ():
+        one = best(ctx.unflagged, name)
+        if one is None or not one.right or one.form.kind not in KINDS:
+            continue
+        try:
+            if not _is_heard(ctx, subject, source, out, one.form):
+                return found("cross", "mask", name=name, form=one.form)
+        except Failed as failure:
+            if not refuses(failure.error):
+                return found("cross", "misfit", name=name, form=one.form)
+    others = (name for name in caller.parameters if OF_ANOTHER.search(name.lower()))
+    for name in others if not caller.separate else ():
+        forms = [MaskForm(name, *one) for one in product(KINDS, ALL_SHAPES) if "B" in one[1]]
+        heard = {form: _heard(ctx, subject, source, out, form) for form in forms}
+        if any(heard.values()):
+            continue
+        if goes_in := [form for form, one in heard.items() if one is not None]:
+            return found("cross", "mask", name=name, form=goes_in[0])
+        as_many = source[:, : ctx.x.shape[1]]
+        same = ctx.result(ctx.x, subject, as_many).out
+        fits = (form for form in forms if _heard(ctx, subject, as_many, same, form) is not None)
+        if (form := next(fits, None)) is not None:
+            return found("cross", "misfit", name=name, form=form)
+    return None
+
+
+def _heard(
+    ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor, form: MaskForm
+) -> bool | None:
+    """The same as `_is_heard`; None where the mask does not go in."""
+    with contextlib.suppress(Failed):
+        return _is_heard(ctx, subject, source, out, form)
+    return None
+
+
+def _is_heard(
+    ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor, form: MaskForm
+) -> bool:
+    """Whether a mask that hides one key of the last sequence hides it, and nothing else."""
+    keep = torch.ones(source.shape[:2], dtype=torch.bool)
+    alone = "B" in form.shape
+    keep[-1 if alone else slice(None), HIDDEN] = False
+    allowed = keep[:, None].expand(-1, ctx.x.shape[1], -1)
+    given = form.make(allowed, ctx.x.dtype, subject.num_heads)
+    rest: dict[str, Any] = {form.argument: given.clamp(min=-1e4) if form.kind == "added" else given}
+    moved = source.clone()
+    moved[:, HIDDEN] = torch.where(keep[:, HIDDEN, None], moved[:, HIDDEN], 3.0)
+    one, other = (ctx.result(ctx.x, subject, keys, **rest).out for keys in (source, moved))
+    as_before = not alone or ctx.near(one[0], out[0])
+    return ctx.near(one, other) and as_before and not ctx.near(one[-1], out[-1])
 
 
 def _keys_from_queries(ctx: ProbeContext, subject: Target, source: Tensor) -> bool:
