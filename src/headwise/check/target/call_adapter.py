@@ -21,7 +21,7 @@ from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
-from .signatures import entry, insisted, is_callers, signature, source_of
+from .signatures import entry, insisted, is_left_to_callers, signature, source_of
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -145,7 +145,7 @@ class Caller:
         self.roles |= {n: "nothing" for n in several if self.roles[n] in ("mask", "padding")}
         self.insisted = {n for n in insisted(call) if self.roles.get(n) in ("context", "")}
         unset = (n for n in self.named("scale") if self.parameters[n].default is None)
-        self.scales = {n for n in unset if n not in self.extra and is_callers(call, n)}
+        self.scales = {n for n in unset if n not in self.extra and is_left_to_callers(call, n)}
         self.guessed: list[str] = []
         usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in parameters if p.kind in usual]

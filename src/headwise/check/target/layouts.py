@@ -120,9 +120,8 @@ def batch_axis(target: Any, name: str) -> int | None:
     """
     made = getattr(type(target), "forward", None)
     code = source_of(made) if isinstance(target, nn.Module) else ""
-    code = re.split(rf"^[ \t]*(?:\w+, )*{name}(?:, \w+)* = ", code, maxsplit=1, flags=re.MULTILINE)[
-        0
-    ]
+    again = rf"^[ \t]*(?:\w+, )*{name}(?:, \w+)* = "  # another tensor from there on
+    code, *_ = re.split(again, code, maxsplit=1, flags=re.MULTILINE)
     batch, shape = r"(?:[bB]|bsz?|batch(?:_?size)?)", rf"{name}\.(?:shape|size\(\))"
     end = r"[ \t]*(?:#|$)"
     for axis in (0, 1):

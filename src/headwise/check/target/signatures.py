@@ -172,13 +172,13 @@ def _refused(code: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def is_callers(function: Callable[..., Any], name: str) -> bool:
+def is_left_to_callers(function: Callable[..., Any], name: str) -> bool:
     """Whether a function leaves an argument to its callers: it neither makes one up where there is
     none nor hands it on.
 
     >>> def forward(x, scale=None):
     ...     return x if scale is None else x * scale
-    >>> is_callers(forward, "scale")
+    >>> is_left_to_callers(forward, "scale")
     True
     """
     try:
