@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from headwise.check import check
 from headwise.check.files.alone import Absent
@@ -261,3 +262,32 @@ def test_a_part_that_its_own_package_lacks_is_a_mistake(tmp_path: Path) -> None:
     (one,) = check(module.Attention).errors
     assert one.rule == "file-import"
     assert "no pack.turning in your own pack" in one.hint
+
+
+UNSET = RIGHT.replace(
+    "self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)",
+    "self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)\n"
+    "        self.gain = nn.Parameter(torch.empty(dim))\n"
+    "        self.register_buffer('room', torch.Tensor(dim))",
+).replace("self.qkv(x)", "self.qkv(x * self.gain + 0 * self.room)")
+
+
+def test_weights_that_nothing_sets(tmp_path: Path) -> None:
+    path = write(tmp_path, layer=UNSET)
+    (one,) = check(load(path).Attention).errors
+    assert (one.rule, one.message[:33]) == ("init", "Nothing sets the numbers of gain:")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_weights_that_another_file_may_set_are_advice(tmp_path: Path) -> None:
+    model = (
+        "def start(model):\n    for one in model.parameters():\n        one.data.normal_(0, 0.02)\n"
+    )
+    verdict = check(load(write(tmp_path, layer=UNSET, model=model)).Attention)
+    assert verdict.passed
+    assert verdict["init"].severity == "warning"
+
+
+def test_weights_that_the_constructor_sets(tmp_path: Path) -> None:
+    begun = UNSET.replace("torch.empty(dim))", "torch.empty(dim).uniform_())")
+    assert check(load(write(tmp_path, layer=begun)).Attention)["init"].severity == "passed"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,11 @@ from ..target.checked_target import Target
 from ..target.errors import Broken, told
 from .behaviour import BENT, SINKS, bent, named
 from .probe_context import Failed, ProbeContext
+
+SETS = re.compile(
+    r"init\.\w+_\(|_init_weights|reset_parameters|xavier|kaiming|\.(normal|uniform|trunc_normal)_\("
+)
+"""Code that sets the numbers of weights."""
 
 LONGEST = 1024
 """Contexts above this are not tried."""
@@ -93,9 +102,19 @@ def half(ctx: ProbeContext) -> Finding | None:
     return found("half", "far")
 
 
+def _is_set_later(file: str) -> bool:
+    """Whether a file, or another one of its folder, sets numbers of what is built."""
+    paths = Path(file).parent.glob("*.py") if file else ()
+    return any(SETS.search(path.read_text("utf-8", "replace")) for path in paths)
+
+
 def init(ctx: ProbeContext) -> Finding | None:
-    """Matrices whose initial numbers are all positive."""
+    """Matrices whose initial numbers are all positive, and parameters that nothing sets."""
     module = ctx.subject.module
+    if names := ctx.subject.unset:
+        one = found("init", "unset", names=", ".join(names[:4]), last=names[0].split(".")[-1])
+        file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+        return replace(one, severity="warning") if _is_set_later(file) else one
     parameters = () if module is None else module.named_parameters()
     matrices = [(n, p.detach()) for n, p in parameters if p.ndim >= 2]
     positive = [n for n, p in matrices if p.numel() > 3 and 0 <= p.min() < p.max() < 10 * p.mean()]

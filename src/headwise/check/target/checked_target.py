@@ -51,6 +51,7 @@ class Target:
         uncalled: the module as it was before its first call, which may leave something behind.
         made_up: what was guessed to build it, by name.
         absent: what its code speaks of and could not be imported, for people.
+        unset: parameters that its constructor leaves as they lay in memory.
         notes: what was worked out, for people.
     """
 
@@ -78,6 +79,7 @@ class Target:
     told: bool = False  # whether that is a number of its own
     uncalled: nn.Module | None = None
     made_up: dict[str, Any] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

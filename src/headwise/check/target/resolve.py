@@ -33,6 +33,7 @@ from .introspect import (
     own_sizes,
 )
 from .masking import learn_causality
+from .memory import marked, unset_in
 from .names import building_role, calling_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
 from .signatures import signature, with_forward
@@ -246,7 +247,8 @@ def _built(
     """
     label = name_of(factory)
     try:
-        made = build(factory, args, own, sizes)
+        with marked():
+            made = build(factory, args, own, sizes)
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("check("):
             raise
@@ -300,6 +302,7 @@ def _of_factory(
         guessed = [f"{name}={value!r}" for name, value in made_up.items()]
         again = functools.partial(make, request)
         made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": made_up}
+        made["unset"] = unset_in(target)
         if request.call is None and _is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
             return replace(subject, roles=roles, **made)
