@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 
 @contextmanager
@@ -50,6 +49,6 @@ def unset_in(thing: Any) -> list[str]:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         return False
     return tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any())
