@@ -19,9 +19,10 @@ from .behaviour import BENT, SINKS, bent, named
 from .probe_context import Failed, ProbeContext
 
 SETS = re.compile(
-    r"init\.\w+_\(|_init_weights|reset_parameters|xavier|kaiming|\.(normal|uniform|trunc_normal)_\("
+    r"init\.\w+_\(|_init_weights|reset_parameters|xavier|kaiming|\.(normal|uniform|trunc_normal)_\(|"
+    r"load_(state_dict|model|file)|from_pretrained"
 )
-"""Code that sets the numbers of weights."""
+"""Code that sets the numbers of weights, or loads them."""
 
 LONGEST = 1024
 """Contexts above this are not tried."""
