@@ -190,8 +190,41 @@ class FlaggedBesideAMask(Attention):
         return self.attend(x, hidden)
 
 
+class FlaggedOrMasked(Attention):
+    """Its flag counts where there is no mask."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if padding is not None:
+            return self.attend(x, padding[:, None, None, :])
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.attend(x, later if is_causal else None)
+
+
+class WrittenTwice(Attention):
+    """Its words promise two forms, and one of them goes in."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: tokens [B, N, C]
+            mask: optional, [B, N] or [B, N, N]
+        """
+        if mask is not None and mask.dim() == 2:
+            mask = mask[:, None, None]
+        return self.attend(x, mask if mask is None else mask == 0)
+
+
+def test_each_form_that_is_written_must_go_in() -> None:
+    (one,) = check(WrittenTwice, d_model=24, num_heads=3).errors
+    assert one.message.startswith("mask is written to be [b, n, n], of the axes")
+
+
 def test_a_flag_that_hides_nothing() -> None:
     assert check(Flagged, d_model=24, num_heads=3).passed
+    (one,) = check(FlaggedOrMasked, d_model=24, num_heads=3).errors
+    said = "Where padding is given, is_causal=True hides nothing: later tokens are seen."
+    assert (one.rule, one.message) == ("mask", said)
     verdict = check(FlaggedBesideAMask, d_model=24, num_heads=3)
     assert (
         verdict["mask"].message == "is_causal=True hides nothing: later tokens are seen as before."
@@ -330,3 +363,19 @@ def test_masks_of_another_sequence() -> None:
     for kind, said in {**wrong, ApartSquare: "mask goes in where there are as many"}.items():
         (one,) = check(kind, d_model=24, num_heads=3).errors
         assert (one.rule, one.message[: len(said)]) == ("cross", said)
+
+
+class CausalAndPadded(Attention):
+    """Hides later tokens by itself, and asks for a mask of padding."""
+
+    def forward(self, x: Tensor, pad_mask: Tensor) -> Tensor:
+        """pad_mask: [B, T], True for what is real."""
+        tokens = x.shape[1]
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+        return self.attend(x, ~(seen & pad_mask[:, None, None, :]))
+
+
+def test_a_mask_of_padding_has_no_place_for_later_tokens() -> None:
+    verdict = check(CausalAndPadded, d_model=24, num_heads=3)
+    assert verdict.passed, verdict
+    assert verdict["definition"].severity == "passed"

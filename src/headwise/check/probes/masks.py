@@ -22,7 +22,7 @@ from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
-from .mask_effects import OF_KEYS, Effect, best, effect, forms
+from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, forms
 from .probe_context import Failed, ProbeContext, failing
 
 BIASES = {"attn_bias", "attention_bias", "bias"}
@@ -103,12 +103,30 @@ def _unheeded(ctx: ProbeContext) -> Finding | None:
         return None
     for name in caller.named("causal") if caller.custom is None else ():
         left = caller.parameters[name].default in (False, None) and name not in caller.extra
-        if left and is_read(caller.target, name) and (form is None or form.argument != name):
+        if left and is_read(caller.target, name):
             bare = _without_mask(ctx)
             given: dict[str, Any] = {name: True}
             with contextlib.suppress(Failed):
-                if bare.near(bare.result(bare.x, **given).out, bare.out):
+                alone = bare.result(bare.x, **given).out
+                own = form is not None and form.argument == name  # by which it is causal
+                if not own and bare.near(alone, bare.out):
                     return found("mask", "unheeded", name=name)
+                if (mask := _overruling(bare, given, alone)) is not None:
+                    return found("mask", "overruled", name=name, mask=mask)
+    return None
+
+
+def _overruling(ctx: ProbeContext, given: dict[str, Any], alone: Tensor) -> str | None:
+    """The mask with which a flag hides nothing any more, though it hides nothing itself."""
+    caller = ctx.subject.caller
+    for name in (*caller.named("mask"), *caller.named("padding")):
+        one = best(ctx, name)
+        if one is not None and one.right and one.form.kind in KINDS:
+            allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+            open_ = {name: one.form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+            both = ctx.result(ctx.x, **given, **open_).out
+            if not ctx.near(both, alone) and ctx.near(both, ctx.out):
+                return name
     return None
 
 

@@ -135,7 +135,8 @@ class Target:
             return {}
         keys = x.shape[1] if source is None else source.shape[1]
         allowed = torch.ones(len(x), x.shape[1], keys, dtype=torch.bool, device=x.device)
-        allowed = allowed.tril(keys - x.shape[1]) if self.causal else allowed
+        if self.causal and "T" in form.shape:  # one of padding has no place for later tokens
+            allowed = allowed.tril(keys - x.shape[1])
         return {form.argument: form.make(allowed, x.dtype, self.num_heads)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:

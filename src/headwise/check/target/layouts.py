@@ -146,8 +146,10 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     said = rf"(?<![\w.]){name}\b{kind}[^\[(\n]{{0,60}}{axes}"
     listed = rf"(?<![\w.]){name} *: *((?:[A-Za-z]\w* *, *){{2,}}[A-Za-z]\w*) *$"
     for text, pattern in product(texts, (said, listed)):
-        for words in re.findall(pattern, text or "", re.MULTILINE):
-            yield re.findall(r"\w+", words.lower())
+        for one in re.finditer(pattern, text or "", re.MULTILINE):
+            line, *_ = one.string[one.end() :].split("\n", 1)
+            others = re.findall(axes, line) if pattern == said else ()  # `[B, N] or [B, N, N]`
+            yield from (re.findall(r"\w+", words.lower()) for words in (one[1], *others))
     typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):
         yield axes.lower().split()
@@ -195,15 +197,21 @@ def listed(target: Any, name: str) -> list[str]:
 
 def _held(function: ast.stmt, name: str) -> list[str]:
     """The names that a function's own lines, in no block, give to what an input holds."""
-    single = dict[int, str]()
+    single, given = dict[int, str](), list[tuple[ast.expr, ast.expr]]()
     for one in getattr(function, "body", ()):
         match one:
             case ast.Assign([ast.Tuple(names)], ast.Name(read)) if read == name:
                 return [one.id for one in names if isinstance(one, ast.Name)]
-            case ast.Assign(
-                [ast.Name(held)], ast.Subscript(ast.Name(read), ast.Constant(int(place)))
-            ) if read == name:
-                single[place] = held
+            case ast.Assign([ast.Tuple(names)], ast.Tuple(values)):
+                given += zip(names, values, strict=False)
+            case ast.Assign([target], value):
+                given.append((target, value))
+            case _:
+                pass
+    for pair in given:
+        match pair:
+            case ast.Name(held), ast.Subscript(ast.Name(read), ast.Constant(int(place))):
+                single |= {place: held} if read == name else {}
             case _:
                 pass
     return [held for _, held in sorted(single.items())]
