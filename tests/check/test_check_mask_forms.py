@@ -335,6 +335,21 @@ class CrossingFirst(Crossing):
         return ~mask[:1, None, None, :]
 
 
+class Remembering(Crossing):
+    """A third sequence, which nobody gives, has a mask as well."""
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mem: Tensor | None = None,
+        mem_mask: Tensor | None = None,
+    ) -> Tensor:
+        if mem is not None and mem_mask is not None:
+            x = x + (mem * mem_mask[..., None]).mean(1, keepdim=True)
+        return super().forward(x, context)
+
+
 class Apart(Attention):
     """Queries, keys and values are given apart, with a mask of keys."""
 
@@ -359,6 +374,7 @@ class ApartSquare(Apart):
 def test_masks_of_another_sequence() -> None:
     assert check(Crossing, d_model=24, num_heads=3).passed
     assert check(Apart, d_model=24, num_heads=3).passed
+    assert check(Remembering, d_model=24, num_heads=3).passed
     wrong = {CrossingQueries: "context_mask goes in where", CrossingFirst: "With keys from another"}
     for kind, said in {**wrong, ApartSquare: "mask goes in where there are as many"}.items():
         (one,) = check(kind, d_model=24, num_heads=3).errors

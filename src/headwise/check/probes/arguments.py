@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..diagnosis.call_lines import Calls
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.call_adapter import ALL_SHAPES, MaskForm
+from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
 from ..target.call_faults import refuses
 from ..target.checked_target import Target
 from ..target.errors import told
@@ -32,9 +33,6 @@ EITHER = {"y", "other"}
 
 SPEAKS_OF_ANOTHER = re.compile(r"cross|enc(oder)?_?dec")
 """Names of what a layer keeps to know whether it attends to another sequence."""
-
-OF_ANOTHER = re.compile(r"^(context|ctx|memory|mem|enc\w*|cond|kv|src|cross\w*|y)_?(\w+_)?mask$")
-"""Names of masks of another sequence."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
@@ -106,8 +104,7 @@ def _masked(ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor) -> 
         except Failed as failure:
             if not refuses(failure.error):
                 return found("cross", "misfit", name=name, form=one.form)
-    others = (name for name in caller.parameters if OF_ANOTHER.search(name.lower()))
-    for name in others if not caller.separate else ():
+    for name in _masks_of(caller.named("context")[0], caller) if not caller.separate else ():
         forms = [MaskForm(name, *one) for one in product(KINDS, ALL_SHAPES) if "B" in one[1]]
         heard = {form: _heard(ctx, subject, source, out, form) for form in forms}
         if any(heard.values()):
@@ -120,6 +117,15 @@ def _masked(ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor) -> 
         if (form := next(fits, None)) is not None:
             return found("cross", "misfit", name=name, form=form)
     return None
+
+
+def _masks_of(context: str, caller: Caller) -> Iterator[str]:
+    """Masks that are named after a sequence, not after x or a third one: `enc_mask` beside
+    `enc_out`."""
+    for name in caller.parameters:
+        stem = re.split("_|mask", name.lower())[0]
+        if name.lower().endswith("mask") and stem and context.lower().startswith(stem):
+            yield name
 
 
 def _heard(
