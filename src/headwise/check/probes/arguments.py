@@ -25,7 +25,7 @@ from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from ..target.signatures import is_read
 from .behaviour import POSITIONS, named
-from .mask_effects import HIDDEN, KINDS, best
+from .mask_effects import HIDDEN, KINDS, followed
 from .probe_context import Failed, ProbeContext
 
 EITHER = {"y", "other"}
@@ -94,16 +94,15 @@ def _masked(ctx: ProbeContext, subject: Target, source: Tensor, out: Tensor) -> 
     apart, in the form that is followed where all are of one length; else those that are named
     after it, in any form."""
     caller = subject.caller
-    for name in (*caller.named("mask"), *caller.named("padding")) if caller.separate else ():
-        one = best(ctx.unflagged, name)
-        if one is None or not one.right or one.form.kind not in KINDS:
+    for form in followed(ctx.unflagged) if caller.separate else ():
+        if form.kind not in KINDS:
             continue
         try:
-            if not _is_heard(ctx, subject, source, out, one.form):
-                return found("cross", "mask", name=name, form=one.form)
+            if not _is_heard(ctx, subject, source, out, form):
+                return found("cross", "mask", name=form.argument, form=form)
         except Failed as failure:
             if not refuses(failure.error):
-                return found("cross", "misfit", name=name, form=one.form)
+                return found("cross", "misfit", name=form.argument, form=form)
     for name in _masks_of(caller.named("context")[0], caller) if not caller.separate else ():
         forms = [MaskForm(name, *one) for one in product(KINDS, ALL_SHAPES) if "B" in one[1]]
         heard = {form: _heard(ctx, subject, source, out, form) for form in forms}

@@ -57,15 +57,20 @@ class Effect:
 
 def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
     """Masks that are followed as they are given here, each hiding a key of the last sequence."""
+    for form in followed(ctx):
+        allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+        allowed[-1, :, HIDDEN] = False
+        allowed = allowed.tril() if ctx.subject.causal else allowed
+        yield form, {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+
+
+def followed(ctx: ProbeContext) -> Iterator[MaskForm]:
+    """The form of each mask that is followed, but for lengths."""
     caller = ctx.subject.caller
     for name in (*caller.named("mask"), *caller.named("padding")) if not caller.custom else ():
         seen = best(ctx, name)
         if seen is not None and seen.right and seen.form.kind != "lengths":
-            allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
-            allowed[-1, :, HIDDEN] = False
-            allowed = allowed.tril() if ctx.subject.causal else allowed
-            given = seen.form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)
-            yield seen.form, {name: given}
+            yield seen.form
 
 
 def written_masks(ctx: ProbeContext) -> set[str]:

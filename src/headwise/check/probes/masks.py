@@ -22,7 +22,7 @@ from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
-from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, forms
+from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, followed, forms
 from .probe_context import Failed, ProbeContext, failing
 
 BIASES = {"attn_bias", "attention_bias", "bias"}
@@ -118,15 +118,12 @@ def _unheeded(ctx: ProbeContext) -> Finding | None:
 
 def _overruling(ctx: ProbeContext, given: dict[str, Any], alone: Tensor) -> str | None:
     """The mask with which a flag hides nothing any more, though it hides nothing itself."""
-    caller = ctx.subject.caller
-    for name in (*caller.named("mask"), *caller.named("padding")):
-        one = best(ctx, name)
-        if one is not None and one.right and one.form.kind in KINDS:
-            allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
-            open_ = {name: one.form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
-            both = ctx.result(ctx.x, **given, **open_).out
-            if not ctx.near(both, alone) and ctx.near(both, ctx.out):
-                return name
+    for form in (one for one in followed(ctx) if one.kind in KINDS):
+        allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+        open_ = {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+        both = ctx.result(ctx.x, **given, **open_).out
+        if not ctx.near(both, alone) and ctx.near(both, ctx.out):
+            return form.argument
     return None
 
 

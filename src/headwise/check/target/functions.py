@@ -110,9 +110,9 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
         chosen = trial if goes or chosen is None else chosen
         if goes:
             break
-    if chosen is not None and chosen.open_form is not None:
+    if chosen is not None:
         steady_form(chosen)
-    if chosen is None:
+    else:
         error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
         if missing:
             raise ValueError(

@@ -48,17 +48,21 @@ def signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _handed_on(kind: Any) -> tuple[int, set[str]]:
     """How many arguments a constructor hands its base class by place, and which by name."""
-    try:
-        tree = ast.parse(f"if True:\n{source_of(vars(kind).get('__init__'))}")
-    except SyntaxError:  # nothing that can be read
-        return 0, set()
-    for call in ast.walk(tree):
+    for call in _constructor(kind):
         if isinstance(call, ast.Call) and re.fullmatch(
             r"super\(.*\)\.__init__", ast.unparse(call.func)
         ):
             plain = not any(isinstance(one, ast.Starred) for one in call.args)
             return len(call.args) * plain, {one.arg for one in call.keywords if one.arg}
     return 0, set()
+
+
+def _constructor(kind: Any) -> list[ast.AST]:
+    """The code of a class's own constructor, node by node; nothing where none can be read."""
+    try:
+        return [*ast.walk(ast.parse(f"if True:\n{source_of(vars(kind).get('__init__'))}"))]
+    except SyntaxError:
+        return []
 
 
 def _of_script(method: torch.ScriptMethod) -> list[inspect.Parameter]:
@@ -76,13 +80,9 @@ def _wanted_within(kind: type) -> list[inspect.Parameter]:
     """What a constructor takes of its `**kwargs`, and what a class of the same file must be given
     that it builds with them, beside what it is given there."""
     home = vars(sys.modules.get(kind.__module__, typing))
-    wanted = list[inspect.Parameter]()
-    code = source_of(vars(kind).get("__init__"))
-    try:
-        tree = ast.parse(f"if True:\n{code}")
-    except SyntaxError:  # nothing that can be read
-        return wanted
-    every = [*ast.walk(tree)]
+    code, every = source_of(vars(kind).get("__init__")), _constructor(kind)
+    if not every:
+        return []
     rest = next((n.kwarg.arg for n in every if isinstance(n, ast.arguments) and n.kwarg), "")
     taken = re.findall(rf"\b{rest}\[[\"'](\w+)[\"']\](?! *=[^=])", code)
     own = inspect.Parameter.KEYWORD_ONLY
@@ -154,12 +154,8 @@ def insisted(function: Callable[..., Any]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=64)
 def _refused(code: str) -> frozenset[str]:
-    try:
-        body = ast.parse(textwrap.dedent(code)).body
-    except SyntaxError:  # nothing that can be read
-        return frozenset()
     found = set[str]()
-    for one in body[0].body if body and isinstance(body[0], ast.FunctionDef) else ():
+    for one in _body(code):
         match one:
             case ast.Assert(ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)])):
                 found.add(name)
@@ -172,6 +168,15 @@ def _refused(code: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def _body(code: str) -> list[ast.stmt]:
+    """The statements of a function; nothing where the code is of something else, or no code."""
+    try:
+        first = ast.parse(textwrap.dedent(code)).body[:1]
+    except SyntaxError:
+        return []
+    return [line for one in first if isinstance(one, ast.FunctionDef) for line in one.body]
+
+
 def is_left_to_callers(function: Callable[..., Any], name: str) -> bool:
     """Whether a function leaves an argument to its callers: it neither makes one up where there is
     none nor hands it on.
@@ -181,12 +186,7 @@ def is_left_to_callers(function: Callable[..., Any], name: str) -> bool:
     >>> is_left_to_callers(forward, "scale")
     True
     """
-    try:
-        body = ast.parse(textwrap.dedent(source_of(function))).body
-    except SyntaxError:  # nothing that can be read
-        return False
-    own = body[0].body if body and isinstance(body[0], ast.FunctionDef) else []
-    every = [node for one in own for node in ast.walk(one)]
+    every = [node for one in _body(source_of(function)) for node in ast.walk(one)]
     calls = [one for one in every if isinstance(one, ast.Call)]
     handed = [*(one for call in calls for one in (*call.args, *(k.value for k in call.keywords)))]
     handed += [one for each in every if isinstance(each, ast.BoolOp) for one in each.values]
