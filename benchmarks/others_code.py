@@ -10,7 +10,9 @@ command, with no more said than the file and the name.
 Printed is a row for each list as in docs/checking.md, then each entry whose answer is not the one
 that is due. A mistake is caught where something is found wrong, and named where the first finding
 is of one of its rules. With `--told` the whole answers are kept, and compared with those kept there
-before.
+before. With `--shown` an entry of which the check asks how it is built or called is checked again
+with the arguments that stand in that file, as its user would write them behind the name: repository,
+commit, path, name, arguments.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import importlib.util
 import json
 import os
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -66,6 +69,7 @@ class Told:
         answer: right, right as far as seen, asked, not right yet, not loaded, or absent.
         rules: of its errors, the first one first.
         seconds: CPU time.
+        shown: whether it asked, and this is what it said when it was told.
     """
 
     entry: Entry
@@ -73,6 +77,7 @@ class Told:
     rules: tuple[str, ...] = ()
     said: str = ""
     seconds: float = 0.0
+    shown: bool = False
 
     @property
     def named(self) -> bool:
@@ -100,12 +105,31 @@ def entries(files: Iterable[Path], only: list[str] | None) -> Iterator[Entry]:
                     yield Entry(**{name: value or "" for name, value in row.items() if name})
 
 
-def ask(entry: Entry, trees: Path) -> Told:
+Place = tuple[str, str, str, str]
+"""Repository, commit, path and name of an entry."""
+
+
+def arguments(file: Path) -> dict[Place, str]:
+    """What users would write behind the names of entries."""
+    rows = (line.split("\t") for line in file.read_text(encoding="utf-8").splitlines())
+    return {(row[0], row[1], row[2], row[3]): row[4] for row in rows}
+
+
+def answer(entry: Entry, trees: Path, shown: Mapping[Place, str]) -> Told:
+    """What is said of an entry; where the check asks, what it says when it is told."""
+    first = ask(entry, trees)
+    more = shown.get((entry.repository, entry.commit, entry.path, entry.name), "")
+    if first.answer != "asked" or not more:
+        return first
+    return replace(ask(entry, trees, shlex.split(more)), shown=True)
+
+
+def ask(entry: Entry, trees: Path, more: Sequence[str] = ()) -> Told:
     """Run the command on an entry."""
     file = entry.file(trees)
     if not file.is_file():
         return Told(entry, "absent")
-    words = (*COMMAND, f"{file}:{entry.name}", "--json")
+    words = (*COMMAND, f"{file}:{entry.name}", "--json", *more)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=trees
@@ -159,10 +183,12 @@ def main() -> None:
     parser.add_argument(
         "--told", type=Path, help="a file of answers, which is read and then written"
     )
+    parser.add_argument("--shown", type=Path, help="a file of arguments, for entries that it asks of")
     options = parser.parse_args()
     asked = list(entries(options.lists, options.only))
+    shown = arguments(options.shown) if options.shown else {}
     with ProcessPoolExecutor(options.workers) as pool:
-        told = list(pool.map(partial(ask, trees=options.trees), asked))
+        told = list(pool.map(partial(answer, trees=options.trees, shown=shown), asked))
     show(told)
     kept = options.told
     before: dict[tuple[str, ...], Told] = {}

@@ -309,6 +309,17 @@ class UnusedDropout(Right):
         return out
 
 
+class ReorderedWeights(Right):
+    """What comes back is the mean over heads of weights [T, S, B, H] that a view made out to be
+    [B, H, T, S]."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = (self.split(part(x)) for part in (self.query, self.key, self.value))
+        weights = self.softmax(self.hide(self.scores(q, k)))
+        told = weights.permute(2, 3, 0, 1).contiguous().view(weights.shape)
+        return self.out(self.merge(weights @ v)), told.mean(1)
+
+
 class PositiveWeights(Right):
     def __init__(self, d_model: int, num_heads: int, context_length: int) -> None:
         super().__init__(d_model, num_heads, context_length)
@@ -499,6 +510,7 @@ BROKEN: list[tuple[str, type[nn.Module], str, str]] = [
     ("gradients", Detached, "error", "query.weight"),
     ("large-inputs", Overflowing, "error", "NaN or infinite"),
     ("weights", ColumnWeights, "error", "over queries"),
+    ("weights", ReorderedWeights, "error", "in another order"),
     ("input-kept", WritesIntoX, "error", "no longer what it was"),
     ("contiguous", Strided, "error", "another memory order"),
     ("deterministic", DropoutAlways, "error", "two calls"),

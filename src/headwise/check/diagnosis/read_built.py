@@ -20,22 +20,26 @@ ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 
 
 def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Layers that a constructor keeps in a plain list and hands on to nothing that knows them."""
+    """Layers, or weights, that a constructor keeps in a plain list and hands on to nothing that
+    knows them."""
     if not isinstance(kind, ast.ClassDef):
         return
     for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
         made = [value.elt] if isinstance(value, ast.ListComp) else getattr(value, "elts", [])
         kinds = [known.get(word_of(getattr(one, "func", None))) for one in made]
+        calls = [ast.unparse(getattr(one, "func", one)) for one in made]
+        weights = [one.split(".")[-1] == "Parameter" for one in calls]
         layers = [
-            LAYERS.fullmatch(ast.unparse(getattr(one, "func", one)))
-            or (isinstance(own, type) and issubclass(own, nn.Module))
-            for one, own in zip(made, kinds, strict=True)
+            LAYERS.fullmatch(call) or (isinstance(own, type) and issubclass(own, nn.Module))
+            for call, own in zip(calls, kinds, strict=True)
         ]
         name = of_self(target)
-        handed = re.search(rf"\w\([^()]*self\.{name}\b(?!\()", ast.unparse(kind))
+        code = re.sub(r"\b(len|enumerate|zip)\(", "(", ast.unparse(kind))  # which keep nothing
+        handed = re.search(rf"\w\([^()]*self\.{name}\b(?![(\[])", code)
         plain = name and isinstance(value, ast.List | ast.ListComp)
-        if plain and layers and all(layers) and not handed:
-            yield "read", target.lineno, {"name": name}
+        if plain and made and not handed and (all(layers) or all(weights)):
+            what, wanted = ("weights", "Parameter") if all(weights) else ("layers", "Module")
+            yield "read", target.lineno, {"name": name, "what": what, "wanted": f"{wanted}List"}
 
 
 def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -24,7 +24,7 @@ from .faults import GROUPS
 from .search import SCALING
 from .variants import scale_of
 
-MAKES = {"linear", "conv1d", "conv2d"}
+MAKES = {"linear", "conv1d", "conv2d", "batch_norm", "relu", "gelu", "silu", "elu", "leaky_relu"}
 """Functions whose results are projections."""
 KEEPS = set(
     (
@@ -225,6 +225,9 @@ def traced_scale(subject: Target) -> list[Finding]:
         return []
     (scores, place), heads = trace.scores, subject.num_heads
     wide = scores.width
+    other = scores.by**-2 * wide  # the width of as many heads as the root is taken of
+    if heads * wide != x.shape[-1] and math.isclose(other, x.shape[-1], rel_tol=1e-4):
+        heads = x.shape[-1] // wide  # more or fewer than its arguments say
     sizes = {"H": heads, "D": wide, "Dv": wide, **dict(zip("BTE", x.shape, strict=True))}
     words = {**sizes, "W": heads * wide}
     by, where = trace.after or (1.0, None)

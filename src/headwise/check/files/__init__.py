@@ -41,7 +41,9 @@ def check_file(
 
     Args:
         target: `FILE.py`, or `FILE.py:Name` where it holds several.
-        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
+        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`. One with
+            a point or a call in it, `"nn.GELU"` or `"Config(d_model=24)"`, may use `torch` and the
+            names of the file.
         call: how it is called, as typed: `"lambda layer, x: layer(x, x.shape[1])"`. It may use
             `torch` and the names of the file.
 
@@ -161,11 +163,29 @@ def _child(
             thing = chosen(module, path, name)
             send({"phase": CHECKING, "subject": f"{path.name}:{thing_name(thing, name)}"})
             own: dict[str, Any] = {} if call is None else {"call": _typed(call, module)}
-            verdict = check(thing, **arguments, **own)
+            own |= {key: _valued(key, value, module) for key, value in arguments.items()}
+            verdict = check(thing, **own)
         except ValueError as error:
             send({"refused": f"{path.name}: {error}"})
         else:
             send({"verdict": verdict.to_json(), "subject": verdict.subject})
+
+
+def _valued(name: str, value: Any, module: ModuleType) -> Any:
+    """What somebody typed for an argument: an expression where it begins with a name that the file
+    or PyTorch knows, and a word else.
+
+    Raises:
+        ValueError: the expression fails.
+    """
+    known = {"torch": sys.modules["torch"], "nn": sys.modules["torch.nn"], **vars(module)}
+    first = re.match(r"([A-Za-z_]\w*)[.(]", value) if isinstance(value, str) else None
+    if first is None or first[1] not in known:
+        return value
+    try:
+        return eval(value, known)
+    except Exception as error:
+        raise ValueError(f"--{name} {value!r}: {type(error).__name__}: {error}") from error
 
 
 def _typed(call: str, module: ModuleType) -> Callable[..., Any]:

@@ -73,6 +73,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     places = dict.fromkeys(map(str, (*_around(path, source), folder, root, root / "src")))
     sys.path[:0] = [one for one in places if Path(one).is_dir()]
     sys.path += [str(path.parent), *_above(path, source.libraries)]
+    _as_package(root, source)
     try:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])
@@ -115,6 +116,20 @@ def _around(path: Path, source: Source) -> Iterator[Path]:
             within = folder.joinpath(*rest.split("."))
             if folder.name == top and (within.is_dir() or within.with_suffix(".py").exists()):
                 yield folder.parent
+
+
+def _as_package(root: Path, source: Source) -> None:
+    """Let the repository's own folder be the package that the file speaks of, where nothing goes by
+    that name and its modules lie in it: clones have folders of any name."""
+    for name in source.imported:
+        top, _, rest = name.partition(".")
+        within = root.joinpath(*rest.split("."))
+        if not rest or not (within.is_dir() or within.with_suffix(".py").exists()):
+            continue
+        with contextlib.suppress(ImportError, ValueError):
+            if top not in sys.modules and importlib.util.find_spec(top) is None:
+                sys.modules[top] = package = ModuleType(top)
+                package.__path__ = [str(root)]
 
 
 def _above(path: Path, libraries: set[str]) -> Iterator[str]:

@@ -290,7 +290,8 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     if unread:
         return replace(one, ground="any")  # a guess of a call excuses no such thing
     lost = _unconnected(result, [p for name, p in named if dead[name] == name and name not in idle])
-    return replace(one, ground="call") if lost and not STOPPED.search(code) else one
+    lost = lost and not STOPPED.search(code)
+    return replace(one, ground="call") if lost or own.caller.custom is not None else one
 
 
 def _unconnected(result: Result, parameters: Sequence[Tensor]) -> bool:
@@ -373,7 +374,9 @@ def weights(ctx: ProbeContext) -> Finding | None:
     if ctx.near(columns, torch.ones_like(columns)):
         return found("weights", "columns")
     if bool((given >= 0).all()) and bool((given <= 1).all()):
-        return found("weights", "rows", low=rows.min(), high=rows.max())
+        mean = rows.mean()  # 1 where the numbers are right and stand in another order
+        way = "order" if ctx.near(mean, torch.ones_like(mean)) else "rows"
+        return found("weights", way, low=rows.min(), high=rows.max())
     return skipped("weights", "The second result is no weights (scores, perhaps).")
 
 

@@ -69,10 +69,12 @@ def _found(
     """Every other option, and what is wrong with it."""
     if "definition" in kept:
         yield from ((changes, _leaky(subject, changes)) for changes in _hiding(subject))
-    if "definition" in kept or "scale" in kept:
+    shown = subject.caller.custom is not None  # and may be made for these sizes
+    if not shown and ("definition" in kept or "scale" in kept):
         yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
     end = time.process_time() + SECONDS
-    tried = chain(zip(_options(subject), repeat(False)), zip(_sizes(subject), repeat(True)))
+    sizes = () if shown else _sizes(subject)
+    tried = chain(zip(_options(subject), repeat(False)), zip(sizes, repeat(True)))
     for changes, resized in takewhile(lambda _: time.process_time() < end, tried):
         one = _broken(subject, changes, resized)
         yield changes, one if one is not None and one.rule in kept else None
@@ -222,9 +224,10 @@ def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding 
         return None
     same = {"causal": subject.causal, "causal_from": "given", "mask_form": subject.mask_form}
     ctx = ProbeContext(_staying(subject, other, changes, **same))
+    off = not any(changes.values())  # what is switched off never learns
     for probe in KEPT:
         try:
-            one = probe(ctx)
+            one = None if off and probe is gradients else probe(ctx)
         except Failed:  # whether the call or the option is at fault cannot be told
             continue
         if one is not None and one.severity == "error":

@@ -6,16 +6,16 @@ import math
 import re
 import sys
 import traceback
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
-from .errors import Broken, is_users, told
+from .errors import is_users
 from .introspect import numbers_in
-from .signatures import other_methods
 
 LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
@@ -144,58 +144,38 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, ImportError) or line.startswith(("raise ", "assert "))
 
 
-def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
-    """That somebody has to say how it is called; or what is wrong where nothing else would do."""
-    if (lacks := not_there(error)) is not None:
-        return lacks
-    if isinstance(error, ImportError) and error.name:
-        return ValueError(
-            f"check({subject.name}): its call wants what could not be imported here: "
-            f"{told(error)}{install(error)}"
-        )
-    caller = subject.caller
-    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
-    method = next((f".{name}" for name in other_methods(caller.target)), "")
-    call = f"lambda layer, x: layer{method}({given})"
-    if caller.guessed:
-        return ValueError(
-            f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
-            f"worked out; say how to call it: hw.check(…, call={call})"
-        )
-    return ValueError(
-        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
-        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
-        f"{told(error)}{install(error)}"
-    )
+def pools(caller: Caller, error: BaseException | None) -> bool:
+    """Whether a result had no axis of tokens."""
+    shape = error.shape if isinstance(error, UnusableResult) else []
+    return caller.pools(shape, (BATCH, TOKENS))
 
 
-def not_there(error: BaseException | None) -> Broken | None:
-    """That a package of the file's own lacks the part that is imported of it."""
-    name = (error.name if isinstance(error, ImportError) else None) or ""
-    package = name.rpartition(".")[0]
-    folders = [*getattr(sys.modules.get(package), "__path__", ())]
-    if error is None or not folders or not is_users(folders[0]):
-        return None
-    words = {"name": name, "package": package, "error": str(error), "line": ""}
-    return Broken(found("file-import", "part", **words))
+MADE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+"""Functions that make tensors, on the CPU where no device is said."""
 
 
-def install(error: BaseException) -> str:
-    """What to type where a package is not there; nothing where it is, but not that part of it."""
-    missing = ((error.name if isinstance(error, ImportError) else None) or "").split(".")[0]
-    there = not missing or missing in sys.modules
-    return "" if there else f"; it wants a package: pip install {missing}"
+def makes_tensors(call: Callable[..., Any] | None) -> bool:
+    """Whether a call that somebody shows makes tensors and says no device.
+
+    >>> makes_tensors(lambda layer, x: layer(x, torch.arange(x.shape[1])))
+    True
+    """
+    codes, said = [getattr(call, "__code__", None)], set[str]()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            inner = [one for one in code.co_consts if isinstance(one, CodeType | tuple)]
+            words = [one for one in inner if isinstance(one, tuple)]  # names of keywords
+            said |= {*code.co_names, *(str(name) for one in words for name in one)}
+            codes += [one for one in inner if isinstance(one, CodeType)]
+    return bool(said & MADE) and not said & {"device", "to", "cuda"}
 
 
-def not_run(what: str, error: BaseException) -> Broken:
-    """A first call that fails, with what its error says of the reason."""
-    text, way = str(error), "other"
-    if "mat1 and mat2" in text or "size mismatch" in text:
-        way = "matrices"
-    elif ("view" in text and "contiguous" in text) or "view size" in text:
-        way = "view"
-    elif "must match" in text or "shape" in text or "expected" in text.lower():
-        way = "shapes"
-    elif isinstance(error, (NameError, AttributeError)):
-        way = "name"
-    return Broken(found("runs", way, what=what, error=told(error)))
+def reached(subject: Target, error: BaseException) -> bool:
+    """Whether a call that somebody shows fails in the target or a layer of it, and not before."""
+    code = getattr(subject.caller.target, "__code__", None)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        own = isinstance(frame.f_locals.get("self"), nn.Module)
+        if frame.f_code is code or (own and not frame.f_code.co_name.endswith("_call_impl")):
+            return True
+    return False

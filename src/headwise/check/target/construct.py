@@ -80,7 +80,9 @@ def build(
     named = made.placed | kwargs
     roles = by_role(made.under_roles(flat(named)), made.names)
     for name, value in made.under_roles(asked(named)):
-        roles.setdefault(building_role(name, True, made.names) or "", value)
+        role = building_role(name, True, made.names) or ""
+        if role == "window" or not isinstance(value, list | tuple | dict):
+            roles.setdefault(role, value)
     for config in (value for value in named.values() if isinstance(value, Config)):
         made.invented |= config._invented
     return thing, named, roles, made.invented

@@ -14,13 +14,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product, takewhile
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ..findings.rules import found
-from ..findings.verdict import Ground
 from .call_adapter import ALL_SHAPES, Caller, MaskForm, Result, UnusableResult
 from .call_faults import (
     AREAS,
@@ -28,13 +25,11 @@ from .call_faults import (
     OTHER_AXES,
     areas_of,
     axis_too_many,
-    how_to_call,
-    is_miscalled,
     known_sizes,
-    not_run,
     of_guess,
     of_maps,
     own_areas,
+    pools,
     sizes_in,
     spoken,
 )
@@ -52,7 +47,7 @@ from .layouts import (
     said_layout,
 )
 from .learnt import learn
-from .unknowns import fails_anyway, is_certain
+from .refusals import not_run, refuse
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -162,7 +157,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
         return None
     Way(usual).set(subject)
     results = (one for one in errors if isinstance(one, UnusableResult))
-    if not caller.pooled and _pools(caller, next(results, None)):
+    if not caller.pooled and pools(caller, next(results, None)):
         with contextlib.suppress(Broken, ValueError):
             caller.pooled = True
             return first_call(subject, widened)
@@ -180,37 +175,7 @@ def first_call(subject: Target, widened: bool = False) -> None:
     Way(usual).set(subject)
     for error, tokens in windowed if not subject.made_up and not caller.made_up else ():
         raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
-    return _refuse(subject, errors[0], own or _cut_short(subject, errors))
-
-
-def _refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
-    """Raise what is to be said of a call in the usual way that fails.
-
-    Args:
-        own: whether it is known to be the layer's own fault.
-    """
-    caller, shape = subject.caller, [BATCH, TOKENS, subject.embed_dim]
-    made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
-    own = own or isinstance(error, NameError) or "modified inplace" in str(error)
-    own = own or is_miscalled(subject, error)
-    guessed = (subject.guesses or made_up) and not own  # own is wrong whatever goes in
-    sure = fails_anyway(subject)
-    if sure is not None and (guessed or is_certain(sure)):
-        broken = not_run(f"x {shape}, whatever else is given,", sure)
-        ground: Ground = "any" if is_certain(sure) else "call"
-        raise Broken(replace(broken.finding, ground=ground)) from sure
-    if guessed:
-        raise how_to_call(subject, error) from error
-    if isinstance(error, UnusableResult):
-        own_number = "count" in subject.roles or "H" in caller.layout.axes
-        weights = error.shape == [BATCH, TOKENS]
-        if own_number or weights or _pools(caller, error):
-            raise how_to_call(subject, error) from error
-        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
-    broken = not_run(f"x {shape}", error)
-    if own:
-        broken.finding = replace(broken.finding, ground="any")
-    raise broken from error
+    return refuse(subject, errors[0], own or _cut_short(subject, errors))
 
 
 def _fills_window(subject: Target, error: BaseException) -> bool:
@@ -230,12 +195,6 @@ def _cut_short(subject: Target, errors: Sequence[BaseException]) -> bool:
     single = errors[1] if len(errors) > 1 else None  # the second way to call is that
     sure = "width" in subject.roles and not subject.made_up and not subject.caller.made_up
     return sure and TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
-
-
-def _pools(caller: Caller, error: BaseException | None) -> bool:
-    """Whether a result had no axis of tokens."""
-    shape = error.shape if isinstance(error, UnusableResult) else []
-    return caller.pools(shape, (BATCH, TOKENS))
 
 
 def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None:

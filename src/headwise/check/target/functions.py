@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
-from .call_faults import how_to_call, not_run
 from .checked_target import BATCH, TOKENS, Target
 from .construct import name_of
 from .errors import Broken
@@ -24,6 +23,7 @@ from .first_call import mixes, open_forms, steady_form
 from .learnt import learn
 from .masking import learn_causality
 from .names import building_role, calling_role, parts_of
+from .refusals import how_to_call, not_run
 from .signatures import signature, source_of
 from .sizes import BuildSizes, Unknown, shown
 

@@ -9,15 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found
-from .call_adapter import OF_DICTS, Caller, tensors_in
-from .checked_target import BATCH, TOKENS, Target
+from .call_adapter import OF_DICTS, Caller
+from .checked_target import Target
 from .construct import build, name_of
 from .copies import copied
 from .errors import Broken, told
@@ -32,9 +31,10 @@ from .introspect import (
     names_called,
     own_sizes,
 )
+from .kinds import is_function_of_qkv, is_function_of_x, is_object
 from .masking import learn_causality
 from .memory import marked, unset_in
-from .names import building_role, calling_role
+from .names import building_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
 from .signatures import signature, with_forward
 from .sizes import BuildSizes, shown
@@ -74,7 +74,7 @@ def resolve(
     sizes = BuildSizes(embed_dim, num_heads, num_kv_heads, causal=causal)
     request = Request(sizes, causal, seed, call)
     thing = getattr(thing, "_orig_mod", thing)  # what torch.compile has wrapped
-    if isinstance(thing, nn.Module) or _is_object(thing):
+    if isinstance(thing, nn.Module) or is_object(thing):
         if args or arguments:
             raise ValueError(
                 f"check({type(thing).__name__}(…), {shown(arguments) or '…'}): this is built "
@@ -110,66 +110,24 @@ def _of_callable(
 ) -> Target:
     sizes = request.sizes
     width = sizes.embed_dim or 24
+    if request.call is not None and not inspect.isclass(thing) and not arguments:
+        return _of_instance(thing, replace(request, sizes=replace(sizes, embed_dim=width)))
     if weights_taken(thing, arguments):
         return _of_weights(thing, arguments, request)
-    if _is_function_of_qkv(thing, arguments):
+    if is_function_of_qkv(thing, arguments):
         return of_function(thing, arguments, sizes, request.causal, request.seed)
-    if _is_function_of_x(thing, width, arguments):
+    if is_function_of_x(thing, width, arguments):
         return _of_instance(thing, replace(request, sizes=replace(sizes, embed_dim=width)))
     return _of_factory(thing, args, arguments, request)
-
-
-def _is_object(thing: Any) -> bool:
-    """Whether it is an object with a call of its own, which is no nn.Module."""
-    plain = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
-    known = callable(thing) and not isinstance(thing, plain)
-    return known and any("__call__" in vars(kind) for kind in inspect.getmro(type(thing))[:-1])
-
-
-def _is_function_of_x(thing: Any, width: int, arguments: dict[str, Any]) -> bool:
-    """Whether it gives tensors for a tensor: its one argument has no name of a size."""
-    required = [p for p in signature(thing) if p.default is p.empty and p.name not in arguments]
-    names = [p.name for p in required if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if inspect.isclass(thing) or len(names) != 1 or building_role(names[0]) is not None:
-        return False
-    try:
-        return any(True for _ in tensors_in(thing(torch.zeros(BATCH, TOKENS, width))))
-    except Exception:  # a factory chokes on a tensor
-        return False
-
-
-def _has_weights(module: nn.Module) -> bool:
-    """Whether a module has parameters, or matrices that should be some."""
-    plain = (value for part in module.modules() for value in vars(part).values())
-    matrices = (value for value in plain if isinstance(value, Tensor) and value.ndim == 2)
-    return any(True for _ in (*module.parameters(), *filter(torch.is_floating_point, matrices)))
-
-
-def _is_function_of_qkv(thing: Any, arguments: dict[str, Any]) -> bool:
-    """Whether the first things it takes are tensors, not sizes, and it has no weights of its
-    own."""
-    module = isinstance(thing, nn.Module)
-    if inspect.isclass(thing) or (module and _has_weights(thing)):
-        return False
-    call = thing.forward if module else thing
-    parameters = [p for p in signature(call) if p.name not in arguments]
-    if not parameters:  # builtins tell nothing; Python's own factories without arguments do
-        return not module and not inspect.isfunction(thing)
-    roles = [calling_role(p.name) for p in parameters[:3]]
-    if roles[:2] == ["query", "key"] or set(roles) == {"query", "key", "value"}:
-        return True
-    required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
-    unknown = [p for p in required if building_role(p.name) is None]
-    return len(required) == 3 and len(unknown) >= 2
 
 
 # --- modules and factories ------------------------------------------------------------------------
 
 
 def _of_instance(thing: Any, request: Request) -> Target:
-    known, name, sizes = facts(thing), f"{type(thing).__name__}(…)", request.sizes
+    known, name, sizes = facts(thing), f"{name_of(thing)}(…)", request.sizes
     label = f"check({name})"
-    if request.call is None and isinstance(thing, nn.Module) and _is_function_of_qkv(thing, {}):
+    if request.call is None and isinstance(thing, nn.Module) and is_function_of_qkv(thing, {}):
         return _without_weights(copied(thing), name, known, request)
     width = sizes.embed_dim or _width_of(thing, known)
     if width is None:
@@ -303,7 +261,7 @@ def _of_factory(
         again = functools.partial(make, request)
         made: dict[str, Any] = {"factory": again, "arguments": named, "made_up": made_up}
         made["unset"] = unset_in(target)
-        if request.call is None and _is_function_of_qkv(target, {}):
+        if request.call is None and is_function_of_qkv(target, {}):
             subject = _without_weights(target, f"{label}({shown(named)})", roles, request)
             return replace(subject, roles=roles, **made)
         known = facts(target)

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from .call_faults import install, not_there, refuses
+from .call_faults import refuses
 from .construct import Unsaid, name_of
 from .errors import Broken, is_users, told
 from .names import building_role
+from .refusals import install, not_there
 from .signatures import signature
 from .sizes import BuildSizes
 from .unknowns import STEADY

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -107,8 +108,25 @@ def entry(target: Any) -> Any:
     own = [kind for kind in type(target).__mro__ if kind.__module__.split(".")[0] != "torch"]
     called = next((kind for kind in own if {"forward", "__call__"} & {*vars(kind)}), object)
     if "forward" in vars(called) or isinstance(target, type) or called is object:
-        return getattr(target, "forward", target)
+        return _undecorated(getattr(target, "forward", target))
     return target.__call__ if isinstance(target, nn.Module) else target
+
+
+def _undecorated(call: Any) -> Any:
+    """The method within decorators that take any arguments and do not say what they wrap."""
+    function = getattr(call, "__func__", call)
+    while isinstance(function, FunctionType):
+        taken = [
+            one for one in inspect.signature(function).parameters.values() if one.kind not in (2, 4)
+        ]
+        held = inspect.getclosurevars(function).nonlocals.values()
+        inner = [one for one in held if isinstance(one, FunctionType)]
+        if len(taken) > 0 or len(inner) != 1:
+            break
+        function = inner[0]
+    owner = getattr(call, "__self__", None)
+    same = function is getattr(call, "__func__", call)
+    return call if same or owner is None else MethodType(function, owner)
 
 
 def other_methods(target: Any) -> list[str]:

@@ -1,0 +1,109 @@
+"""What is said of a call that fails: that somebody has to show the call, or what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import NoReturn
+
+from ..findings.rules import found
+from ..findings.verdict import Ground
+from .call_adapter import UnusableResult
+from .call_faults import is_miscalled, of_guess, pools, reached
+from .checked_target import BATCH, TOKENS, Target
+from .errors import Broken, is_users, told
+from .signatures import other_methods
+from .unknowns import fails_anyway, is_certain
+
+
+def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
+    """Raise what is to be said of a call in the usual way that fails.
+
+    Args:
+        own: whether it is known to be the layer's own fault.
+    """
+    caller, shape = subject.caller, [BATCH, TOKENS, subject.embed_dim]
+    fails = caller.custom is not None and not isinstance(error, UnusableResult)
+    if fails and not reached(subject, error):
+        raise ValueError(
+            f"check({subject.name}): the call that you show fails before it reaches it, with "
+            f"x {shape}: {told(error)}"
+        ) from error
+    made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
+    own = own or isinstance(error, NameError) or "modified inplace" in str(error)
+    own = own or is_miscalled(subject, error)
+    guessed = (subject.guesses or made_up) and not own  # own is wrong whatever goes in
+    sure = fails_anyway(subject)
+    if sure is not None and (guessed or is_certain(sure)):
+        broken = not_run(f"x {shape}, whatever else is given,", sure)
+        ground: Ground = "any" if is_certain(sure) else "call"
+        raise Broken(replace(broken.finding, ground=ground)) from sure
+    if guessed:
+        raise how_to_call(subject, error) from error
+    if isinstance(error, UnusableResult):
+        own_number = "count" in subject.roles or "H" in caller.layout.axes
+        weights = error.shape == [BATCH, TOKENS]
+        if own_number or weights or pools(caller, error):
+            raise how_to_call(subject, error) from error
+        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
+    broken = not_run(f"x {shape}", error)
+    if own:
+        broken.finding = replace(broken.finding, ground="any")
+    raise broken from error
+
+
+def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
+    """That somebody has to say how it is called; or what is wrong where nothing else would do."""
+    if (lacks := not_there(error)) is not None:
+        return lacks
+    if isinstance(error, ImportError) and error.name:
+        return ValueError(
+            f"check({subject.name}): its call wants what could not be imported here: "
+            f"{told(error)}{install(error)}"
+        )
+    caller = subject.caller
+    given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
+    method = next((f".{name}" for name in other_methods(caller.target)), "")
+    call = f"lambda layer, x: layer{method}({given})"
+    if caller.guessed:
+        return ValueError(
+            f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
+            f"worked out; say how to call it: hw.check(…, call={call})"
+        )
+    return ValueError(
+        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
+        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
+        f"{told(error)}{install(error)}"
+    )
+
+
+def not_there(error: BaseException | None) -> Broken | None:
+    """That a package of the file's own lacks the part that is imported of it."""
+    name = (error.name if isinstance(error, ImportError) else None) or ""
+    package = name.rpartition(".")[0]
+    folders = [*getattr(sys.modules.get(package), "__path__", ())]
+    if error is None or not folders or not is_users(folders[0]):
+        return None
+    words = {"name": name, "package": package, "error": str(error), "line": ""}
+    return Broken(found("file-import", "part", **words))
+
+
+def install(error: BaseException) -> str:
+    """What to type where a package is not there; nothing where it is, but not that part of it."""
+    missing = ((error.name if isinstance(error, ImportError) else None) or "").split(".")[0]
+    there = not missing or missing in sys.modules
+    return "" if there else f"; it wants a package: pip install {missing}"
+
+
+def not_run(what: str, error: BaseException) -> Broken:
+    """A first call that fails, with what its error says of the reason."""
+    text, way = str(error), "other"
+    if "mat1 and mat2" in text or "size mismatch" in text:
+        way = "matrices"
+    elif ("view" in text and "contiguous" in text) or "view size" in text:
+        way = "view"
+    elif "must match" in text or "shape" in text or "expected" in text.lower():
+        way = "shapes"
+    elif isinstance(error, (NameError, AttributeError)):
+        way = "name"
+    return Broken(found("runs", way, what=what, error=told(error)))
