@@ -178,6 +178,19 @@ def test_a_package_that_lies_further_up_is_found(tmp_path: Path) -> None:
     assert load(path).HEADS == 3
 
 
+def test_a_clone_of_another_name_is_still_its_package(tmp_path: Path) -> None:
+    """A file speaks of its repository's folder as it was called where it was written."""
+    clone = tmp_path / "attention-from-scratch-main"
+    (clone / ".git").mkdir(parents=True)
+    (clone / "tools").mkdir()
+    (clone / "tools" / "sizes.py").write_text("HEADS = 3\n")
+    path = clone / "layer.py"
+    path.write_text("from attention_from_scratch.tools.sizes import HEADS\n" + RIGHT)
+    assert load(path).HEADS == 3
+    other = write(tmp_path, layer="from attention_from_scratch_too.lost import HEADS\n" + RIGHT)
+    assert isinstance(load(other).HEADS, Absent)
+
+
 def test_a_file_that_reads_data_is_loaded_for_what_it_defines(tmp_path: Path) -> None:
     """What fails as it is imported, and does not concern the layer, is left out."""
     begin = "HEADS = 3\nwith open('input.txt that is not there') as f:\n    text = f.read()\n"

@@ -254,6 +254,17 @@ class Listed(Sized):
         self.parts = [nn.Linear(width, self.head_dim) for _ in range(num_heads)]
 
 
+class ListedWeights(Sized):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.tables = [nn.Parameter(torch.randn(width, width)) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.tables)):
+            x = torch.matmul(x, self.tables[number])
+        return x
+
+
 class ListedAndHandedOn(Sized):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__(width, num_heads)
@@ -263,6 +274,8 @@ class ListedAndHandedOn(Sized):
 
 def test_layers_in_a_plain_list_are_read() -> None:
     assert [one.rule for one in read_off(Listed)] == ["registration"]
+    (one,) = read_off(ListedWeights)
+    assert (one.rule, "nn.ParameterList" in one.hint) == ("registration", True)
     assert [*read_off(ListedAndHandedOn)] == []
 
 

@@ -223,3 +223,39 @@ def test_a_device_that_is_not_there_is_left_out() -> None:
     verdict = check(Vector)
     assert [one.rule for one in verdict.errors] == ["move"], str(verdict)
     assert verdict["definition"].severity == "passed"
+
+
+class Folded(nn.Module):
+    """Heads folded into the batch, behind projections with a norm and a ReLU: H of width D."""
+
+    def __init__(self, num_heads: int, d: int) -> None:
+        super().__init__()
+        self.num_heads, self.d = num_heads, d
+        width = num_heads * d
+        self.parts = nn.ModuleList(self.part(width) for _ in range(4))
+
+    def part(self, width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+    def pieces(self) -> int:
+        return self.d
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.cat(part(x).split(self.pieces(), -1)) for part in self.parts[:3])
+        heads = (q @ k.mT / self.d**0.5).softmax(-1) @ v
+        out: Tensor = self.parts[3](torch.cat(heads.split(len(x)), -1))
+        return out
+
+
+class FoldedOtherwise(Folded):
+    """D heads of width H, for `split` takes a width and not a number."""
+
+    def pieces(self) -> int:
+        return self.num_heads
+
+
+def test_as_many_heads_as_there_are_and_not_as_its_arguments_say() -> None:
+    assert check(Folded).passed, str(check(Folded))
+    first = check(FoldedOtherwise).errors[0]
+    assert first.rule == "scale", str(check(FoldedOtherwise))
+    assert "the root of the number of heads; the textbook divides them by √3" in first.message

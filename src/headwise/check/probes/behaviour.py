@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,9 +30,17 @@ UNCHANGED = 1e-6
 """Share by which an output may move that nothing changed: sums may run in another order."""
 
 POSITIONS = re.compile(
-    r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|slope|relative|rel_|pos_|position|window|conv"
+    r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|(?<!negative_)slope|relative|rel_|pos_|position|"
+    r"window|conv"
 )
 """Names of what makes the order of tokens count."""
+IN_ORDER = re.compile(
+    r"arange|linspace|cum(sum|prod)|(?<!trans)(?<!com)pos|rot|rope|rel(?!u)|freq|sin\(|cos\(|conv|"
+    r"unfold|pool|interpol|window|local|shift|roll\(|flip|rnn|lstm|gru|dist|decay|alibi|table|"
+    r"(?<!negative_)slope|time|delta|stride|index|scan|sort|topk|:-\d|-\d:|\[:, *-?\d",
+    re.IGNORECASE,
+)
+"""What code speaks of that reads the order of tokens, or may."""
 
 STOPPED = re.compile("detach|no_grad|stop_grad|inference_mode|requires_grad")
 """Code that stops gradients on purpose."""
@@ -254,7 +264,24 @@ def order(ctx: ProbeContext) -> Finding | None:
         or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
     ):
         return skipped("order", "It knows positions, so the order of tokens counts.")
-    return found("order", "counts")
+    code = _written(module) if module is not None else ""
+    return found("order", "counts" if not code or IN_ORDER.search(code) else "mixed")
+
+
+def _written(module: nn.Module) -> str:
+    """The code of its classes but PyTorch's own, without comments and strings; nothing where some
+    of it cannot be read."""
+    kinds = {kind for part in module.modules() for kind in type(part).mro()[:-1]}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    codes = [textwrap.dedent(source_of(kind)) for kind in own]
+    try:
+        trees = [ast.parse(code) for code in codes]
+    except SyntaxError:
+        return ""
+    for one in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            one.value = ""
+    return "\n".join(map(ast.unparse, trees)) if all(codes) else ""
 
 
 def gradients(ctx: ProbeContext) -> Finding | None:
@@ -291,7 +318,8 @@ def gradients(ctx: ProbeContext) -> Finding | None:
         return replace(one, ground="any")  # a guess of a call excuses no such thing
     lost = _unconnected(result, [p for name, p in named if dead[name] == name and name not in idle])
     lost = lost and not STOPPED.search(code)
-    return replace(one, ground="call") if lost or own.caller.custom is not None else one
+    shown = own.caller.custom is not None and all(dead[name] == name for name in dead if dead[name])
+    return replace(one, ground="call") if lost or shown else one
 
 
 def _unconnected(result: Result, parameters: Sequence[Tensor]) -> bool:

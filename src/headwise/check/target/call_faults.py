@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .call_adapter import Caller, UnusableResult
@@ -169,6 +170,16 @@ def makes_tensors(call: Callable[..., Any] | None) -> bool:
             said |= {*code.co_names, *(str(name) for one in words for name in one)}
             codes += [one for one in inner if isinstance(one, CodeType)]
     return bool(said & MADE) and not said & {"device", "to", "cuda"}
+
+
+def wants_kernel(error: BaseException) -> bool:
+    """Whether a call fails for a kernel that only a GPU runs, where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line or "" for frame in frames if is_users(frame.filename)]
+    asks = lines and re.search(r"torch\.cuda\.(device|stream|synchronize)\(", lines[-1])
+    return not torch.cuda.is_available() and bool(
+        asks or any("/triton/" in frame.filename for frame in frames)
+    )
 
 
 def reached(subject: Target, error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from typing import NoReturn
 from ..findings.rules import found
 from ..findings.verdict import Ground
 from .call_adapter import UnusableResult
-from .call_faults import is_miscalled, of_guess, pools, reached
+from .call_faults import is_miscalled, of_guess, pools, reached, wants_kernel
 from .checked_target import BATCH, TOKENS, Target
 from .errors import Broken, is_users, told
 from .signatures import other_methods
@@ -28,6 +28,10 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise ValueError(
             f"check({subject.name}): the call that you show fails before it reaches it, with "
             f"x {shape}: {told(error)}"
+        ) from error
+    if wants_kernel(error):
+        raise ValueError(
+            f"check({subject.name}): its call wants a GPU, which is not here: {told(error)}"
         ) from error
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)

@@ -1,0 +1,159 @@
+"""Calls and arguments that somebody shows, because the check asked or could not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.files import check_file
+from headwise.check.target.call_faults import makes_tensors
+
+LAYER = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads, activation, kind="plain"):
+        super().__init__()
+        self.heads, self.kind, self.activation = heads, kind, activation()
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x, positions):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.parts(x))
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + positions - positions.mT
+        return self.proj(self.activation(scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def parts(self, x):
+        return self.qkv(x).chunk(3, -1)
+"""
+SHOWN = "lambda layer, x: layer(x, 0.1 * torch.arange(x.shape[1], device=x.device)[:, None])"
+
+
+@pytest.mark.parametrize("activation", ["nn.Identity", "torch.nn.Identity", "type(nn.Identity())"])
+def test_an_argument_may_be_an_expression(tmp_path: Path, activation: str) -> None:
+    path = tmp_path / "attention.py"
+    path.write_text(LAYER.replace("import torch\n", "import torch\ntype = type\n"))
+    arguments = {"activation": activation, "kind": "plain.old"}  # a word with a point in it
+    verdict = check_file(str(path), arguments, call=SHOWN)
+    assert verdict.passed, str(verdict)
+
+
+def test_an_expression_that_fails_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "attention.py"
+    path.write_text(LAYER)
+    with pytest.raises(ValueError, match=r"--activation 'nn\.Identiti': AttributeError"):
+        check_file(str(path), {"activation": "nn.Identiti"})
+
+
+class Attention(nn.Module):
+    """Right, with tokens first, and a table that it must be given."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int = 8, value: bool = True) -> None:
+        super().__init__()
+        self.heads, self.value = heads, value
+        self.q, self.k, self.v = (nn.Linear(dim, heads * head_dim) for _ in range(3))
+        self.o = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, flavour: dict[str, Tensor]) -> Tensor:
+        x = flavour["x"]
+        parts = (self.q(x), self.k(x), self.v(x) if self.value else x)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+        out = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.o(out.transpose(1, 2).flatten(2) + 0 * flavour.get("more", x))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda layer, x: layer({"x": x}, 3), "takes 2 positional arguments but 3 were given"),
+        (lambda layer, x: layer({"x": x[:, :, None] @ x}), "RuntimeError"),
+        (lambda layer, x: layer({"x": x.nothing}), "has no attribute 'nothing'"),
+    ],
+)
+def test_a_call_that_fails_by_itself_is_no_mistake_of_the_layer(
+    call: Callable[..., Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"call that you show fails before it reaches it.*{said}"):
+        check(Attention, 24, 3, call=call)
+
+
+def test_a_layer_that_fails_in_the_call_that_is_shown_is_at_fault() -> None:
+    verdict = check(Attention, 24, 3, call=lambda layer, x: layer({"y": x}))
+    assert [one.rule for one in verdict.errors] == ["runs"], str(verdict)
+
+
+def test_what_is_shown_is_called_with_the_sizes_that_it_was_shown_for() -> None:
+    """Other options are still tried; one that leaves a projection out is no mistake."""
+    verdict = check(Attention, 24, 3, call=lambda layer, x: layer({"x": x.reshape(-1, 7, 24)}))
+    assert not [one for one in verdict.errors if "With" in one.message], str(verdict)
+
+
+def test_tensors_that_the_call_makes_are_no_fault_of_the_layer() -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        table: Tensor = layer({"x": x, "more": torch.ones(1, 1, 24)})
+        return table
+
+    assert makes_tensors(call)
+    verdict = check(Attention, 24, 3, call=call)
+    assert verdict["move"].severity == "skipped"
+    assert verdict.passed, str(verdict)
+    assert not makes_tensors(lambda layer, x: layer(x, torch.ones(3, device=x.device)))
+
+
+def window(size: int, shift: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v[..., shift:] / size
+
+
+def test_a_function_is_called_as_is_shown() -> None:
+    verdict = check(window, call=lambda f, x: f(1, 0, x / 24**0.5, x, x))
+    assert verdict.passed, str(verdict)
+    assert verdict.subject.startswith("window"), verdict.subject
+    with pytest.raises(ValueError, match="division by zero"):
+        check(window, call=lambda f, x: 1 / 0)
+
+
+class OfMaps(nn.Module):
+    """Its width is that of a map, with several numbers."""
+
+    def __init__(self, dim: tuple[int, ...], num_patches: int) -> None:
+        super().__init__()
+        self.width = dim[0] * dim[1]
+        self.qkv = nn.Linear(self.width, 3 * self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.flatten(2)).chunk(3, -1)
+        return ((q @ k.mT / self.width**0.5).softmax(-1) @ v).unflatten(-1, x.shape[2:])
+
+
+def test_a_width_of_several_numbers() -> None:
+    verdict = check(
+        OfMaps,
+        dim=(4, 6),
+        embed_dim=24,
+        call=lambda layer, x: layer(x.unflatten(-1, (4, 6))).flatten(2),
+    )
+    assert verdict.passed, str(verdict)
+
+
+class OneKey(nn.Module):
+    """Attends to a single key, so that neither queries nor keys count."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        q, k, v = self.q(first)[:, None], self.k(second)[:, None], self.v(second)[:, None]
+        return self.norm(((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v)[:, 0] + first)
+
+
+def test_what_learns_nothing_in_the_call_that_is_shown_is_a_mistake() -> None:
+    verdict = check(OneKey, 24, call=lambda layer, x: layer(x.mean(1), x.mean(1)))
+    assert [one.rule for one in verdict.errors] == ["gradients"], str(verdict)
