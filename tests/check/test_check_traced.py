@@ -259,3 +259,44 @@ def test_as_many_heads_as_there_are_and_not_as_its_arguments_say() -> None:
     first = check(FoldedOtherwise).errors[0]
     assert first.rule == "scale", str(check(FoldedOtherwise))
     assert "the root of the number of heads; the textbook divides them by √3" in first.message
+
+
+class Graph(nn.Module):
+    """Scores that are sums of a number of the query's and one of the key's, with a slope."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.proj, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim)
+        self.source = nn.Parameter(torch.randn(num_heads, dim // num_heads))
+        self.target = nn.Parameter(torch.randn(num_heads, dim // num_heads))
+        self.bend = nn.LeakyReLU(0.2)
+
+    def turned(self, target: Tensor) -> Tensor:
+        return target.permute(0, 2, 1)[:, :, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.proj(x).unflatten(-1, (self.num_heads, -1))
+        source, target = (rows * self.source).sum(-1), (rows * self.target).sum(-1)  # [B, T, H]
+        scores = self.bend(source.permute(0, 2, 1)[..., None] + self.turned(target))
+        heads = scores.softmax(-1) @ rows.transpose(1, 2)
+        out: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+        return out
+
+
+class ReadOnGraph(Graph):
+    def turned(self, target: Tensor) -> Tensor:
+        return target.reshape(len(target), self.num_heads, 1, -1)
+
+
+class PlacedGraph(ReadOnGraph):
+    """What counts its tokens may have its reasons."""
+
+    def turned(self, target: Tensor) -> Tensor:
+        return super().turned(target) + torch.arange(target.shape[1], device=target.device)
+
+
+def test_order_counts_only_where_something_reads_it() -> None:
+    assert check(Graph)["order"].severity == "passed", str(check(Graph))
+    assert [one.rule for one in check(ReadOnGraph).errors] == ["order"], str(check(ReadOnGraph))
+    assert check(PlacedGraph)["order"].severity == "warning", str(check(PlacedGraph))

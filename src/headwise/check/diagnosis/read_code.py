@@ -36,6 +36,7 @@ from .read_masks import (
     tiled_masks,
     zero_fills,
 )
+from .read_parts import crossed_parts, unread_parts
 from .read_pieces import (
     INNER,
     LONG,
@@ -354,7 +355,7 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (worn_out,),
-    "roles": (mixed_roles, lost_roles, unread_roles, gathered_keys),
+    "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (dropped_masks, tiled_masks, misread_by_fused, idle_flags),
     "padding": (padded_blocks,),

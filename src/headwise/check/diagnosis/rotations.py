@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def idle_turns(subject: Target) -> list[Finding]:
     x = subject.input()
     earlier, last = x[:, :-1], x[:, -1:]
     try:
-        with torch.no_grad(), _turning() as turns:
+        with torch.no_grad(), _turning(alone=False) as turns:
             out = subject(x)[:, -1]
         with torch.no_grad():
             turned = subject(torch.cat((earlier.flip(1), last), 1))[:, -1]
@@ -161,18 +161,20 @@ def _is_as_long(before: Tensor, after: Tensor) -> bool:
 
 
 @contextmanager
-def _turning() -> Iterator[list[_Turn]]:
-    """Notes the calls of functions that turn."""
+def _turning(alone: bool = True) -> Iterator[list[_Turn]]:
+    """Notes the calls of functions that turn; `alone`: of those that do no more."""
     turns: list[_Turn] = []
     open_calls: dict[int, _Turn] = {}
 
     def note(frame: FrameType, event: str, gave: Any) -> None:
-        if event == "call" and _turns(frame):
+        if event == "call" and _turns(frame) and not (alone and _stretches(frame.f_code)):
             code = frame.f_code
             arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             held = [frame.f_locals[name] for name in arguments if name != "self"]
             place = (code.co_filename, code.co_firstlineno)
-            open_calls[id(frame)] = _Turn(code.co_name, place, _copied(held))
+            this = frame.f_locals.get("self")
+            name = type(this).__name__ if code.co_name == "forward" else code.co_name
+            open_calls[id(frame)] = _Turn(name, place, _copied(held))
         elif event == "return" and (turn := open_calls.pop(id(frame), None)) is not None:
             turn.gave = _copied(gave)
             turns.append(turn)
@@ -191,13 +193,17 @@ def _copied(held: Any) -> list[Tensor]:
 
 
 def _turns(frame: FrameType) -> bool:
-    """Whether a call is one of somebody's rotations, and of nothing else."""
+    """Whether a call is one of somebody's rotations."""
     code = frame.f_code
     name, this = code.co_name.lower(), frame.f_locals.get("self")
     if name in ("forward", "__call__"):
         owner = type(this).__name__.lower()
         weights = isinstance(this, nn.Module) and any(True for _ in this.parameters())
         name = "" if weights or IS_MORE.search(owner) else owner
-    if not TURNS.search(name) or not is_users(code.co_filename):
-        return False
-    return not any(STRETCHES.search(one) for one in (name, *code.co_names, *code.co_varnames))
+    return TURNS.search(name) is not None and is_users(code.co_filename)
+
+
+def _stretches(code: CodeType) -> bool:
+    """Whether a rotation speaks of what makes vectors longer or shorter."""
+    said = (code.co_name, *code.co_names, *code.co_varnames)
+    return any(STRETCHES.search(one) for one in said)

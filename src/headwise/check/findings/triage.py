@@ -116,6 +116,9 @@ def _with_vague(vague: Finding, results: list[Finding], probed: list[Finding]) -
     seen = [one for one in results if _bad(one) and one.explained_by is None]
     told = [one for one in seen if one not in probed or may_explain(one.rule)]
     errors = [one for one in told if one.severity == "error"]
+    if [one.rule for one in errors] == ["order"]:  # which names no mistake either
+        results = [replace(o, explained_by=UNNAMED) if o is errors[0] else o for o in results]
+        return [vague, *results]
     if errors:
         return [*results, replace(vague, explained_by=errors[0].rule)]
     positions = vague.ground != "call"  # which may be put in without a word

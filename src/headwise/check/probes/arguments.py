@@ -252,8 +252,9 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     if not scores or scores[0].shape[-2:] != seen.shape:
         return None
     last = scores[0][..., -1, :]
-    if turning and ctx.near(last, last[..., :1].expand_as(last)):
-        return replace(found("rotary", "unused", names=turning[0]), ground="any")
+    if ctx.near(last, last[..., :1].expand_as(last)):  # no position counts, and no distance
+        unused = found("rotary", "unused", names=turning[0]) if turning else None
+        return None if unused is None else replace(unused, ground="any")
     later = scores[0].masked_fill(~seen, 0.0)[..., 1:, 1:]  # before the first there is no token
     alike = ctx.near(later[..., 1:, 1:].tril(), later[..., :-1, :-1].tril())
     said = "Its rotary positions count by the distance of two tokens alone."

@@ -88,7 +88,7 @@ def handed_back(subject: Target, name: str, empty: Any, flags: dict[str, bool]) 
                         raise Stale from None
                     kept[0] = _joined(kept[0], part, first, tokens)
                     return result.out
-            raise
+            kept[0] = _as_large(result.raw, kept[0])
         return result.out
 
     return Use(step)
@@ -97,6 +97,15 @@ def handed_back(subject: Target, name: str, empty: Any, flags: dict[str, bool]) 
 def _is_same(one: Any, other: Any) -> bool:
     pairs = list(zip(tensors_in(one), tensors_in(other), strict=False))
     return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _as_large(raw: Any, before: Any) -> Any:
+    """The part of a result that holds as many tokens as the cache before it: a window's."""
+    shapes = [one.shape for one in tensors_in(before)]
+    for part in list(raw.values()) if isinstance(raw, dict) else list(raw):
+        if shapes and [one.shape for one in tensors_in(part)] == shapes:
+            return part
+    raise LookupError("nothing that comes back looks like a cache")
 
 
 def _joined(before: Any, new: Any, first: int, tokens: int) -> Any:

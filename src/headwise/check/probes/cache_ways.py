@@ -96,6 +96,9 @@ def _of_call(subject: Target) -> Iterator[Way]:
         for name in names:
             for way in _passed(subject, name, flags):
                 yield replace(way, sure=way.sure and not number)
+        for name in _others(caller):
+            for way in _passed(subject, name, flags):
+                yield replace(way, sure=False, named=way.grows)
         if pair := _pair(caller):
             yield Way(lambda f=flags, p=pair: pair_back(subject.fresh(), p, f), False, True)
             for zeros in _made_before(subject):
@@ -104,6 +107,16 @@ def _of_call(subject: Target) -> Iterator[Way]:
         elif (flags or starts) and not names:
             sure = not number and _is_told(caller)
             yield Way(itself(subject, flags), sure, True, bool(caller.named("use_cache")))
+
+
+def _others(caller: Caller) -> list[str]:
+    """Arguments of other roles whose names may speak of keys and values from before: `kv=None`."""
+    known = {*caller.inputs, *caller.named("cache"), *caller.named("use_cache"), *caller.extra}
+    return [
+        name
+        for name, its in caller.parameters.items()
+        if its.default is None and KEPT.search(name.lower()) and is_free(name) and name not in known
+    ]
 
 
 def _is_told(caller: Caller) -> bool:

@@ -8,6 +8,7 @@ and larger chunks do not, or where nothing is left open of how the cache is used
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.call_faults import refuses
-from ..target.errors import told
+from ..target.errors import Broken, told
 from ..target.layouts import TIME_FIRST, USUAL
+from ..target.signatures import signature
 from .cache_steps import Chunk, Stale
 from .cache_ways import Way, ways
 from .probe_context import ProbeContext
@@ -25,6 +27,10 @@ from .probe_context import ProbeContext
 CHUNKS, SINGLE = (3, 2, 1), (3, 1, 1, 1)
 LEAST = 0.02
 """Share of the largest output that a mistake changes at least: a cache may keep fewer digits."""
+WINDOW = re.compile(r"^(sliding_|attention_|attn_|local_)?window(_size|_len(gth)?)?$|^sliding")
+"""Arguments of a constructor for how many tokens are seen."""
+NARROW = 3
+"""Tokens of a window that is narrower than what goes in."""
 PROVEN = ("chunks", "refused", "reset")
 """Mistakes that show beside numbers that are right, so that the cache is surely used as meant."""
 
@@ -45,7 +51,7 @@ def cache(ctx: ProbeContext) -> Finding | None:
             said = said or ("" if unknown else told(error))
             continue
         if kind == "passed":
-            return finding
+            return _narrow(ctx) or finding
         if ctx.exact.caller.separate:  # keys of another sequence stay as they are
             sure = way.sure and way.grows and _remembers(ctx, way)
         else:
@@ -59,6 +65,27 @@ def cache(ctx: ProbeContext) -> Finding | None:
     if said:
         return skipped("cache", f"No way was found to use its cache ({said}).")
     return skipped("cache", "Nothing that comes back looks like a cache.") if tried else None
+
+
+def _narrow(ctx: ProbeContext) -> Finding | None:
+    """What is wrong with the cache of a window that is narrower than what went in: what it keeps of
+    it is another part than the next token sees."""
+    given = {one.name: one.default for one in signature(type(ctx.subject.module))}
+    given |= ctx.subject.arguments
+    sizes = {n: size for n, size in given.items() if WINDOW.search(n.lower()) and type(size) is int}
+    name = next((one for one, size in sizes.items() if size > NARROW), None)
+    if name is None:
+        return None
+    try:
+        other = ctx.subject.rebuilt(**{name: NARROW})
+    except (Broken, ValueError):
+        return None
+    if other is None or not other.causal or other.context_length != ctx.subject.context_length:
+        return None
+    seen = cache(ProbeContext(other))
+    if seen is None or seen.severity != "error":
+        return None
+    return replace(seen, message=f"With {name}={NARROW}: {seen.message}", example=None)
 
 
 def _with_any_rows(ctx: ProbeContext, way: Way) -> tuple[str, Finding]:

@@ -6,6 +6,7 @@ on does not show. Only what holds of every layer is asked of one with another op
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.call_faults import refuses
 from ..target.checked_target import Target
@@ -34,6 +36,11 @@ KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 """What holds whichever option is taken; the first that does not is the finding."""
 SECONDS = 1.0
 """How long options are tried."""
+BLOCKS = re.compile(
+    r"(block|chunk|tile)_?(size|len)|^(block|chunk|tile)s?$|^(q|k|kv|key|query)_?(block|chunk)"
+)
+"""Names of how many keys are taken at once."""
+BLOCK = 3
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
 OWN_WIDTHS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
 """Names of widths that queries and keys may have for themselves."""
@@ -69,6 +76,8 @@ def _found(
     """Every other option, and what is wrong with it."""
     if "definition" in kept:
         yield from ((changes, _leaky(subject, changes)) for changes in _hiding(subject))
+    if "definition" in kept:
+        yield from _in_blocks(subject)
     shown = subject.caller.custom is not None  # and may be made for these sizes
     if not shown and ("definition" in kept or "scale" in kept):
         yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
@@ -196,6 +205,24 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     own = [name for name in wide if OWN_WIDTHS.search(name.lower())]
     if own and len(own) < len(wide):
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
+
+
+def _in_blocks(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:
+    """That the same weights give something else where keys are taken in smaller blocks, though
+    every token still sees those that it saw: what was summed up before is not rescaled."""
+    plain, x = subject.unmasked(), subject.input()
+    for parameter in signature(type(subject.module)):
+        name, size = parameter.name, subject.arguments.get(parameter.name, parameter.default)
+        if not BLOCKS.search(name.lower()) or type(size) is not int or size < x.shape[1]:
+            continue
+        with contextlib.suppress(Exception):  # it may have no room for what goes in
+            built = subject.rebuilt(**{name: BLOCK})
+            own = None if built is None or built.module is None else plain.alike(built.module)
+            if own is None or torch.allclose(own(x), plain(x), atol=1e-4, rtol=1e-3):
+                continue
+            here, there = (one.influence(0.1 * x) > 0 for one in (plain, own))
+            if torch.equal(here, there):
+                yield {name: BLOCK}, found("definition", "blocks", name=name, usual=size)
 
 
 def _misscaled(subject: Target, changes: dict[str, Any]) -> Finding | None:

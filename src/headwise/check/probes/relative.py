@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.errors import Broken
+from ..target.introspect import is_called, names_called
 from ..target.names import parts_of
 from .probe_context import ProbeContext
 from .relative_tables import Pair, does_without_shift, layer_of, pairs, zeroed
@@ -33,6 +35,10 @@ FEW = 16
 """Of more tokens than these, it is not asked of which token each score is made."""
 SLIGHT = 1e-3
 """Share of what positions do to the scores by which two that should be equal may differ."""
+HELD = re.compile(
+    r"rel(ative)?_?(pos|att|bias|emb|table|key)|pos(ition)?_?bias|(^|_)alibi|bias_table"
+)
+"""Names of tables of relative positions."""
 Layout = tuple[Tensor, tuple[int, ...]]
 """Tokens that stand in a row, a map or a room, and its sides."""
 
@@ -48,7 +54,23 @@ def relative(ctx: ProbeContext) -> Finding | None:
     seen = [_looked_at(pair, ctx.x) for pair in pairs(subject)]
     results = [one for one in seen if one is not None]
     right = (one for one in results if one.severity == "passed")  # with a table as it is meant
-    return next(right, results[0] if results else None)
+    return next(right, results[0] if results else _idle(ctx))
+
+
+def _idle(ctx: ProbeContext) -> Finding | None:
+    """That the order of the tokens counts for nothing, though relative positions are held."""
+    subject, module = ctx.exact, ctx.exact.module
+    if module is None or subject.guesses or subject.made_up or subject.caller.custom is not None:
+        return None
+    tables = {layer_of(name): name for name, _ in module.named_parameters()}
+    name = next((one for one in tables if HELD.search(one.split(".")[-1].lower())), None)
+    if name is None or not is_called(module, name, {*names_called(module)}):
+        return None
+    earlier, last = ctx.x[:, :-1], ctx.x[:, -1:]
+    turned = ctx.call(torch.cat((earlier.flip(1), last), 1))[:, -1]
+    others = ctx.call(torch.cat((earlier + 1, last), 1))[:, -1]
+    idle = ctx.near(turned, ctx.out[:, -1]) and not ctx.near(others, ctx.out[:, -1])
+    return found("relative", "idle", name=name) if idle else None
 
 
 def _looked_at(pair: Pair, x: Tensor) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 
@@ -21,6 +22,11 @@ FILL, EVEN = 0.02, 1.5
 """A later token that has less than this share of an earlier one's influence, and no other later
 token more than so many times as much, was hidden by one number that is too small."""
 
+CAUSAL = re.compile(r"(?<!non-)(?<!non)(?<!not )\b(causal|auto-?regressive)\b")
+OPEN = re.compile(
+    r"\b(optional(ly)?|if|or|either|whether|both|can be|bidirectional|cross|masks?|supports?)\b"
+)
+"""What its author writes of a layer that is causal, and of one that may be."""
 CONTEXTS = set(
     "context_length context_len context_size ctx_len ctx_length ctx_size block_size".split()
 )
@@ -40,7 +46,7 @@ def learn_causality(subject: Target, wanted: bool | None) -> None:
     if subject.mask_form is not None:
         subject.causal, subject.causal_from = True, "given" if wanted else "mask"
         subject.notes.append(f"a causal mask is passed as {subject.mask_form}")
-    elif wanted or (not subject.caller.named("mask") and _named_causal(subject)):
+    elif wanted or (not subject.caller.named("mask") and _named_causal(subject)) or _said(subject):
         subject.causal, subject.causal_from = True, "given" if wanted else "named"
 
 
@@ -177,6 +183,15 @@ def _named_causal(subject: Target) -> bool:
     for child in target.modules():
         tables += [value for value in vars(child).values() if isinstance(value, Tensor)]
     return any(_triangular(table) for table in tables)
+
+
+def _said(subject: Target) -> bool:
+    """Whether its class's own words say that it is causal, and nothing lets somebody choose."""
+    caller = subject.caller
+    words = (inspect.cleandoc(vars(type(caller.target)).get("__doc__") or "")).split("\n\n")[0]
+    if caller.streams or caller.named("causal") or subject.roles.get("causal") is not None:
+        return False
+    return CAUSAL.search(words.lower()) is not None and OPEN.search(words.lower()) is None
 
 
 def _triangular(table: Tensor) -> bool:
