@@ -74,7 +74,7 @@ PLAIN_FUNCTIONS = set(
 """Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
 """Names that people give an input which is to be added to the output."""
-TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)|class \w*Tiled")
+TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)")
 """What speaks of key/value heads that are tiled on purpose."""
 UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
 """Names of designs that leave the scale to the initial weights (Black et al. 2021, GPT-Neo; Raffel
@@ -285,6 +285,8 @@ def _finding(
         home = type(case.subject.module).__name__.lower()
         meant = UNSCALED.search(home) or stated(case, 1.0) is not None
         severity = "warning" if meant else severity
+    if fault.change == {"split": "strided", "merge": "strided"}:  # an order of its own
+        severity = "warning"
     said = {"residual": MEANT, "grouped-heads": TILED}.get(fault.rule)
     if said is not None and said.search(source_of(type(case.subject.module))):
         severity = "warning"

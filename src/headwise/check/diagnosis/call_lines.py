@@ -35,6 +35,7 @@ class LineCall:
     scores: Tensor | None = None  # what a softmax is taken of
     astray: bool = False  # whether it is a softmax, and not over the keys, which lie last
     empty: bool = False  # whether it takes a part of a table, of which there is none
+    single: bool = False  # whether it is a softmax of single numbers, all of which become 1
 
 
 class Calls(TorchFunctionMode):
@@ -64,13 +65,25 @@ class Calls(TorchFunctionMode):
         astray = name == "softmax" and self._is_astray(result.shape, args, kwargs)
         table = name in ("triu", "tril") and isinstance(result, Tensor) and result.ndim > 1
         empty = table and result.shape[-2] > 1 and not bool(result.any())
-        self.made.append(LineCall(name, users_line(), square, drops, scores, astray, empty))
+        single = name == "softmax" and self._is_single(result.shape, args, kwargs)
+        line = users_line()
+        self.made.append(LineCall(name, line, square, drops, scores, astray, empty, single))
         return result
+
+    @staticmethod
+    def _axis(shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> int:
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return (0 if len(shape) in (1, 3) else 1) if axis is None else axis  # PyTorch's own choice
+
+    def _is_single(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a softmax over tokens runs over an axis of one number."""
+        return (
+            self.tokens > 1 and self.tokens in shape and shape[self._axis(shape, args, kwargs)] == 1
+        )
 
     def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a softmax over rows of keys runs over heads, sequences, or all rows at once."""
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        axis = (0 if len(shape) in (1, 3) else 1) if axis is None else axis  # PyTorch's own choice
+        axis = self._axis(shape, args, kwargs)
         rows = len(shape) > 1 and shape[-1] == self.tokens and shape[-2] % self.tokens == 0
         return rows and shape[axis] != self.tokens
 

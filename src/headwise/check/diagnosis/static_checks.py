@@ -127,8 +127,11 @@ def empty_triangle(subject: Target) -> list[Finding]:
 
 def softmax_astray(subject: Target) -> list[Finding]:
     """That a softmax runs over another axis than the keys, whatever its scores are made of."""
-    places = [call.place for call in recorded(subject, subject.input()) if call.astray]
-    return [found("softmax", "axis", line=quoted(places[0]))] if places else []
+    made = recorded(subject, subject.input())
+    for way, call in (("axis" if one.astray else "single", one) for one in made):
+        if call.astray or (call.single and not subject.guesses):
+            return [found("softmax", way, line=quoted(call.place))]
+    return []
 
 
 def softmax_missing(subject: Target) -> list[Finding]:

@@ -144,7 +144,7 @@ class Followed:
 
 def traced_tokens(subject: Target) -> list[Finding]:
     """Heads that a reshape alone splits or merges, tokens and features that one confuses, and
-    features that are normalised over the tokens."""
+    features that are normalised over the tokens or the heads."""
     trial = subject.randomised()
     x = trial.input()
     if min(x.shape[1:]) < 3:  # of one token or two, anything fits
@@ -159,8 +159,9 @@ def traced_tokens(subject: Target) -> list[Finding]:
                 return [found("head-split", "traced", line=lines_of(trial, x, "head-split"))]
             if _is_scrambled(call, role):
                 return [found("definition", "scrambled", line=lines_of(trial, x, "head-split"))]
-            if role != "v" and _is_even(rows, -2) and not _is_even(rows, -1):
-                return [found("definition", "normalised", line=lines_of(trial, x, "definition"))]
+            if role != "v" and (over := _normalised_over(rows)):
+                line = lines_of(trial, x, "definition")
+                return [found("definition", "normalised", over=over, line=line)]
         for way, is_so in (("traced", _is_merged_by_view), ("astray", _is_merged_astray)):
             if is_so(call):
                 return [found("head-merge", way, line=lines_of(trial, x, "head-merge"))]
@@ -171,6 +172,13 @@ def _headed(rows: Tensor | None, x: Tensor) -> Tensor | None:
     if rows is None or rows.ndim not in (3, 4) or rows.shape[-2] != x.shape[1]:
         return None
     return rows.reshape(len(x), -1, *rows.shape[-2:]) if len(rows) % len(x) == 0 else None
+
+
+def _normalised_over(rows: Tensor) -> str:
+    """The axis of `[…, H, T, D]` along which vectors have one length, where features have not."""
+    axes = {"tokens": -2, "heads": -3} if rows.ndim > 3 else {"tokens": -2}
+    even = (name for name, axis in axes.items() if _is_even(rows, axis))
+    return "" if _is_even(rows, -1) else next(even, "")
 
 
 def _is_even(rows: Tensor, axis: int) -> bool:

@@ -225,7 +225,7 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     """Rotary positions of the layer's own: where all tokens are equal, a score is settled by the
     distance of two of them, and changes with it."""
     module, turning = subject.module, list[str]()
-    if module is None or not ctx.subject.causal:
+    if module is None:
         return None
     if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names_in(module)):
         return None
@@ -248,7 +248,8 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
         for hook in hooks:
             hook.remove()
     scores = [call.scores for call in calls.made if call.scores is not None]
-    seen = torch.ones(ctx.tokens, ctx.tokens, dtype=torch.bool).tril()
+    seen = torch.ones(ctx.tokens, ctx.tokens, dtype=torch.bool)
+    seen = seen.tril() if ctx.subject.causal else seen
     if not scores or scores[0].shape[-2:] != seen.shape:
         return None
     last = scores[0][..., -1, :]
@@ -256,7 +257,8 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
         unused = found("rotary", "unused", names=turning[0]) if turning else None
         return None if unused is None else replace(unused, ground="any")
     later = scores[0].masked_fill(~seen, 0.0)[..., 1:, 1:]  # before the first there is no token
-    alike = ctx.near(later[..., 1:, 1:].tril(), later[..., :-1, :-1].tril())
+    one, other = later[..., 1:, 1:], later[..., :-1, :-1]
+    alike = ctx.near(*((one.tril(), other.tril()) if ctx.subject.causal else (one, other)))
     said = "Its rotary positions count by the distance of two tokens alone."
     if alike:
         return passed("rotary", said)

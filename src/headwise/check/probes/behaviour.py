@@ -264,11 +264,11 @@ def order(ctx: ProbeContext) -> Finding | None:
         or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
     ):
         return skipped("order", "It knows positions, so the order of tokens counts.")
-    code = _written(module) if module is not None else ""
+    code = written_code(module) if module is not None else ""
     return found("order", "counts" if not code or IN_ORDER.search(code) else "mixed")
 
 
-def _written(module: nn.Module) -> str:
+def written_code(module: nn.Module) -> str:
     """The code of its classes but PyTorch's own, without comments and strings; nothing where some
     of it cannot be read."""
     kinds = {kind for part in module.modules() for kind in type(part).mro()[:-1]}

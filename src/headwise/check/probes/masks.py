@@ -21,13 +21,17 @@ from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
-from .behaviour import NOTHING
+from .behaviour import NOTHING, written_code
 from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, followed, forms
 from .probe_context import Failed, ProbeContext, failing
 
 BIASES = {"attn_bias", "attention_bias", "bias"}
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 """How code asks how many axes a mask has."""
+MIXES = re.compile(
+    r"conv|rnn|lstm|gru|unfold|pool|shift|roll\(|cumsum|fft|batch_?norm|instance_?norm|group_?norm|scan"
+)
+"""What code speaks of that hands tokens on to others beside attention, or may."""
 WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
 """Shapes of masks that begin with the batch, by the number of their axes."""
 
@@ -166,9 +170,12 @@ def _bias(ctx: ProbeContext) -> Finding | None:
 
 def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     """That a mask hides what its author's own words say may be seen, or the other way round."""
-    said = said_of(entry(ctx.subject.caller.target), form.argument).lower()
+    target = ctx.subject.caller.target
+    said = "\n".join(said_of(one, form.argument) for one in (entry(target), type(target))).lower()
     ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
     words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
+    if form.kind == "added" and (any_ := words[True] or words[False]):
+        return found(rule, "ones", name=form.argument, said=any_[0].strip(), form=form)
     if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:
         return None
     return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
@@ -214,7 +221,11 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
-    return found(rule, way, name=name, form=seen.form)
+    way = "lengths" if seen.form.kind == "lengths" and way == "shows" else way
+    one = found(rule, way, name=name, form=seen.form)
+    alone = way in ("shows", "lengths") and rule == "padding" and not ctx.subject.made_up
+    code = written_code(ctx.subject.module) if alone and ctx.subject.module is not None else ""
+    return replace(one, ground="call") if code and not MIXES.search(code.lower()) else one
 
 
 def _is_of_another(caller: Caller, name: str) -> bool:

@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ...core.masks import Causal, Dense
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
-from .signatures import entry, insisted, is_left_to_callers, signature, source_of
+from .on_cpu import OnCPU, wants_gpu
+from .signatures import (
+    entry,
+    insisted,
+    is_counted,
+    is_left_to_callers,
+    signature,
+    source_of,
+)
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -139,6 +146,8 @@ class Caller:
         parameters = signature(call)
         self.parameters = {p.name: p for p in parameters}
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
+        code = source_of(call)
+        self.roles |= {name: "lengths" for name in self.parameters if is_counted(code, name)}
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
         several = [n for n, p in self.parameters.items() if OF_DICTS.match(str(p.annotation))]
@@ -342,7 +351,7 @@ class Caller:
         try:
             return self.target(*args, **values)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            if _wants_gpu(error):
+            if wants_gpu(error):
                 with OnCPU():
                     return self.target(*args, **values)
             if torch.is_grad_enabled() or "register a hook" not in str(error):
@@ -373,29 +382,6 @@ class Caller:
         own, out = (others or fits)[0]
         weights = (t for t in found if t is not own and tuple(t.shape[-2:]) == square)
         return Result(out, next(weights, None), raw)
-
-
-class OnCPU(TorchFunctionMode):
-    """Leaves on the CPU what others' code makes on a GPU, or moves to one, that is not there."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        args = [_on_cpu(one) if place else one for place, one in enumerate(args)]
-        return func(*args, **{name: _on_cpu(one) for name, one in (kwargs or {}).items()})
-
-
-def _on_cpu(value: Any) -> Any:
-    """What stands for a device, if it is a GPU; anything else as it is."""
-    gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
-    return "cpu" if gpu else value
-
-
-def _wants_gpu(error: BaseException) -> bool:
-    """Whether a call failed for a GPU that is not there."""
-    return re.search("CUDA enabled|NVIDIA driver", str(error)) is not None
 
 
 def _apart(out: Tensor, q: Tensor) -> Tensor:

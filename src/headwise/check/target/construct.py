@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .call_adapter import OnCPU
 from .configs import config_classes, configured
 from .introspect import SPEAKS_OF_ROPE, by_role, is_number
 from .names import building_role, calling_role, parts_of
+from .on_cpu import OnCPU
 from .signatures import signature, source_of
 from .sizes import (
     WINDOWS,

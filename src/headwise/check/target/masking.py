@@ -170,7 +170,9 @@ def _named_causal(subject: Target) -> bool:
     name = name_of(target).lower()
     if subject.caller.streams:  # the name may speak of the layer's place in a model
         return False
-    if re.search(r"(?<!non)(?<!non_)causal|(?<!un)masked|decoder", name):
+    named = subject.caller.named
+    fills = named("lengths") or named("padding")  # which "masked" speaks of
+    if re.search(r"(?<!non)(?<!non_)causal|decoder" + r"|(?<!un)masked" * (not fills), name):
         return True
     if subject.roles.get("causal") is not None:
         return bool(subject.roles["causal"])
@@ -188,7 +190,9 @@ def _named_causal(subject: Target) -> bool:
 def _said(subject: Target) -> bool:
     """Whether its class's own words say that it is causal, and nothing lets somebody choose."""
     caller = subject.caller
-    words = (inspect.cleandoc(vars(type(caller.target)).get("__doc__") or "")).split("\n\n")[0]
+    own = caller.target if inspect.isfunction(caller.target) else type(caller.target)
+    doc = vars(own).get("__doc__") if isinstance(own, type) else own.__doc__  # no base class's
+    words = inspect.cleandoc(doc if isinstance(doc, str) else "").split("\n\n")[0]
     if caller.streams or caller.named("causal") or subject.roles.get("causal") is not None:
         return False
     return CAUSAL.search(words.lower()) is not None and OPEN.search(words.lower()) is None

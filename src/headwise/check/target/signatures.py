@@ -226,6 +226,18 @@ def _read(factory: Any) -> str:
     return inspect.getsource(factory)
 
 
+def is_counted(code: str, name: str) -> bool:
+    """Whether places are compared with an argument that has a number for each sequence.
+
+    >>> is_counted("keep = torch.arange(t)[None] < n_frames[:, None]", "n_frames")
+    True
+    """
+    places = re.findall(r"(\w+) = torch\.arange\(", code)
+    begin = rf"\b(?:{'|'.join(['arange', *places])})\b[^\n<>=]*"
+    each = rf"{name}(?:\[:, None\]|\.unsqueeze\((?:1|-1)\)|\.view\(-1, 1\)|\.reshape\(-1, 1\))"
+    return re.search(rf"{begin}[<>]=? *{each}", code) is not None
+
+
 def is_read(target: Any, name: str) -> bool:
     """Whether the code of its call reads an argument at all."""
     call = entry(target)

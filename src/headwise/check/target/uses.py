@@ -114,7 +114,7 @@ def said_of(thing: Any, name: str) -> str:
     ''
     """
     code = source_of(thing)
-    after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`* *(?:\([^)\n]*\))?:[ \t]+(.+)$"
+    after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`*(?: *\([^)\n]*\)| [^:\n]{{0,40}})?:[ \t]+(.+)$"
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
     return "\n".join(re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE))
 
