@@ -34,6 +34,9 @@ EITHER = {"y", "other"}
 SPEAKS_OF_ANOTHER = re.compile(r"cross|enc(oder)?_?dec")
 """Names of what a layer keeps to know whether it attends to another sequence."""
 
+TURNS = re.compile(r"rope|rotar|rotate_|rot_?emb")
+"""Names of rotations, and of nothing else."""
+
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""
 
@@ -227,7 +230,8 @@ def _by_distance(ctx: ProbeContext, subject: Target) -> Finding | None:
     module, turning = subject.module, list[str]()
     if module is None:
         return None
-    if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names_in(module)):
+    speaks = SPEAKS_OF_ROPE if ctx.subject.causal else TURNS  # others may hold sinusoids
+    if not any(speaks.search(name.lower()) for name in names_in(module)):
         return None
     turns = (one for name, one in module.named_modules() if SPEAKS_OF_ROPE.search(name.lower()))
     if any(isinstance(one, nn.Identity) for one in turns):  # in the place of what was handed in
