@@ -257,7 +257,7 @@ def test_tables_that_a_function_can_do_without_are_left_out_where_they_do_not_go
 
 def test_how_heads_are_cut_is_not_judged_where_axes_were_guessed() -> None:
     class Channels(nn.Module):
-        """Each head takes every third channel of `[B, E, T]`."""
+        """Each head takes every third channel of `[B, E, T]`, and gives neighbouring ones."""
 
         def __init__(self, dim: int, heads: int) -> None:
             super().__init__()
@@ -268,7 +268,7 @@ def test_how_heads_are_cut_is_not_judged_where_axes_were_guessed() -> None:
             q, k, v = (one(x).unflatten(1, (-1, self.heads)) for one in (self.q, self.k, self.v))
             scores = torch.einsum("bdhn,bdhm->bhnm", q, k) / q.shape[1] ** 0.5
             heads = torch.einsum("bhnm,bdhm->bdhn", scores.softmax(-1), v)
-            return self.out(heads.flatten(1, 2))
+            return self.out(heads.transpose(1, 2).flatten(1, 2))
 
     verdict = check(Channels)
     assert verdict.passed

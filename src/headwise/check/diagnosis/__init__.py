@@ -90,6 +90,7 @@ READ = {
     "cache": {"causal-mask", "mask-fill"},
     "scale": {"scale"},
     "head-split": {"head-split"},
+    "shared-heads": {"shared-heads"},
     "definition": set(),
     "rotary": set(),
     "rotation": {"rotation"},

@@ -80,12 +80,30 @@ def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def moved_parameters(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`self.v = nn.Parameter(…).to(device)`, which on another device is no parameter any more."""
+    """`self.v = nn.Parameter(…).to(device)`, which on another device is no parameter any more, and
+    `nn.Parameter(…) * 0.02`, which is none at all."""
     for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
         match value:
             case ast.Call(ast.Attribute(ast.Call(made), "to" | "cuda")) if of_self(target):
                 if re.fullmatch(r"(\w+\.)*Parameter", ast.unparse(made)):
                     yield "moved", target.lineno, {"name": of_self(target)}
+            case ast.BinOp(left, _, right) if of_self(target):
+                for one in (left, right):
+                    if re.match(r"(\w+\.)*Parameter\(", ast.unparse(one)):
+                        yield "sum", target.lineno, {"name": of_self(target)}
+            case _:
+                pass
+
+
+def repeated_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """One layer with weights that stands several times in a list: `[nn.Linear(d, d)] * heads`."""
+    for one in nodes(ast.BinOp, kind):
+        match one:
+            case ast.BinOp(ast.List([ast.Call(made)]), ast.Mult(), _):
+                own = known.get(word_of(made))
+                layer = LAYERS.fullmatch(ast.unparse(made)) is not None
+                if layer or (isinstance(own, type) and issubclass(own, nn.Module)):
+                    yield "repeated", one.lineno, {"name": ast.unparse(made)}
             case _:
                 pass
 

@@ -22,6 +22,7 @@ from .read_built import (
     made_anew,
     moved_parameters,
     on_a_gpu,
+    repeated_layers,
     set_on_condition,
     worn_out,
 )
@@ -367,6 +368,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "rotation": (quarter_turns,),
     "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),
+    "shared-heads": (repeated_layers,),
     "move": (on_a_gpu,),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),

@@ -182,8 +182,8 @@ def softmax_of(statement: ast.AST) -> set[str] | None:
 
 
 def is_mask(name: str) -> bool:
-    known = calling_role(name) in ("mask", "padding") and "mask" in name.lower()
-    return known and not BY_CHANCE.search(name.lower())
+    known = calling_role(name) in ("mask", "padding") and re.search("mask|^adj", name.lower())
+    return bool(known) and not BY_CHANCE.search(name.lower())
 
 
 def masked_product(statement: ast.stmt) -> tuple[str, str, str] | None:

@@ -63,7 +63,8 @@ class Way:
     `make` begins anew, with an empty cache. `sure` is whether only a mistake makes its numbers
     wrong, and `named` whether that is so if they hang on the chunks before; `own` is whether the
     layer keeps the cache itself; `grows` is whether the cache must hold all tokens so far, which
-    keys of another sequence do not; `switch` says what switched it on, for people.
+    keys of another sequence do not; `loose` is whether the cache goes by a name that may mean another
+    thing, used token by token perhaps; `switch` says what switched it on, for people.
     """
 
     make: Callable[[], Use]
@@ -72,6 +73,7 @@ class Way:
     own: bool = False
     switch: str = ""
     grows: bool = False
+    loose: bool = False
 
 
 def ways(subject: Target) -> Iterator[Way]:
@@ -98,7 +100,7 @@ def _of_call(subject: Target) -> Iterator[Way]:
                 yield replace(way, sure=way.sure and not number)
         for name in _others(caller):
             for way in _passed(subject, name, flags):
-                yield replace(way, sure=False, named=way.grows)
+                yield replace(way, sure=False, named=way.grows, loose=True)
         if pair := _pair(caller):
             yield Way(lambda f=flags, p=pair: pair_back(subject.fresh(), p, f), False, True)
             for zeros in _made_before(subject):

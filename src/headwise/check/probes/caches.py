@@ -56,7 +56,7 @@ def cache(ctx: ProbeContext) -> Finding | None:
             sure = way.sure and way.grows and _remembers(ctx, way)
         else:
             sure = way.sure or (way.named and _remembers(ctx, way))
-        if kind in PROVEN or sure:
+        if (kind in PROVEN and not way.loose) or (sure and kind != "chunks"):
             told_so = f"With {way.switch}: {finding.message}" if way.switch else finding.message
             wrong.setdefault(kind, replace(finding, message=told_so))
     if wrong:

@@ -28,6 +28,8 @@ from .probe_context import Failed, ProbeContext, failing
 BIASES = {"attn_bias", "attention_bias", "bias"}
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 """How code asks how many axes a mask has."""
+NUMBERS = re.compile(r"inf|add|bias|float|negative|-1e|min\b|large|logit")
+"""What is written of a mask of numbers that are added."""
 MIXES = re.compile(
     r"conv|rnn|lstm|gru|unfold|pool|shift|roll\(|cumsum|fft|batch_?norm|instance_?norm|group_?norm|scan"
 )
@@ -174,8 +176,9 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     said = "\n".join(said_of(one, form.argument) for one in (entry(target), type(target))).lower()
     ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
     words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
-    if form.kind == "added" and (any_ := words[True] or words[False]):
-        return found(rule, "ones", name=form.argument, said=any_[0].strip(), form=form)
+    ones = (words[True] or words[False]) if not NUMBERS.search(said) else None
+    if form.kind == "added" and ones is not None:
+        return found(rule, "ones", name=form.argument, said=ones[0].strip(), form=form)
     if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:
         return None
     return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
@@ -223,7 +226,8 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
     way = "lengths" if seen.form.kind == "lengths" and way == "shows" else way
     one = found(rule, way, name=name, form=seen.form)
-    alone = way in ("shows", "lengths") and rule == "padding" and not ctx.subject.made_up
+    fills = rule == "padding" or seen.form.shape == "[B, S]"  # it speaks of keys alone
+    alone = way in ("shows", "lengths") and fills and not ctx.subject.made_up
     code = written_code(ctx.subject.module) if alone and ctx.subject.module is not None else ""
     return replace(one, ground="call") if code and not MIXES.search(code.lower()) else one
 

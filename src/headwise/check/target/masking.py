@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .call_adapter import SHAPES, Caller, MaskForm
 from .checked_target import Target
 from .construct import name_of
-from .signatures import signature
+from .signatures import signature, source_of
 
 ZERO = 1e-12
 """An influence below this share of the largest is none."""
@@ -27,6 +27,8 @@ OPEN = re.compile(
     r"\b(optional(ly)?|if|or|either|whether|both|can be|bidirectional|cross|masks?|supports?)\b"
 )
 """What its author writes of a layer that is causal, and of one that may be."""
+HIDES = re.compile(r"masked_fill|tri[lu]\(|is_causal|inf\b|finfo|-1e\d|[<>]=? *\w+\[")
+"""What code does that hides some tokens."""
 CONTEXTS = set(
     "context_length context_len context_size ctx_len ctx_length ctx_size block_size".split()
 )
@@ -195,7 +197,8 @@ def _said(subject: Target) -> bool:
     words = inspect.cleandoc(doc if isinstance(doc, str) else "").split("\n\n")[0]
     if caller.streams or caller.named("causal") or subject.roles.get("causal") is not None:
         return False
-    return CAUSAL.search(words.lower()) is not None and OPEN.search(words.lower()) is None
+    hides = HIDES.search(source_of(own)) is not None  # else the words may be another's
+    return hides and CAUSAL.search(words.lower()) is not None and not OPEN.search(words.lower())
 
 
 def _triangular(table: Tensor) -> bool:

@@ -314,9 +314,33 @@ def fails_anyway(subject: Target) -> BaseException | None:
     unset = [n for n in open_ if caller.parameters[n].default is None]
     for inputs in (True, False):  # what says more comes first
         errors = [_always(subject, names, inputs) for names in (asked, [*asked, *unset])]
-        if all(errors):
-            return errors[0]
+        if (error := errors[0]) is not None and all(errors):
+            alone = not is_certain(error) and _goes_on_alone(subject, asked, error)
+            return None if alone else error
     return None
+
+
+def _goes_on_alone(subject: Target, names: list[str], error: BaseException) -> bool:
+    """Whether one sequence without a batch, `[T, E]`, gets past the line that fails."""
+    caller = subject.caller
+    if caller.layout is SINGLE:
+        return False
+    fills = dict.fromkeys(names, lambda _: UnknownTensor.of(_Answers([]), sure=False))
+    caller = replace(caller, layout=SINGLE, fills={**caller.fills, **fills})
+    x = subject.input()[0]
+    try:
+        with torch.no_grad(), _Spreading(_Answers([])):
+            caller.feed((x, x, x), False)
+    except Exception as other:
+        (file, line), (there, later) = _line_of(error), _line_of(other)
+        return file == there and later > line
+    return True
+
+
+def _line_of(error: BaseException) -> tuple[str, int]:
+    """The file and the line of somebody's that an error came from."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 
 def is_certain(error: BaseException) -> bool:
