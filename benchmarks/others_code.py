@@ -9,10 +9,10 @@ command, with no more said than the file and the name.
 
 Printed is a row for each list as in docs/checking.md, then each entry whose answer is not the one
 that is due. A mistake is caught where something is found wrong, and named where the first finding
-is of one of its rules. With `--told` the whole answers are kept, and compared with those kept there
-before. With `--shown` an entry of which the check asks how it is built or called is checked again
-with the arguments that stand in that file, as its user would write them behind the name: repository,
-commit, path, name, arguments.
+is is of one of its rules. With `--told` the whole answers are kept, and compared with those kept
+there before. With `--shown` an entry of which the check asks how it is built or called is checked
+again with the arguments that stand in that file, as its user would write them behind the name:
+repository, commit, path, name, arguments.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument(
         "--told", type=Path, help="a file of answers, which is read and then written"
     )
-    parser.add_argument("--shown", type=Path, help="a file of arguments, for entries that it asks of")
+    parser.add_argument("--shown", type=Path, help="a file of arguments, where it asks")
     options = parser.parse_args()
     asked = list(entries(options.lists, options.only))
     shown = arguments(options.shown) if options.shown else {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..diagnosis.call_lines import Calls
+from ..diagnosis.rotations import TURNS
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
@@ -33,9 +34,6 @@ EITHER = {"y", "other"}
 
 SPEAKS_OF_ANOTHER = re.compile(r"cross|enc(oder)?_?dec")
 """Names of what a layer keeps to know whether it attends to another sequence."""
-
-TURNS = re.compile(r"rope|rotar|rotate_|rot_?emb")
-"""Names of rotations, and of nothing else."""
 
 LENGTH = 11
 """Keys of the other sequence in cross-attention."""

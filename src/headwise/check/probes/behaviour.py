@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +14,14 @@ from ..findings.verdict import Example, Finding
 from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
-from ..target.introspect import SPEAKS_OF_ROPE, is_called, layer_of, names_called, names_in
+from ..target.introspect import (
+    SPEAKS_OF_ROPE,
+    is_called,
+    layer_of,
+    names_called,
+    names_in,
+    written_code,
+)
 from ..target.masking import one_attends
 from .probe_context import Failed, ProbeContext, failing
 
@@ -266,22 +271,6 @@ def order(ctx: ProbeContext) -> Finding | None:
         return skipped("order", "It knows positions, so the order of tokens counts.")
     code = written_code(module) if module is not None else ""
     return found("order", "counts" if not code or IN_ORDER.search(code) else "mixed")
-
-
-def written_code(module: nn.Module) -> str:
-    """The code of its classes but PyTorch's own, without comments and strings; nothing where some
-    of it cannot be read."""
-    kinds = {kind for part in module.modules() for kind in type(part).mro()[:-1]}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
-    codes = [textwrap.dedent(source_of(kind)) for kind in own]
-    try:
-        trees = [ast.parse(code) for code in codes]
-    except SyntaxError:
-        return ""
-    for one in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(one, ast.Constant) and isinstance(one.value, str):
-            one.value = ""
-    return "\n".join(map(ast.unparse, trees)) if all(codes) else ""
 
 
 def gradients(ctx: ProbeContext) -> Finding | None:

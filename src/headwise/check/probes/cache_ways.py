@@ -63,7 +63,7 @@ class Way:
     `make` begins anew, with an empty cache. `sure` is whether only a mistake makes its numbers
     wrong, and `named` whether that is so if they hang on the chunks before; `own` is whether the
     layer keeps the cache itself; `grows` is whether the cache must hold all tokens so far, which
-    keys of another sequence do not; `loose` is whether the cache goes by a name that may mean another
+    keys of another sequence do not; `loose` is whether it goes by a name that may mean another
     thing, used token by token perhaps; `switch` says what switched it on, for people.
     """
 

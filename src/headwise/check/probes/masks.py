@@ -17,11 +17,12 @@ from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
 from ..target.call_faults import refuses
 from ..target.checked_target import Target
 from ..target.errors import told
+from ..target.introspect import written_code
 from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
-from .behaviour import NOTHING, written_code
+from .behaviour import NOTHING
 from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, followed, forms
 from .probe_context import Failed, ProbeContext, failing
 

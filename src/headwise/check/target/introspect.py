@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from ...layers.rope import RoPE
 from .names import building_role
+from .signatures import source_of
 from .sizes import fields_of
 
 Rotation = tuple[int, float, bool]
@@ -37,6 +40,22 @@ def names_in(module: nn.Module) -> Iterator[str]:
                 if not name.startswith("__") or name == "__init__":
                     yield name
                     yield from getattr(getattr(value, "__code__", None), "co_names", ())
+
+
+def written_code(module: nn.Module) -> str:
+    """The code of its classes but PyTorch's own, without comments and strings; nothing where some
+    of it cannot be read."""
+    kinds = {kind for part in module.modules() for kind in type(part).mro()[:-1]}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    codes = [textwrap.dedent(source_of(kind)) for kind in own]
+    try:
+        trees = [ast.parse(code) for code in codes]
+    except SyntaxError:
+        return ""
+    for one in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            one.value = ""
+    return "\n".join(map(ast.unparse, trees)) if all(codes) else ""
 
 
 def names_called(module: nn.Module) -> Iterator[str]:

@@ -112,7 +112,8 @@ def said_layout(target: Any, name: str) -> Layout | None:
 
 def batch_axis(target: Any, name: str) -> int | None:
     """Which axis of an input as it comes in its code takes for that of sequences, by a name that
-    nothing else has: 1 for `batch_size = x.size(1)`; None where it does not say.
+    nothing else has, or by what is written of it: 1 for `batch_size = x.size(1)`; None where it
+    does not say.
 
     >>> class Layer(nn.Module):
     ...     def forward(self, x): ...
@@ -129,7 +130,10 @@ def batch_axis(target: Any, name: str) -> int | None:
         several = rf"{'[A-Za-z_]+, ' * axis}{batch}(?:, \w+)+ = {shape}"
         if re.search(rf"^[ \t]*(?:{alone}|{several}){end}", code, re.MULTILINE):
             return axis
-    return None
+    said = [one for word in (name, "input", "inputs") for one in written_axes(target, word)]
+    first = {tuple(re.fullmatch(AXES["B"], word) is not None for word in one[:2]) for one in said}
+    plain = len(first) == 1 and {len(one) for one in said} == {3}
+    return {(True, False): 0, (False, True): 1}.get(first.pop()) if plain else None
 
 
 def written_axes(target: Any, name: str) -> Iterator[list[str]]:
@@ -139,7 +143,8 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
         return
     made = getattr(type(target), "forward", None)
     lines = source_of(made).splitlines()
-    comments = [line.partition("#")[2] for line in lines if "#" in line]
+    head, *_ = source_of(type(target)).partition("def ")
+    comments = [line.partition("#")[2] for line in (*head.splitlines(), *lines) if "#" in line]
     texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
     kind = r"(?: *\([\w.]*[Tt]ensor[^)]*\))?"
     axes = r"[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
