@@ -46,8 +46,9 @@ def cache(ctx: ProbeContext) -> Finding | None:
         try:
             kind, finding = _with_any_rows(ctx, way)
         except Exception as error:  # it wants another cache, or is used in another way
-            tried = tried or not way.switch
-            unknown = isinstance(error, LookupError) or bool(way.switch)
+            open_ = bool(way.switch) or way.loose  # there may be none
+            tried = tried or not open_
+            unknown = isinstance(error, LookupError) or open_
             said = said or ("" if unknown else told(error))
             continue
         if kind == "passed":

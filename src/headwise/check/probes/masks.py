@@ -32,7 +32,8 @@ AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 NUMBERS = re.compile(r"inf|add|bias|float|negative|-1e|min\b|large|logit")
 """What is written of a mask of numbers that are added."""
 MIXES = re.compile(
-    r"conv|rnn|lstm|gru|unfold|pool|shift|roll\(|cumsum|fft|batch_?norm|instance_?norm|group_?norm|scan"
+    r"conv|rnn|lstm|gru|unfold|pool|shift|roll\(|cum(sum|prod)|fft|(batch|instance|group)_?norm|scan|"
+    r"linear_?att|kernel|feature_?map|performer|favor|landmark"
 )
 """What code speaks of that hands tokens on to others beside attention, or may."""
 WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
@@ -227,7 +228,8 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
     way = "lengths" if seen.form.kind == "lengths" and way == "shows" else way
     one = found(rule, way, name=name, form=seen.form)
-    fills = rule == "padding" or seen.form.shape == "[B, S]"  # it speaks of keys alone
+    plain = name in ("mask", "attention_mask", "attn_mask")
+    fills = rule == "padding" or (plain and seen.form.shape == "[B, S]")  # it speaks of keys alone
     alone = way in ("shows", "lengths") and fills and not ctx.subject.made_up
     code = written_code(ctx.subject.module) if alone and ctx.subject.module is not None else ""
     return replace(one, ground="call") if code and not MIXES.search(code.lower()) else one
