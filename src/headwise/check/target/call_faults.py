@@ -17,6 +17,7 @@ from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
 from .errors import is_users
 from .introspect import numbers_in
+from .signatures import signature
 
 LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
@@ -61,6 +62,9 @@ def own_areas(subject: Target) -> list[int]:
     if subject.module is None:
         return []
     squares = [int(side) ** 2 for side in numbers_in(subject.module, SIDES.pattern)]
+    given = {one.name: one.default for one in signature(type(subject.module))} | subject.arguments
+    sides = (value for name, value in given.items() if SIDES.search(name.lower()))
+    squares += [side**2 for side in sides if type(side) is int]
     held = (pair for one in subject.module.modules() for pair in vars(one).items())
     several = [value for name, value in held if SIDES.search(name) and _is_sides(value)]
     areas = [*squares, *map(math.prod, several)]

@@ -201,7 +201,8 @@ def listed(target: Any, name: str) -> list[str]:
 
 
 def _held(function: ast.stmt, name: str) -> list[str]:
-    """The names that a function's own lines, in no block, give to what an input holds."""
+    """The names that a function's own lines, in no block, give to what an input holds before it is
+    something else."""
     single, given = dict[int, str](), list[tuple[ast.expr, ast.expr]]()
     for one in getattr(function, "body", ()):
         match one:
@@ -209,6 +210,8 @@ def _held(function: ast.stmt, name: str) -> list[str]:
                 return [one.id for one in names if isinstance(one, ast.Name)]
             case ast.Assign([ast.Tuple(names)], ast.Tuple(values)):
                 given += zip(names, values, strict=False)
+            case ast.Assign([ast.Name(made)], _) if made == name:
+                break
             case ast.Assign([target], value):
                 given.append((target, value))
             case _:
