@@ -315,7 +315,8 @@ def fails_anyway(subject: Target) -> BaseException | None:
     for inputs in (True, False):  # what says more comes first
         errors = [_always(subject, names, inputs) for names in (asked, [*asked, *unset])]
         if (error := errors[0]) is not None and all(errors):
-            alone = not is_certain(error) and _goes_on_alone(subject, asked, error)
+            shapes = isinstance(error, RuntimeError) and not is_certain(error)
+            alone = shapes and _goes_on_alone(subject, asked, error)
             return None if alone else error
     return None
 
