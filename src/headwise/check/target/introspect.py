@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from types import CodeType
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.rope import RoPE
+from .errors import is_users
 from .names import building_role
 from .signatures import source_of
 from .sizes import fields_of
@@ -43,11 +45,18 @@ def names_in(module: nn.Module) -> Iterator[str]:
 
 
 def written_code(module: nn.Module) -> str:
-    """The code of its classes but PyTorch's own, without comments and strings; nothing where some
-    of it cannot be read."""
+    """The code of its classes but PyTorch's own, and of the functions of their files that they
+    speak of, without comments and strings; nothing where some of it cannot be read."""
     kinds = {kind for part in module.modules() for kind in type(part).mro()[:-1]}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
-    codes = [textwrap.dedent(source_of(kind)) for kind in own]
+    own = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    homes = [vars(sys.modules[name]) for name in {kind.__module__ for kind in own} & {*sys.modules}]
+    named = (pair for home in homes for pair in home.items() if inspect.isfunction(pair[1]))
+    known = {name: one for name, one in named if is_users(one.__code__.co_filename)}
+    read, codes = set[Any](), list[str]()
+    while rest := own - read:
+        codes += (said := [textwrap.dedent(source_of(one)) for one in rest])
+        read |= rest
+        own |= {known[name] for name in known if any(name in code for code in said)}
     try:
         trees = [ast.parse(code) for code in codes]
     except SyntaxError:

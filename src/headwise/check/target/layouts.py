@@ -131,9 +131,9 @@ def batch_axis(target: Any, name: str) -> int | None:
         if re.search(rf"^[ \t]*(?:{alone}|{several}){end}", code, re.MULTILINE):
             return axis
     said = [one for word in (name, "input", "inputs") for one in written_axes(target, word)]
-    first = {tuple(re.fullmatch(AXES["B"], word) is not None for word in one[:2]) for one in said}
-    plain = len(first) == 1 and {len(one) for one in said} == {3}
-    return {(True, False): 0, (False, True): 1}.get(first.pop()) if plain else None
+    batches = [[place for place in (0, 1) if re.fullmatch(AXES["B"], one[place])] for one in said]
+    plain = {len(one) for one in said} == {3} and all(one == batches[0] for one in batches)
+    return batches[0][0] if plain and len(batches[0]) == 1 else None
 
 
 def written_axes(target: Any, name: str) -> Iterator[list[str]]:
