@@ -44,6 +44,8 @@ SWITCH = re.compile(r"cache|(^|_)kv(_|$)|infer|decod(e|ing)|incremental|generat|
 """Names of flags that may switch a cache on."""
 KEPT = re.compile(r"cache|past|prev|(^|_)kv(_|$)")
 """Names of keys and values from before."""
+BARE = re.compile(r"(past_?|cached_?)?(kvs?|key_?values?|past)")
+"""The same, of names that no other argument has."""
 PLACE = re.compile(
     r"(^|_)(pos|start|offset|idx|index|step|seen|cur|current|i)(_|$)|past_len|cache_len"
 )
@@ -117,7 +119,7 @@ def _others(caller: Caller) -> list[str]:
     return [
         name
         for name, its in caller.parameters.items()
-        if its.default is None and KEPT.search(name.lower()) and is_free(name) and name not in known
+        if its.default is None and BARE.fullmatch(name.lower()) and name not in known
     ]
 
 
