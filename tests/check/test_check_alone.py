@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ from headwise.check import check
 from headwise.check.files.alone import Absent
 from headwise.check.files.loading import chosen, load
 from headwise.check.target.errors import Broken
+
+pytestmark = pytest.mark.usefixtures("imports")
 
 RIGHT = """
 import torch
@@ -32,16 +33,6 @@ class Attention(nn.Module):
     def parts(self, x):
         return self.qkv(x).chunk(3, -1)
 """
-
-
-@pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a file's import leaves behind is taken back."""
-    known = set(sys.modules)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in set(sys.modules) - known:
-        del sys.modules[name]
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -8,14 +8,14 @@ all else, so that it is seen when it changes.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headwise.check import Verdict, check
 from headwise.check.files.loading import chosen, load
+
+pytestmark = pytest.mark.usefixtures("imports")
 
 HERE = Path(__file__).parent / "authors"
 ROWS = [line.split("\t") for line in (HERE / "authors.tsv").read_text("utf-8").splitlines()]
@@ -56,17 +56,6 @@ MENDED = {
     "b40": {"freqs.repeat_interleave(2, dim=-1)": "torch.cat((freqs, freqs), dim=-1)"},
 }
 """What mends a layer: with it nothing may be found any more."""
-
-
-@pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a file's import leaves behind is taken back."""
-    known = set(sys.modules)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in set(sys.modules) - known:
-        if name.startswith(("_checked_", "a", "b")) and len(name) == 3:
-            del sys.modules[name]
 
 
 def checked(path: Path) -> Verdict | None:

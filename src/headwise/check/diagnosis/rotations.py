@@ -167,14 +167,13 @@ def _turning(alone: bool = True) -> Iterator[list[_Turn]]:
     open_calls: dict[int, _Turn] = {}
 
     def note(frame: FrameType, event: str, gave: Any) -> None:
-        if event == "call" and _turns(frame) and not (alone and _stretches(frame.f_code)):
-            code = frame.f_code
+        code = frame.f_code
+        turner = _turner(frame) if event == "call" else ""
+        if turner and not (alone and _stretches(turner, code)):
             arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             held = [frame.f_locals[name] for name in arguments if name != "self"]
             place = (code.co_filename, code.co_firstlineno)
-            this = frame.f_locals.get("self")
-            name = type(this).__name__ if code.co_name == "forward" else code.co_name
-            open_calls[id(frame)] = _Turn(name, place, _copied(held))
+            open_calls[id(frame)] = _Turn(turner, place, _copied(held))
         elif event == "return" and (turn := open_calls.pop(id(frame), None)) is not None:
             turn.gave = _copied(gave)
             turns.append(turn)
@@ -192,18 +191,18 @@ def _copied(held: Any) -> list[Tensor]:
     return [one.clone() for one in real]
 
 
-def _turns(frame: FrameType) -> bool:
-    """Whether a call is one of somebody's rotations."""
-    code = frame.f_code
-    name, this = code.co_name.lower(), frame.f_locals.get("self")
+def _turner(frame: FrameType) -> str:
+    """The name of the function, or of the class, whose call is one of somebody's rotations; else
+    nothing."""
+    name, this = frame.f_code.co_name, frame.f_locals.get("self")
     if name in ("forward", "__call__"):
-        owner = type(this).__name__.lower()
+        name = type(this).__name__
         weights = isinstance(this, nn.Module) and any(True for _ in this.parameters())
-        name = "" if weights or IS_MORE.search(owner) else owner
-    return TURNS.search(name) is not None and is_users(code.co_filename)
+        if weights or IS_MORE.search(name.lower()):
+            return ""
+    return name if TURNS.search(name.lower()) and is_users(frame.f_code.co_filename) else ""
 
 
-def _stretches(code: CodeType) -> bool:
+def _stretches(name: str, code: CodeType) -> bool:
     """Whether a rotation speaks of what makes vectors longer or shorter."""
-    said = (code.co_name, *code.co_names, *code.co_varnames)
-    return any(STRETCHES.search(one) for one in said)
+    return any(STRETCHES.search(one) for one in (name, *code.co_names, *code.co_varnames))

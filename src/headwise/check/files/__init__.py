@@ -182,10 +182,7 @@ def _valued(name: str, value: Any, module: ModuleType) -> Any:
     first = re.match(r"([A-Za-z_]\w*)[.(]", value) if isinstance(value, str) else None
     if first is None or first[1] not in known:
         return value
-    try:
-        return eval(value, known)
-    except Exception as error:
-        raise ValueError(f"--{name} {value!r}: {type(error).__name__}: {error}") from error
+    return _evaluated(f"--{name}", value, known)
 
 
 def _typed(call: str, module: ModuleType) -> Callable[..., Any]:
@@ -195,13 +192,22 @@ def _typed(call: str, module: ModuleType) -> Callable[..., Any]:
         ValueError: it is none.
     """
     usual = 'as in --call "lambda layer, x: layer(x)"'
-    try:
-        made = eval(call, {"torch": sys.modules["torch"], **vars(module)})
-    except Exception as error:
-        raise ValueError(f"--call {call!r}: {type(error).__name__}: {error}; {usual}") from error
+    made = _evaluated("--call", call, {"torch": sys.modules["torch"], **vars(module)}, f"; {usual}")
     if not callable(made):
         raise ValueError(f"--call {call!r}: is no function; {usual}")
     return made
+
+
+def _evaluated(option: str, text: str, known: dict[str, Any], hint: str = "") -> Any:
+    """What an expression gives that somebody typed.
+
+    Raises:
+        ValueError: it fails.
+    """
+    try:
+        return eval(text, known)
+    except Exception as error:
+        raise ValueError(f"{option} {text!r}: {type(error).__name__}: {error}{hint}") from error
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from ..findings.verdict import Example, Finding
 from ..target.call_faults import refuses
 from ..target.errors import Broken, told
 from ..target.layouts import TIME_FIRST, USUAL
-from ..target.signatures import signature
 from .cache_steps import Chunk, Stale
 from .cache_ways import Way, ways
 from .probe_context import ProbeContext
@@ -71,10 +70,8 @@ def cache(ctx: ProbeContext) -> Finding | None:
 def _narrow(ctx: ProbeContext) -> Finding | None:
     """What is wrong with the cache of a window that is narrower than what went in: what it keeps of
     it is another part than the next token sees."""
-    given = {one.name: one.default for one in signature(type(ctx.subject.module))}
-    given |= ctx.subject.arguments
-    sizes = {n: size for n, size in given.items() if WINDOW.search(n.lower()) and type(size) is int}
-    name = next((one for one, size in sizes.items() if size > NARROW), None)
+    windows = ((n, size) for n, size in ctx.subject.settings.items() if WINDOW.search(n.lower()))
+    name = next((n for n, size in windows if type(size) is int and size > NARROW), None)
     if name is None:
         return None
     try:

@@ -228,11 +228,16 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"
     way = "lengths" if seen.form.kind == "lengths" and way == "shows" else way
     one = found(rule, way, name=name, form=seen.form)
-    plain = name in ("mask", "attention_mask", "attn_mask")
-    fills = rule == "padding" or (plain and seen.form.shape == "[B, S]")  # it speaks of keys alone
-    alone = way in ("shows", "lengths") and fills and not ctx.subject.made_up
-    code = written_code(ctx.subject.module) if alone and ctx.subject.module is not None else ""
-    return replace(one, ground="call") if code and not MIXES.search(code.lower()) else one
+    plain = name in ("mask", "attention_mask", "attn_mask") and seen.form.shape == "[B, S]"
+    of_keys = rule == "padding" or plain  # it speaks of them alone
+    sure = way in ("shows", "lengths") and of_keys and _only_attends(ctx.subject)
+    return replace(one, ground="call") if sure else one
+
+
+def _only_attends(subject: Target) -> bool:
+    """Whether nothing but attention hands a token on to others, as far as its code says."""
+    code = written_code(subject.module) if subject.module is not None else ""
+    return bool(code) and not subject.made_up and not MIXES.search(code.lower())
 
 
 def _is_of_another(caller: Caller, name: str) -> bool:

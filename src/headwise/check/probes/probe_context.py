@@ -92,6 +92,12 @@ class ProbeContext:
         return self.call(self.x)
 
     @cached_property
+    def orderless(self) -> bool:
+        """Whether the last token does not notice in which order the others stand."""
+        swapped = self.x[:, [*range(self.tokens - 2, -1, -1), self.tokens - 1]]
+        return self.near(self.call(swapped)[:, -1], self.out[:, -1])
+
+    @cached_property
     def influence(self) -> Tensor:
         """Who depends on whom, `[T, T]`; inputs are small, so that no weight is 0 but by a mask."""
         with failing(f"x {list(self.x[:1].shape)} with gradients"):

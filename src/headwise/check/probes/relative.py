@@ -66,10 +66,8 @@ def _idle(ctx: ProbeContext) -> Finding | None:
     name = next((one for one in tables if HELD.search(one.split(".")[-1].lower())), None)
     if name is None or not is_called(module, name, {*names_called(module)}):
         return None
-    earlier, last = ctx.x[:, :-1], ctx.x[:, -1:]
-    turned = ctx.call(torch.cat((earlier.flip(1), last), 1))[:, -1]
-    others = ctx.call(torch.cat((earlier + 1, last), 1))[:, -1]
-    idle = ctx.near(turned, ctx.out[:, -1]) and not ctx.near(others, ctx.out[:, -1])
+    others = ctx.call(torch.cat((ctx.x[:, :-1] + 1, ctx.x[:, -1:]), 1))[:, -1]
+    idle = ctx.orderless and not ctx.near(others, ctx.out[:, -1])
     return found("relative", "idle", name=name) if idle else None
 
 

@@ -22,9 +22,9 @@ from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
 from .on_cpu import OnCPU, wants_gpu
 from .signatures import (
+    counted_in,
     entry,
     insisted,
-    is_counted,
     is_left_to_callers,
     signature,
     source_of,
@@ -146,8 +146,7 @@ class Caller:
         parameters = signature(call)
         self.parameters = {p.name: p for p in parameters}
         self.roles = {name: calling_role(name) or "" for name in self.parameters}
-        code = source_of(call)
-        self.roles |= {name: "lengths" for name in self.parameters if is_counted(code, name)}
+        self.roles |= dict.fromkeys(counted_in(source_of(call)) & {*self.parameters}, "lengths")
         flags = [name for name, p in self.parameters.items() if _is_flag(p)]
         self.roles |= {n: "causal" for n in flags if self.roles[n] in ("mask", "padding")}
         several = [n for n, p in self.parameters.items() if OF_DICTS.match(str(p.annotation))]

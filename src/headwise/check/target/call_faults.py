@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
-from .errors import is_users
+from .errors import is_users, users_frames
 from .introspect import numbers_in
-from .signatures import signature
 
 LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
@@ -62,8 +61,7 @@ def own_areas(subject: Target) -> list[int]:
     if subject.module is None:
         return []
     squares = [int(side) ** 2 for side in numbers_in(subject.module, SIDES.pattern)]
-    given = {one.name: one.default for one in signature(type(subject.module))} | subject.arguments
-    sides = (value for name, value in given.items() if SIDES.search(name.lower()))
+    sides = (value for name, value in subject.settings.items() if SIDES.search(name.lower()))
     squares += [side**2 for side in sides if type(side) is int]
     held = (pair for one in subject.module.modules() for pair in vars(one).items())
     several = [value for name, value in held if SIDES.search(name) and _is_sides(value)]
@@ -100,7 +98,7 @@ def of_guess(subject: Target, error: BaseException) -> bool:
     layer itself refuses."""
     if isinstance(error, UnusableResult):
         return False
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    frames = users_frames(error)
     if not frames or OTHER_AXES.search(str(error)) or refuses(error):
         return True
     if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
@@ -131,9 +129,7 @@ def is_miscalled(subject: Target, error: BaseException) -> bool:
 def spoken(caller: Caller, error: BaseException) -> list[str]:
     """The arguments that were left out and that the failing line of somebody's file speaks of."""
     every = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in every if is_users(f.filename)] or [
-        f for f in every if "/torch/" not in f.filename
-    ]
+    frames = users_frames(error) or [f for f in every if "/torch/" not in f.filename]
     words = set(re.findall(r"\w+", frames[-1].line or "")) if frames else set[str]()
     left = [n for n in caller.parameters if not caller.required(n) and n not in caller.inputs]
     return [name for name in left if name in words]
@@ -179,7 +175,7 @@ def makes_tensors(call: Callable[..., Any] | None) -> bool:
 def wants_kernel(error: BaseException) -> bool:
     """Whether a call fails for a kernel that only a GPU runs, where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.line or "" for frame in frames if is_users(frame.filename)]
+    lines = [frame.line or "" for frame in users_frames(error)]
     asks = lines and re.search(r"torch\.cuda\.(device|stream|synchronize)\(", lines[-1])
     return not torch.cuda.is_available() and bool(
         asks or any("/triton/" in frame.filename for frame in frames)

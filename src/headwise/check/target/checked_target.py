@@ -21,6 +21,7 @@ from .errors import Broken
 from .fills import Fill
 from .introspect import is_called, layer_of, names_called, set_dropout
 from .names import is_known
+from .signatures import signature
 
 ENOUGH = 64
 """More tokens than these are not given to see what is used."""
@@ -89,6 +90,11 @@ class Target:
     def most_tokens(self) -> int:
         """Tokens of a call that fits the context; `TOKENS` where the context is not known."""
         return self.room or self.context_length or TOKENS
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of its constructor by name: as given, else by default."""
+        return {one.name: one.default for one in signature(type(self.module))} | self.arguments
 
     @property
     def guesses(self) -> list[str]:

@@ -75,6 +75,11 @@ def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
             yield f"; {name} takes {value.in_features} features"
 
 
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of somebody's own files that an error came through, the innermost last."""
+    return [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+
+
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor ours."""

@@ -226,16 +226,17 @@ def _read(factory: Any) -> str:
     return inspect.getsource(factory)
 
 
-def is_counted(code: str, name: str) -> bool:
-    """Whether places are compared with an argument that has a number for each sequence.
+@functools.lru_cache(maxsize=64)  # a caller is made anew for every call of some probes
+def counted_in(code: str) -> frozenset[str]:
+    """What places are compared with, a number for each sequence.
 
-    >>> is_counted("keep = torch.arange(t)[None] < n_frames[:, None]", "n_frames")
-    True
+    >>> counted_in("keep = torch.arange(t)[None] < n_frames[:, None]")
+    frozenset({'n_frames'})
     """
     places = re.findall(r"(\w+) = torch\.arange\(", code)
     begin = rf"\b(?:{'|'.join(['arange', *places])})\b[^\n<>=]*"
-    each = rf"{name}(?:\[:, None\]|\.unsqueeze\((?:1|-1)\)|\.view\(-1, 1\)|\.reshape\(-1, 1\))"
-    return re.search(rf"{begin}[<>]=? *{each}", code) is not None
+    each = r"(\w+)(?:\[:, None\]|\.unsqueeze\((?:1|-1)\)|\.view\(-1, 1\)|\.reshape\(-1, 1\))"
+    return frozenset(re.findall(rf"{begin}[<>]=? *{each}", code))
 
 
 def is_read(target: Any, name: str) -> bool:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from .call_faults import of_guess, refuses
 from .checked_target import Target
-from .errors import is_users
+from .errors import is_users, users_frames
 from .fills import Fill, left_out
 from .layouts import SINGLE
 from .signatures import signature
@@ -340,7 +340,7 @@ def _goes_on_alone(subject: Target, names: list[str], error: BaseException) -> b
 
 def _line_of(error: BaseException) -> tuple[str, int]:
     """The file and the line of somebody's that an error came from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    frames = users_frames(error)
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 
