@@ -118,6 +118,16 @@ def test_a_function_is_called_as_is_shown() -> None:
         check(window, call=lambda f, x: 1 / 0)
 
 
+def made(dim: int, num_heads: int) -> nn.Module:
+    return Attention(dim, num_heads)
+
+
+def test_what_makes_a_layer_makes_it_for_the_call_that_is_shown() -> None:
+    verdict = check(made, call=lambda layer, x: layer({"x": x}))
+    assert verdict.passed, str(verdict)
+    assert verdict.subject == "made(dim=24, num_heads=3)"
+
+
 class OfMaps(nn.Module):
     """Its width is that of a map, with several numbers."""
 

@@ -23,6 +23,17 @@ def is_object(thing: Any) -> bool:
     return known and any("__call__" in vars(kind) for kind in inspect.getmro(type(thing))[:-1])
 
 
+def is_factory(thing: Any) -> bool:
+    """Whether all that it must be given has a name of a size: it makes what is to be checked.
+
+    >>> is_factory(lambda d_model, num_heads: nn.Identity()), is_factory(lambda q, k, v: q)
+    (True, False)
+    """
+    needed = [p for p in signature(thing) if p.default is p.empty and p.kind not in (2, 4)]
+    sizes = all(building_role(p.name, needed=True) is not None for p in needed)
+    return inspect.isclass(thing) or (sizes and not is_function_of_qkv(thing, {}))
+
+
 def is_function_of_x(thing: Any, width: int, arguments: dict[str, Any]) -> bool:
     """Whether it gives tensors for a tensor: its one argument has no name of a size."""
     required = [p for p in signature(thing) if p.default is p.empty and p.name not in arguments]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from .introspect import (
     names_called,
     own_sizes,
 )
-from .kinds import is_function_of_qkv, is_function_of_x, is_object
+from .kinds import is_factory, is_function_of_qkv, is_function_of_x, is_object
 from .masking import learn_causality
 from .memory import marked, unset_in
 from .names import building_role
@@ -110,7 +109,7 @@ def _of_callable(
 ) -> Target:
     sizes = request.sizes
     width = sizes.embed_dim or 24
-    if request.call is not None and not inspect.isclass(thing) and not arguments:
+    if request.call is not None and not arguments and not is_factory(thing):
         return _of_instance(thing, replace(request, sizes=replace(sizes, embed_dim=width)))
     if weights_taken(thing, arguments):
         return _of_weights(thing, arguments, request)
