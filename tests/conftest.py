@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -78,3 +79,16 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fresh.ready()
     monkeypatch.setattr(sandbox.subprocess, "Popen", fresh.Keeper)
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a checked file's import leaves behind is taken back; libraries that it brought stay."""
+    from headwise.check.target.errors import is_users
+
+    known = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in set(sys.modules) - known:
+        if is_users(getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
