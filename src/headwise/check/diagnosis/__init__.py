@@ -22,7 +22,7 @@ from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import names_in, numbers_in
-from .call_lines import LineCall, lines_of, recorded
+from .call_lines import LineCall, lines_of, lines_run, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
@@ -101,7 +101,7 @@ READ = {
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
 GIVEN = {"scale", "head-split", "definition", "rotary"}
-"""Those that the numbers answer, where the definition gives them."""
+"""Those that the numbers answer, where the definition gives them and the line was reached."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""
 
@@ -121,6 +121,9 @@ def run(subject: Target) -> list[Finding]:
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         thing = subject.caller.target
         judged = _run(subject, bool(lists), drops)
+        pair = [one for one in judged if one.severity == "error" and one.example is not None]
+        if len(pair) > 1 and any(True for _ in read_off(thing, "definition")):
+            judged = [one for one in judged if one not in pair]  # a line says more than two guesses
         early = [*_unused(subject, judged), *lists]
         dropping = [] if lists else dropping
         wrong = any(one.severity == "error" and one.rule != "definition" for one in judged)
@@ -128,7 +131,9 @@ def run(subject: Target) -> list[Finding]:
         findings = [*early, *judged, *dropping] if wrong else [*early, *dropping, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
         right = _is_right(findings)
-        read = [*read_off(thing, *(rule for rule in READ if not (right and rule in GIVEN)))]
+        known = lines_run(subject) if right else set[tuple[str, int]]()  # which can do no harm
+        of = ((rule, known if rule in GIVEN else ()) for rule in READ)
+        read = [one for rule, besides in of for one in read_off(thing, rule, besides=besides)]
         if any(one.rule == "scale" for one in read) and is_scaled_right(subject):
             read = [one for one in read if one.rule != "scale"]
         sure = {one.rule for one in read}  # whatever was made up

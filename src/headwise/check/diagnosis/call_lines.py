@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -107,6 +108,26 @@ def recorded(subject: Target, x: Tensor, dropless: bool = True) -> list[LineCall
     with contextlib.suppress(Exception), torch.no_grad(), calls:
         subject(x)
     return calls.made
+
+
+def lines_run(subject: Target) -> set[tuple[str, int]]:
+    """The lines of somebody's files that a call reaches."""
+    reached, before = set[tuple[str, int]](), sys.gettrace()
+
+    def follow(frame: FrameType, event: str, value: object) -> Any:
+        file = frame.f_code.co_filename
+        if event == "call" and not is_users(file):
+            return None
+        reached.add((file, frame.f_lineno))
+        return follow
+
+    sys.settrace(follow)
+    try:
+        with contextlib.suppress(Exception), torch.no_grad():
+            subject(subject.input())
+    finally:
+        sys.settrace(before)
+    return reached
 
 
 def lines_of(subject: Target, x: Tensor, rule: str, which: int = 0) -> str:

@@ -27,11 +27,15 @@ from .read_built import (
     worn_out,
 )
 from .read_caches import misaligned, stored_once
+from .read_ends import masks_beside, positions_beside, returns_nothing
+from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
 from .read_masks import (
     dropped_masks,
+    empty_bands,
     idle_flags,
     misread_by_fused,
     multiplied_masks,
+    of_queries_alone,
     padded_blocks,
     small_fills,
     tiled_masks,
@@ -356,15 +360,30 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (worn_out,),
+    "shape": (returns_nothing,),
     "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
-    "mask": (dropped_masks, tiled_masks, misread_by_fused, idle_flags),
-    "padding": (padded_blocks,),
+    "mask": (
+        dropped_masks,
+        tiled_masks,
+        misread_by_fused,
+        idle_flags,
+        masks_beside,
+        empty_bands,
+    ),
+    "padding": (padded_blocks, of_queries_alone),
     "cache": (misaligned, stored_once),
     "scale": (powers, whole_roots),
     "head-split": (viewed_heads, heads_apart),
-    "definition": (read_on, summed_apart, idle_permutes),
-    "rotary": (read_on_turned,),
+    "definition": (
+        read_on,
+        summed_apart,
+        idle_permutes,
+        shifted_twice,
+        joined_otherwise,
+        cut_otherwise,
+    ),
+    "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns,),
     "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),

@@ -55,11 +55,13 @@ def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         for number, line in enumerate(lines):
             target, value = line.targets[0], line.value
             hides = [target.slice] if isinstance(target, ast.Subscript) else []
-            if isinstance(value, ast.Call) and len(value.args) > 1:
-                filled = getattr(value.func, "attr", "").strip("_") == "masked_fill"
-                hides, value = (value.args[-2:-1], value.args[-1]) if filled else ([], value)
+            call = value if isinstance(value, ast.Call) and len(value.args) > 1 else None
+            filled = getattr(getattr(call, "func", None), "attr", "").strip("_") == "masked_fill"
+            if call is not None:
+                hides, value = (call.args[-2:-1], call.args[-1]) if filled else ([], value)
             zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
-            said = [*filter(is_mask, sorted(words_in(*hides)))] if zero and hides else []
+            words = sorted(words_in(*hides)) if zero and hides else []
+            said = [*filter(is_mask, words)] or words * filled  # what it fills by is a mask
             name = target_of(line)  # rows in which all is hidden may be filled with anything
             hidden = any(
                 target_of(one) == name and HIDES.search(ast.unparse(one))
@@ -89,12 +91,22 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
                 continue
             before = [one for one in lines[:number] if other and target_of(one) == other]
             after = [one for one in lines[number + 1 :] if target in words_in(one)]
-            if not other or (before and softmax_of(before[-1]) is not None):
+            if not other or (before and _are_shares(before[-1])):
                 code = "\n".join(map(ast.unparse, after))
                 if "/" not in code and "norm" not in code and "softmax" not in code:
                     yield "weights", line.lineno, {"name": mask}
             elif goes_into_softmax(target, after):
                 yield "scores", line.lineno, {"name": mask}
+
+
+def _are_shares(statement: ast.stmt) -> bool:
+    """Whether weights are made there: by a softmax, or `e / e.sum(-1, keepdim=True)`."""
+    value = getattr(statement, "value", None)
+    divides = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+    whole = ast.unparse(value.right) if isinstance(value, ast.BinOp) and divides else ""
+    name = word_of(value.left) if isinstance(value, ast.BinOp) else ""
+    by_hand = name != "" and re.match(rf"{name}\.sum\(|torch\.sum\({name}\b", whole) is not None
+    return softmax_of(statement) is not None or by_hand
 
 
 def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -165,3 +177,56 @@ def idle_flags(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             asks = building_role(name) == "causal"
             if kept and name in flags and asks and len(re.findall(rf"\b{kept}\b", source.text)) < 2:
                 yield "kept", line.lineno, {"name": name, "kept": kept}
+
+
+def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Padding that is laid along the queries, `[B, 1, T, 1]`, and along no keys: whole rows are
+    hidden, and padded keys are seen."""
+    for function in nodes(ast.FunctionDef, part):
+        made = {target_of(one): one.value for one in nodes(ast.Assign, function)}
+        laid = {name for name, value in made.items() if _is_column(value) and PADS.search(name)}
+        fills = [
+            one.args[-2]
+            for one in nodes(ast.Call, function)
+            if getattr(one.func, "attr", "").strip("_") == "masked_fill" and len(one.args) > 1
+        ]
+        handed = [
+            key.value
+            for one in nodes(ast.Call, function)
+            for key in one.keywords
+            if is_mask(key.arg or "")
+        ]
+        hides = [*fills, *handed]
+        for one in hides if len(hides) == 1 else ():
+            bare = one.operand if isinstance(one, ast.UnaryOp) else one
+            said = sorted(words_in(bare))
+            if word_of(bare) in laid or (_is_column(bare) and any(map(PADS.search, said))):
+                yield "rows", one.lineno, {"name": word_of(bare) or said[0]}
+
+
+PADS = re.compile("pad|valid|mask|^ok$|keep|real|present")
+"""Names of what tells real tokens from padding."""
+COLUMN = re.compile(
+    r"\[:, None, :, None\]$|\.unsqueeze\(1\)\.unsqueeze\((3|-1)\)$|"
+    r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
+)
+"""Code that lays one flag a token along the third of four axes."""
+
+
+def _is_column(value: ast.expr | None) -> bool:
+    return value is not None and COLUMN.search(ast.unparse(value)) is not None
+
+
+def empty_bands(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`(i - j > left) & (i - j < -right)`, which holds nowhere."""
+    for both in nodes(ast.BinOp, part):
+        sides = [one for one in (both.left, both.right) if isinstance(one, ast.Compare)]
+        if not isinstance(both.op, ast.BitAnd) or len(sides) != 2:
+            continue
+        ends = {type(one.ops[0]): one.comparators[0] for one in sides if len(one.ops) == 1}
+        low = ends.get(ast.Gt) or ends.get(ast.GtE)
+        high = ends.get(ast.Lt) or ends.get(ast.LtE)
+        same = ast.unparse(sides[0].left) == ast.unparse(sides[1].left)
+        below = isinstance(high, ast.UnaryOp) and isinstance(high.op, ast.USub)
+        if same and below and low is not None and word_of(low):
+            yield "empty", both.lineno, {"code": ast.unparse(both)}

@@ -12,7 +12,7 @@ from ..files.syntax import Source, nodes, pairs
 from ..target.introspect import SPEAKS_OF_ROPE
 from ..target.layouts import AXES
 from ..target.names import building_role
-from .read_pieces import LAYERS, Known, Said, of_self, products, sized, word_of
+from .read_pieces import LAYERS, WORKED_ON, Known, Said, of_self, products, sized, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
 PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
@@ -121,7 +121,8 @@ def heads_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`einsum("bhqk, bhvd -> bhqd")`, which sums k and v each by itself."""
+    """`einsum("bhqk, bhvd -> bhqd")`, which sums k and v each by itself; and weights that lose
+    an axis before they meet the values, as in `einsum("bhqk, bhkd -> bhkd")`."""
     for call in nodes(ast.Call, part):
         if not ast.unparse(call.func).endswith("einsum"):
             continue
@@ -135,6 +136,11 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         if all(len(one) == 1 for one in apart):
             one, two = (min(axis) for axis in apart)
             yield "apart", call.lineno, {"equation": equation, "one": one, "two": two}
+        for name, lone, kept in zip(call.args[1:], apart, axes[1::-1], strict=False):
+            weights = WORKED_ON.search(word_of(name).lower())
+            if weights and len(lone) == 1 and not all(apart) and kept == axes[2]:
+                words = {"equation": equation, "name": word_of(name), "one": min(lone)}
+                yield "alone", call.lineno, words
 
 
 def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -250,6 +256,9 @@ def _turned(axes: list[str]) -> list[str]:
 
 
 def _is_other_order(axes: list[str], order: list[str]) -> bool:
+    """Whether the same axes stand in another order, or `[B, N, C]` is read as `[B, C, H, W]`."""
+    if len(axes) == 3 and order[:2] == [axes[0], axes[2]] and "" not in order[:2]:
+        return len(order) > 2 and axes[1] not in order
     return "" not in order and sorted(axes) == sorted(order) and axes != order
 
 

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -147,13 +147,17 @@ def softmax_missing(subject: Target) -> list[Finding]:
     return [found("softmax", "none", line=quoted(scores[0].place))]
 
 
-def read_off(thing: Any, *rules: str) -> Iterator[Finding]:
+def read_off(
+    thing: Any, *rules: str, besides: Collection[tuple[str, int]] = ()
+) -> Iterator[Finding]:
     """What the source of a class, module or function tells, which need not be built or called for
-    it: on these rules, or on all that can be read."""
+    it: on these rules, or on all that can be read, but of some lines, by file and number."""
     for source, parts, known in _written(thing):
         for rule in rules or READERS:
             for reader, part in product(READERS[rule], parts):
                 for way, line, words in reader(part, source, known):
+                    if (source.file, line) in besides:
+                        continue
                     one = found(rule, way, **words, line=quoted((source.file, line)))
                     home = getattr(source.owner_at(line)[1], "name", "")
                     unbuilt = (rule, home) == ("runs", "__init__") and way in ABSENT

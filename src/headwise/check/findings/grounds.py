@@ -41,8 +41,17 @@ def weighed(
     """
     grounds = _grounds(named, called, built)
     guesses = [*called, *built] if "call" not in grounds else []
+    proved = {"causality"} if any(_shows_leak(one, grounds) for one in probed) else set[str]()
     for findings in (named, probed):
-        yield [one if _stands(one, grounds) else _unjudged(one, guesses) for one in findings]
+        yield [
+            one if _stands(one, grounds) or one.rule in proved else _unjudged(one, guesses)
+            for one in findings
+        ]
+
+
+def _shows_leak(one: Finding, grounds: set[Ground]) -> bool:
+    """Whether it says of causal attention that later tokens, by being there, change an output."""
+    return one.rule == "prefix" and one.severity == "error" and _stands(one, grounds)
 
 
 def _grounds(named: Sequence[Finding], called: Sequence[str], built: Sequence[str]) -> set[Ground]:

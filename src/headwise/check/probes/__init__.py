@@ -121,7 +121,8 @@ def run(subject: Target) -> list[Finding]:
         if one is None:
             continue
         results.append(one)
-        if rule in FIRST and one.severity == "error" and not _still_numbers(rule, ctx):
+        stops = one.severity == "error" or (rule == "deterministic" and one.severity == "skipped")
+        if rule in FIRST and stops and not _still_numbers(rule, ctx):
             stopped = rule
     return results
 

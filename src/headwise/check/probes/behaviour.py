@@ -23,6 +23,7 @@ from ..target.introspect import (
     written_code,
 )
 from ..target.masking import one_attends
+from .backward import wrong_backward
 from .probe_context import Failed, ProbeContext, failing
 
 NOTHING = 1e-12
@@ -273,7 +274,9 @@ def order(ctx: ProbeContext) -> Finding | None:
 
 
 def gradients(ctx: ProbeContext) -> Finding | None:
-    """Every parameter, and every head's part of it."""
+    """Every parameter, and every head's part of it; and a backward that somebody wrote."""
+    if (wrong := wrong_backward(ctx)) is not None:
+        return wrong
     own = ctx.exact.fresh()
     if own.module is None:
         return None

@@ -23,8 +23,9 @@ from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
-from .mask_effects import KINDS, OF_KEYS, Effect, best, effect, followed, forms
+from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms
 from .probe_context import Failed, ProbeContext, failing
+from .spans import spans
 
 BIASES = {"attn_bias", "attention_bias", "bias"}
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
@@ -42,7 +43,7 @@ WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
 
 def mask(ctx: ProbeContext) -> Finding | None:
     """A mask of any pattern hides exactly what it says."""
-    if (one := _unheeded(ctx) or _needed(ctx) or _bias(ctx.unflagged)) is not None:
+    if (one := _unheeded(ctx) or _needed(ctx) or _bias(ctx.unflagged) or spans(ctx)) is not None:
         return one
     ctx = ctx.unflagged
     caller, form = ctx.subject.caller, ctx.subject.mask_form
@@ -85,7 +86,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
         seen = best(ctx, name)
         if seen is not None and seen.right:
             right = passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
-            return _flat(ctx, seen.form) or right
+            return _flat(ctx, seen.form) or _returned(ctx, "padding", seen.form) or right
         for form, alone in forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
@@ -175,7 +176,7 @@ def _bias(ctx: ProbeContext) -> Finding | None:
 def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     """That a mask hides what its author's own words say may be seen, or the other way round."""
     target = ctx.subject.caller.target
-    said = "\n".join(said_of(one, form.argument) for one in (entry(target), type(target))).lower()
+    said = "\n".join(said_of(one, form.argument, True) for one in (entry(target), type(target))).lower()
     ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
     words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
     ones = (words[True] or words[False]) if not NUMBERS.search(said) else None
@@ -184,6 +185,25 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:
         return None
     return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
+
+
+def _returned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
+    """That weights which come back show a key as seen that the output does without."""
+    if form.kind not in KINDS or "B" not in form.shape:
+        return None
+    allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+    allowed[-1, :, HIDDEN] = False
+    allowed = allowed.tril() if ctx.subject.causal else allowed
+    given = {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+    with contextlib.suppress(Failed):
+        weights = ctx.result(ctx.x, **given).weights
+        if weights is None or weights.ndim < 3 or len(weights) != len(ctx.x):
+            return None
+        shown = weights[-1, ..., HIDDEN]
+        whole = ctx.near(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+        if whole and float(shown.max()) > 0.01 / ctx.tokens:
+            return found(rule, "returned", name=form.argument)
+    return None
 
 
 def _masked(subject: Target, allowed: Tensor) -> Target:
@@ -218,7 +238,7 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
         if other is not None:
             return other
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
-        return _turned(ctx, rule, seen.form) or right
+        return _turned(ctx, rule, seen.form) or _returned(ctx, rule, seen.form) or right
     if not seen.any and _is_of_another(ctx.subject.caller, name):
         return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:

@@ -261,7 +261,8 @@ def _of_another(pair: Pair, x: Tensor) -> Finding | None:
     others = [(i, j) for (i, j), k in of.items() if k not in (i, j)]
     keys = [(i, j) for i, j in of if i != j] if all(k == j for (_, j), k in of.items()) else []
     for i, j in [*others, *keys][:1]:
-        if not set(_made_of(without[i, j], x)) <= {i, j} or not (others or _is_query(pair, added)):
+        apart = set(_made_of(without[i, j], x)) - {i, j, of[i, j]}
+        if apart or not (others or _is_query(pair, added)):
             return None
         following = all(j > i + 1 and of[i, j] == i + 1 for i, j in others)
         masked = any(pair.layer.caller.named(role) for role in ("mask", "causal", "padding"))

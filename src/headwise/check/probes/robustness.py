@@ -34,13 +34,19 @@ GIVEN = 0.25
 """A share to drop that no other is taken for."""
 
 
+DRAWN = re.compile("noise|generator|^rng$|rng_key")
+"""Names of arguments that are drawn where they are left out."""
+
+
 def deterministic(ctx: ProbeContext) -> Finding | None:
     """Twice the same in eval mode."""
     for subject in (ctx.exact, ctx.exact.dropping()):
         if subject is not None:
             first, second = (ctx.call(ctx.x, subject).nan_to_num() for _ in range(2))
             if not ctx.near(first, second):
-                return found("deterministic", "differs")
+                left = [n for n in subject.caller.parameters if DRAWN.search(n.lower())]
+                said = f"It draws numbers where {' and '.join(left)} is not given."
+                return skipped("deterministic", said) if left else found("deterministic", "differs")
     if (kept := _kept(ctx)) is not None and not ctx.near(*kept):
         return found("deterministic", "kept")
     return passed("deterministic")

@@ -68,6 +68,10 @@ OF_DICTS = re.compile(r"(typing\.)?([Oo]ptional\[)?(typing\.)?([Dd]ict|Mapping)\
 """Annotations of what holds several tensors by name: masks of several kinds, or all inputs."""
 
 
+OWN_QUERIES = re.compile("slot|seed|latent|quer(y|ies)|probes?$|induc|anchor")
+"""Names of numbers of queries that a layer makes itself."""
+
+
 @dataclass(frozen=True)
 class MaskForm:
     """How a mask is understood: by which argument, as what, in which shape."""
@@ -384,8 +388,10 @@ class Caller:
 
 
 def _apart(out: Tensor, q: Tensor) -> Tensor:
-    """`[B, H, T, D]` of what a function of such a q gives where it merges the heads, `[B, T, H·D]`;
-    anything else as it is."""
+    """`[B, H, T, D]` of what a function of such a q gives where it merges the heads, `[B, T, H·D]`,
+    or puts them behind the tokens; anything else as it is."""
+    if out.ndim == q.ndim == 4 and out.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]):
+        return out.transpose(1, 2)
     merged = out.ndim == 3 and q.ndim == 4 and out.shape[:2] == (q.shape[0], q.shape[2])
     if not merged or out.shape[2] % q.shape[1]:
         return out
@@ -394,11 +400,13 @@ def _apart(out: Tensor, q: Tensor) -> Tensor:
 
 def _learnt_queries(target: Any) -> set[int]:
     """How many queries of its own a layer may have: the rows of an embedding, or of a parameter
-    `[K, E]` or `[1, K, E]` of no other layer."""
+    `[K, E]` or `[1, K, E]` of no other layer, or a number of them that it holds."""
     parts = [*target.modules()] if isinstance(target, nn.Module) else []
     own = [p for p in parts if isinstance(p, nn.Embedding) or "torch." not in type(p).__module__]
     tables = [table for one in own for table in one.parameters(recurse=False) if table.ndim > 1]
-    return {table.shape[-2] for table in tables if table.shape[:-2] in ((), (1,))}
+    rows = {table.shape[-2] for table in tables if table.shape[:-2] in ((), (1,))}
+    held = vars(target).items() if isinstance(target, nn.Module) else ()
+    return rows | {value for name, value in held if OWN_QUERIES.search(name) and type(value) is int}
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:

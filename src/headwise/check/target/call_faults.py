@@ -23,11 +23,12 @@ LONGEST = 400
 AREAS = (16, 10)
 """Tokens of the windows that a constructor gets here."""
 
-SIDES = re.compile("window|map_size|height|grid|resolution|image_size|block_size")
+SIDES = re.compile("window|(^|_)win($|_)|map_size|height|grid|resolution|image_size|block_size")
 """Names of what windows and maps are wide and high."""
 OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
-    r"number of dims|must be \d-?D|No query sequence|to have \d+ channels"
+    r"number of dims|must be \d-?D|No query sequence|to have \d+ channels|"
+    r"maximum size for tensor at dimension"
 )
 _OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel size|too small")
 """What is said where a map's sides do not suit."""

@@ -19,7 +19,7 @@ from .call_adapter import USUAL, Caller, MaskForm, Result, stacked, tensors_in
 from .copies import copied, randomise
 from .errors import Broken
 from .fills import Fill
-from .introspect import is_called, layer_of, names_called, set_dropout
+from .introspect import is_called, layer_of, names_called, own_backwards, set_dropout
 from .names import is_known
 from .signatures import signature
 
@@ -235,7 +235,7 @@ class Target:
     def influence(self, x: Tensor) -> Tensor:
         """`[T, T]`: how strongly output token i depends on input token j; 0 where not at all.
 
-        By the Jacobian where there are gradients, otherwise by nudging the inputs.
+        By the Jacobian where there are gradients that nobody wrote, otherwise by nudging the inputs.
         """
         x = x[:1].detach()
         try:
@@ -246,7 +246,7 @@ class Target:
 
     def _jacobian(self, x: Tensor) -> Tensor | None:
         tokens, out = x.shape[1], self(x)
-        if not out.requires_grad:
+        if not out.requires_grad or any(True for _ in own_backwards(out)):
             return None
         draw = torch.Generator().manual_seed(self.seed + 1)
         along = torch.randn(out.shape[-1], generator=draw, dtype=torch.float64).to(out)
@@ -256,7 +256,7 @@ class Target:
             slope = torch.autograd.grad(of, x, retain_graph=True, allow_unused=True)[0]
             if slope is not None:
                 found[i] = slope[0].detach().double().norm(dim=-1)
-        return found
+        return found if found.any() else None
 
     def _nudged(self, x: Tensor) -> Tensor:
         tokens, base = x.shape[1], self(x).detach()

@@ -307,7 +307,8 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
     other = bool(errors) and (OTHER_AXES.search(str(errors[0])) is not None or of_maps(subject))
     maps = (layout,) if "H" in layout.axes else MAPS if other else ()
     for sizes in ((), areas or AREAS):
-        yield from (Way(axes, size, only=True) for size in sizes for axes in maps)
+        every = (*maps, layout) if areas and not maps else maps
+        yield from (Way(axes, size, only=True) for size in sizes for axes in every)
         said = dict.fromkeys(size for error in errors for size in sizes_in(error))
         new = [size for size in said if size <= LONGEST and size not in known][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))

@@ -17,7 +17,7 @@ from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
 from .construct import name_of
-from .errors import Broken
+from .errors import Broken, users_frames
 from .fills import left_out
 from .first_call import mixes, open_forms, steady_form
 from .learnt import learn
@@ -70,6 +70,12 @@ def of_function(
     return subject
 
 
+def _reached(error: BaseException) -> int:
+    """How far a call came: the line of a function of somebody's, the first of it, that failed."""
+    frames = users_frames(error)
+    return frames[0].lineno or 0 if frames else 0
+
+
 def _projections(embed: int, heads: int, groups: int, dim: int, seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed + 2)
     rows = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -86,7 +92,7 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
     Args:
         guessed: whether sizes that it gets beside them are a guess.
     """
-    errors: list[BaseException] = []
+    errors: list[tuple[str, BaseException]] = []
     chosen: Target | None = None
     missing = subject.caller.missing()
     tables = [name for name in subject.caller.tables if not subject.caller.required(name)]
@@ -105,7 +111,7 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
             trial(trial.input())
             goes = mixes(trial)[0]
         except Exception as error:
-            errors.append(error)
+            errors.append((axes, error))
             continue
         chosen = trial if goes or chosen is None else chosen
         if goes:
@@ -113,7 +119,9 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
     if chosen is not None:
         steady_form(chosen)
     else:
-        error, shape = errors[0], [BATCH, subject.num_heads, TOKENS, subject.head_dim]
+        axes, error = max(errors, key=lambda one: _reached(one[1]))
+        sizes = {"B": BATCH, "H": subject.num_heads, "T": TOKENS, "D": subject.head_dim}
+        shape = [sizes[axis] for axis in re.findall(r"\w", AXES[axes])]
         if missing:
             raise ValueError(
                 f"check({subject.name}): what it wants for {', '.join(missing)} cannot be worked "

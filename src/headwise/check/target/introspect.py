@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from ...layers.rope import RoPE
 from .errors import is_users
@@ -288,3 +289,18 @@ def input_width(module: nn.Module) -> int | None:
 def matrix_width(module: nn.Module) -> int | None:
     """The same where matrices are written raw, as `x @ W`."""
     return next((p.shape[-2] for p in module.parameters() if p.ndim >= 2), None)
+
+
+def own_backwards(out: Tensor) -> Iterator[tuple[str, int]]:
+    """Functions with a backward of somebody's own that an output was made by, and how many inputs
+    each has."""
+    waiting, seen = [out.grad_fn], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions]
+        kind = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        if kind is not None and is_users(inspect.getsourcefile(kind) or ""):
+            yield kind.__name__, len(node.next_functions)

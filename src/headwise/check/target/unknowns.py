@@ -43,7 +43,7 @@ CERTAIN = "whatever it is"
 """The note on an error that no value of the unknown ones avoids."""
 STEADY = (TypeError, AttributeError, KeyError, IndexError, UnboundLocalError)
 """Errors that no other number would avoid."""
-OPEN = re.compile("Unknown|dtype|number of dimensions")
+OPEN = re.compile("Unknown|dtype|number of dimensions|maximum size for tensor")
 """What errors say of unknown values, and of axes that x may have as well."""
 WIDE = re.compile(r"normalized_shape=\[(\d+)\]|and (\d+)x\d+\)")
 """How errors speak of the features that a layer takes."""

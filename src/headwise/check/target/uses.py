@@ -107,16 +107,25 @@ def documented(factory: Callable[..., Any], name: str) -> Use | None:
     return None
 
 
-def said_of(thing: Any, name: str) -> str:
+def said_of(thing: Any, name: str, whole: bool = False) -> str:
     """What the docstring or a comment of a class or function says of an argument, line by line.
 
-    >>> said_of(said_of, "name")
-    ''
+    Args:
+        whole: with what stands below, further in.
+
+    >>> said_of(said_of, "whole")
+    'with what stands below, further in.'
     """
     code = source_of(thing)
     after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`*(?: *\([^)\n]*\)| [^:\n]{{0,40}})?:[ \t]+(.+)$"
+    if whole:
+        code = re.sub(rf"^([ \t]*)(.*\b{name}\b.*:.*(?:\n\1[ \t]+\S.*)+)", _joined, code, 0, re.M)
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
     return "\n".join(re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE))
+
+
+def _joined(paragraph: re.Match[str]) -> str:
+    return re.sub(r"\n[ \t]+", " ", paragraph[0])
 
 
 def as_config(factory: Callable[..., Any], name: str) -> Use | None:

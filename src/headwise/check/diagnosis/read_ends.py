@@ -1,0 +1,67 @@
+"""Read mistakes off the code of what a call takes in and gives back: what stands beside it in the
+file and is read in an argument's stead, and nothing that is returned. Readers are as in
+`read_code`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..files.syntax import Source, names, nodes
+from ..target.names import calling_role
+from .read_pieces import INNER, Known, Said, is_mask, word_of
+
+LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Raise)
+"""What gives a result, or none on purpose."""
+
+
+def returns_nothing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A forward that gives its last result a name, and returns nothing anywhere."""
+    for function in nodes(ast.FunctionDef, *getattr(kind, "body", ())):
+        *_, last = [one for one in function.body if not _prints(one)] or function.body
+        inner = {two for one in nodes(INNER, *function.body) for two in ast.walk(one)}
+        leaves = [one for one in ast.walk(function) if isinstance(one, LEAVES) and one not in inner]
+        value = last.targets[0] if isinstance(last, ast.Assign) else None
+        if function.name == "forward" and not leaves and isinstance(value, ast.Name):
+            yield "nothing", last.lineno, {"name": function.name, "value": value.id}
+
+
+def _prints(statement: ast.stmt) -> bool:
+    return ast.unparse(statement).startswith("print(")
+
+
+def masks_beside(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A mask of the file's, of one of its examples, that is read in the stead of an argument:
+    `padding_mask`, where `key_padding_mask` is handed in and never read."""
+    return (said for said in _beside(part, source) if is_mask(said[2]["name"]))
+
+
+def positions_beside(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """The same, of positions."""
+    said = _beside(part, source)
+    return (one for one in said if calling_role(one[2]["name"]) == "positions")
+
+
+def _beside(part: ast.stmt, source: Source) -> Iterator[Said]:
+    """What a function, or one that it calls, reads of the file where an argument of the same
+    meaning is never read."""
+    examples = {
+        word_of(target): str(line.lineno)
+        for line in source.tree.body
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call | ast.Compare)
+        for target in line.targets
+    }
+    for function in nodes(ast.FunctionDef, part):
+        read = names(*function.body)
+        unread = [one.arg for one in nodes(ast.arg, function) if one.arg not in read]
+        called = [source.definitions.get(name) for name in sorted(read)] if unread else []
+        for home in (function, *called):
+            if not isinstance(home, ast.FunctionDef):
+                continue
+            own = names(home, context=ast.Store) | {one.arg for one in nodes(ast.arg, home)}
+            for one in nodes(ast.Name, *home.body):
+                found = one.id in examples and one.id not in own
+                for name in unread if found else ():
+                    if one.id == name or (home is function and is_mask(name) and is_mask(one.id)):
+                        words = {"name": name, "other": one.id, "set": examples[one.id]}
+                        yield "beside", one.lineno, words

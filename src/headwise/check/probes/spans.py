@@ -1,0 +1,68 @@
+"""Probe arguments that say which tokens belong together: documents that are packed into one
+sequence, and a prompt that is read both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..findings.rules import found
+from ..findings.verdict import Finding
+from .probe_context import Failed, ProbeContext
+
+DOCUMENTS = re.compile(r"^(doc(ument)?s?|sample|example|pack(ing|ed)?)_?(ids?|idx|index)$")
+"""Names of what says to which document each token belongs."""
+PROMPT = re.compile(r"^(prefix|prompt)_?(len(gth)?s?|size|tokens)$|^n(um)?_(prefix|prompt)(_tokens)?$")
+"""Names of how many tokens are read both ways."""
+FIRST = 3
+"""Tokens of the first document, and of the prompt."""
+
+
+def spans(ctx: ProbeContext) -> Finding | None:
+    """What comes behind counts for nothing before it, where an argument keeps them apart."""
+    caller = ctx.subject.caller
+    for name in caller.parameters if caller.custom is None and ctx.tokens > FIRST + 1 else ():
+        way = "documents" if DOCUMENTS.search(name) else "prompt" if PROMPT.search(name) else ""
+        if way and (seen := _leaking(ctx, name, way)) is not None:
+            return found("mask", way, name=name, i=seen[0], j=seen[1])
+    return None
+
+
+def _leaking(ctx: ProbeContext, name: str, way: str) -> tuple[int, int] | None:
+    """An output that changes with a token of another document, or behind the prompt, where the
+    argument changes something at all; `(output, token)`."""
+    tokens = ctx.tokens
+    for one, other in _values(ctx, way):
+        try:
+            apart, together = (ctx.result(ctx.x, **{name: value}).out for value in (one, other))
+            if ctx.near(apart, together):
+                continue
+            changed = ctx.x.clone()
+            changed[:, FIRST:] = changed[:, FIRST:].flip(-1) + 1
+            before = ctx.result(changed, **{name: one}).out
+            if not ctx.near(before[:, :FIRST], apart[:, :FIRST]):
+                return 0, FIRST
+            changed = ctx.x.clone()
+            changed[:, :FIRST] = changed[:, :FIRST].flip(-1) + 1
+            after = ctx.result(changed, **{name: one}).out
+            if way == "documents" and not ctx.near(after[:, FIRST:], apart[:, FIRST:]):
+                return tokens - 1, 0
+            return None
+        except Failed:
+            continue
+    return None
+
+
+def _values(ctx: ProbeContext, way: str) -> Iterator[tuple[Tensor | int, Tensor | int]]:
+    """What keeps two parts of each sequence apart, and what keeps nothing apart."""
+    batch, tokens = ctx.x.shape[:2]
+    if way == "prompt":
+        yield torch.full((batch,), FIRST), torch.full((batch,), tokens)
+        yield FIRST, tokens
+        return
+    ids = (torch.arange(tokens) >= FIRST).long()
+    yield ids.expand(batch, -1), torch.zeros(batch, tokens, dtype=torch.long)
+    yield ids, torch.zeros(tokens, dtype=torch.long)
