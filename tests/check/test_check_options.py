@@ -271,7 +271,7 @@ class SumsOverQueries(Options):
 def test_weights_that_are_summed_over_the_queries() -> None:
     verdict = check(SumsOverQueries, width=24, heads=1)
     assert verdict.errors[0].rule == "softmax"
-    assert "summed over the queries" in verdict.errors[0].message
+    assert "summed with the values along another" in verdict.errors[0].message
 
 
 class MayHide(nn.Module):

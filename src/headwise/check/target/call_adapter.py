@@ -127,7 +127,8 @@ class Caller:
     role; `proven` are those of them that numbers have shown to be right; `start` is the position
     of the first token, and `usual` the layout that the target itself says. A `pooled` output is
     one for all tokens, or one for each of the layer's own queries, and stands for that of each. In
-    a `turned` call x is the second sequence that the target takes.
+    a `turned` call x is the second sequence that the target takes. Heads that come back `behind`
+    the tokens went in before them.
     """
 
     target: Callable[..., Any]
@@ -144,6 +145,7 @@ class Caller:
     settled: bool = False
     pooled: bool = False
     turned: bool = False
+    behind: bool = False
 
     def __post_init__(self) -> None:
         call = entry(self.target)
@@ -373,7 +375,12 @@ class Caller:
             none = "None (is a `return` missing?)"
             said = none if raw is None else f"a {type(raw).__name__} without a tensor"
             raise UnusableResult(f"returns {said}")
-        tensors = [(t, self.layout.back(t) if t.ndim == turned else _apart(t, x)) for t in found]
+        if x.ndim == 4 and x.shape[1] != x.shape[2]:  # else it cannot be seen
+            self.behind = found[0].shape[:3] == (x.shape[0], x.shape[2], x.shape[1])
+        behind = self.behind
+        tensors = [
+            (t, self.layout.back(t) if t.ndim == turned else _apart(t, x, behind)) for t in found
+        ]
         fits = [(t, y) for t, y in tensors if y.ndim == x.ndim and tuple(y.shape[:-1]) == lead]
         if self.pooled and x.ndim == 3:
             alone = [t for t in found if self.pools(t.shape, lead)]
@@ -387,10 +394,10 @@ class Caller:
         return Result(out, next(weights, None), raw)
 
 
-def _apart(out: Tensor, q: Tensor) -> Tensor:
+def _apart(out: Tensor, q: Tensor, turned: bool) -> Tensor:
     """`[B, H, T, D]` of what a function of such a q gives where it merges the heads, `[B, T, H·D]`,
     or puts them behind the tokens; anything else as it is."""
-    if out.ndim == q.ndim == 4 and out.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]):
+    if turned and out.ndim == q.ndim == 4:
         return out.transpose(1, 2)
     merged = out.ndim == 3 and q.ndim == 4 and out.shape[:2] == (q.shape[0], q.shape[2])
     if not merged or out.shape[2] % q.shape[1]:

@@ -119,7 +119,8 @@ def said_of(thing: Any, name: str, whole: bool = False) -> str:
     code = source_of(thing)
     after = rf"^[ \t#*:\"'-]*(?:param +)?`*{name}`*(?: *\([^)\n]*\)| [^:\n]{{0,40}})?:[ \t]+(.+)$"
     if whole:
-        code = re.sub(rf"^([ \t]*)(.*\b{name}\b.*:.*(?:\n\1[ \t]+\S.*)+)", _joined, code, 0, re.M)
+        below = rf"^([ \t]*)(?:[#*:\"'-]+ *)?(?:param +)?`*{name}\b.*:.*(?:\n\1[ \t]+\S.*)+"
+        code = re.sub(below, _joined, code, count=0, flags=re.MULTILINE)
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
     return "\n".join(re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE))
 
