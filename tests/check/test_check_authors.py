@@ -53,7 +53,46 @@ MENDED = {
     "b23": {"softmax(scores, dim=-1)": "softmax(scores, dim=1)"},
     "b31": {"(0, self.n_memory)": "(self.n_memory, 0)"},
     "b33": {"normalize(q) @ F.normalize(k)": "normalize(q, dim=-1) @ F.normalize(k, dim=-1)"},
+    "b10": {
+        "o = torch.roll(o, shifts=(-self.shift, -self.shift)": (
+            "o = torch.roll(o, shifts=(self.shift, self.shift)"
+        )
+    },
+    "b13": {"x.reshape(B, C, H, W)": "x.transpose(1, 2).reshape(B, C, H, W)"},
     "b40": {"freqs.repeat_interleave(2, dim=-1)": "torch.cat((freqs, freqs), dim=-1)"},
+    "c01": {
+        "y = torch.roll(y, shifts=(-self.shift, -self.shift)": (
+            "y = torch.roll(y, shifts=(self.shift, self.shift)"
+        )
+    },
+    "c02": {"c -> b (ph nh) (pw nw) c": "c -> b (nh ph) (nw pw) c"},
+    "c03": {"reshape(B, W, H, C).permute(0, 3, 1, 2)": "reshape(B, W, H, C).permute(0, 3, 2, 1)"},
+    "c04": {"dy * win + dx": "dy * (2 * win - 1) + dx"},
+    "c06": {"x.reshape(B, C, H, W)": "x.transpose(1, 2).reshape(B, C, H, W)"},
+    "c07": {
+        "row_w, col_w = weight[..., :w], weight[..., w:]": (
+            "col_w, row_w = weight[..., :h], weight[..., h:]"
+        )
+    },
+    "c08": {"mask * self.NEG": "(1 - mask) * self.NEG"},
+    "c15": {"(back > left) & (back < -right)": "(back > left) | (back < -right)"},
+    "c17": {"x[:, :, :-1]": "x[:, :, 1:]"},
+    "c21": {"masked_fill(~clicked, 0.0)": "masked_fill(~clicked, -1e9)"},
+    "d01": {"1e-9)": "-1e9)"},
+    "d07": {"(1.0 - mask) * -10000.0": "mask * -10000.0"},
+    "d08": {"acc = acc + p @ vb": "acc = acc * fix + p @ vb"},
+    "d11": {
+        "alpha = torch.exp(energy)": "alpha = torch.exp(energy) * mask",
+        "        alpha = alpha * mask\n": "",
+    },
+    "d12": {"return attentional, align": "return attentional, weights"},
+    "d15": {"is_prompt.unsqueeze(2)": "is_prompt.unsqueeze(1)"},
+    "d16": {
+        "local = (causal & (back < self.window))[None, None]": (
+            "local = (causal & same_doc & (back < self.window))[:, None]"
+        )
+    },
+    "d29": {"view(B, 1, L, 1)": "view(B, 1, 1, L)"},
 }
 """What mends a layer: with it nothing may be found any more."""
 
@@ -80,7 +119,7 @@ def test_most_is_named() -> None:
     real = [row[0] for row in ROWS if row[0] != "right"]
     assert real.count("named") >= 0.75 * len(real)
     assert real.count("missed") <= 0.25 * len(real)
-    assert len(ROWS) - len(real) == 20
+    assert len(ROWS) - len(real) == 36
 
 
 @pytest.mark.parametrize("file", MENDED)

@@ -48,12 +48,14 @@ def joined_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             other = {key: said for key, said in fresh.items() if key in cut and cut[key] != said}
             other = {key: one for key, one in other.items() if one not in joined.get(key, ())}
             if len(other) == 1 and len(fresh) == 1:
-                (key, said), = other.items()
+                ((key, said),) = other.items()
                 yield "cut", call.lineno, {"said": said, "other": cut[key]}
             for key, said in fresh.items():
                 cut[key] = said
-            turned = {k: said for k, said in right.items() if k not in left and cut.get(k, said) != said}
-            if len(turned) == 2:
+            turned = {
+                k: said for k, said in right.items() if k not in left and cut.get(k, said) != said
+            }
+            if len(turned) == 2 and "(" in _pattern(call).split("->")[0]:  # windows, put back
                 (key, said), *_ = turned.items()
                 yield "joined", call.lineno, {"said": said, "other": cut[key]}
             for key, said in right.items():

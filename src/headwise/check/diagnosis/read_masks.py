@@ -43,7 +43,8 @@ def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             *_, mask, value = call.args
             number = number_of(value, known)
             small = number is not None and 0 < abs(number) < 0.01
-            if small and (said := [*filter(is_mask, sorted(words_in(mask)))]):
+            words = sorted(words_in(mask))
+            if small and (said := [*filter(is_mask, words)] or words):
                 yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
@@ -190,6 +191,9 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             for one in nodes(ast.Call, function)
             if getattr(one.func, "attr", "").strip("_") == "masked_fill" and len(one.args) > 1
         ]
+        code = ast.unparse(function) if fills else source.text
+        if not LAST_AXIS.search(code) or OTHER_AXIS.search(code):
+            continue
         handed = [
             key.value
             for one in nodes(ast.Call, function)
@@ -200,7 +204,8 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
         for one in hides if len(hides) == 1 else ():
             bare = one.operand if isinstance(one, ast.UnaryOp) else one
             said = sorted(words_in(bare))
-            if word_of(bare) in laid or (_is_column(bare) and any(map(PADS.search, said))):
+            whole = isinstance(bare, ast.Subscript | ast.Call) and _is_column(bare)
+            if word_of(bare) in laid or (whole and any(map(PADS.search, said))):
                 yield "rows", one.lineno, {"name": word_of(bare) or said[0]}
 
 
@@ -211,6 +216,11 @@ COLUMN = re.compile(
     r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
 )
 """Code that lays one flag a token along the third of four axes."""
+
+
+LAST_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-1|3)\)|softmax\(.*dim=(-1|3)\)")
+OTHER_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-2|1|2)\)|softmax\(.*dim=(-2|1|2)\)")
+"""Softmaxes whose keys lie last, and others."""
 
 
 def _is_column(value: ast.expr | None) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.errors import Broken, told
+from ..target.errors import Broken, told, users_frames
 from ..target.functions import weights_taken
 from .alone import Absent, alone
 from .syntax import Source, names
@@ -250,6 +250,13 @@ def _no_python(error: Exception) -> Finding:
     return found("file-syntax", "text", error=error)
 
 
+def _library_that_fails(error: BaseException) -> str:
+    """The library in whose own files an import of somebody's ends; else nothing."""
+    own, every = users_frames(error), traceback.extract_tb(error.__traceback__)
+    said = re.match(r"(?:import|from) (\w+)", own[-1].line or "") if own else None
+    return said[1] if said and "site-packages" in every[-1].filename else ""
+
+
 def _failed_import(error: BaseException, path: Path) -> Finding:
     said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ")
     name, way = getattr(error, "name", None) or "", "other"
@@ -263,6 +270,8 @@ def _failed_import(error: BaseException, path: Path) -> Finding:
         way = "name"
     elif isinstance(error, EOFError):
         way = "input"
+    elif package := _library_that_fails(error):
+        name, way = package, "library"
     words = {"name": name, "python": sys.executable, "line": _line_of(error, path)}
     return found("file-import", way, error=said, **words)
 

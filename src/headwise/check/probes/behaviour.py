@@ -48,6 +48,10 @@ IN_ORDER = re.compile(
 )
 """What code speaks of that reads the order of tokens, or may."""
 
+REACHES = re.compile(
+    r"local|band|neighbo|left|right|radius|span|dilat|attn_len|look_?(back|ahead)|reach"
+)
+"""Names of how far tokens see, or of attention in which they see so far."""
 STOPPED = re.compile("detach|no_grad|stop_grad|inference_mode|requires_grad")
 """Code that stops gradients on purpose."""
 BENT = re.compile("norm|gelu|relu|silu|gate|act", re.IGNORECASE)
@@ -168,6 +172,8 @@ def past_used(ctx: ProbeContext) -> Finding | None:
     pairs = (unseen.tril() if ctx.subject.causal else unseen).nonzero().tolist()
     if not pairs:
         return passed("past-used")
+    if _is_band(unseen) and named(ctx, REACHES):
+        return skipped("past-used", "A band hides tokens that are far away.")
     total = ctx.tokens * (ctx.tokens + 1) // 2 if ctx.subject.causal else unseen.numel()
     i, j = pairs[0]
     which = f"token {j} ({len(pairs)} such pairs of {total})"
@@ -176,6 +182,18 @@ def past_used(ctx: ProbeContext) -> Finding | None:
     elif len(pairs) >= total - ctx.tokens:
         which = "any other token"
     return found("past-used", "unseen", i=i, which=which)
+
+
+def _is_band(unseen: Tensor) -> bool:
+    """Whether each token sees those that are near it, as many on each side as any other does."""
+    tokens = len(unseen)
+    places = torch.arange(tokens)
+    away = places[:, None] - places
+    near = [not bool(unseen[away == gap].any()) for gap in range(1 - tokens, tokens)]
+    far = [bool(unseen[away == gap].all()) for gap in range(1 - tokens, tokens)]
+    whole = all(one != two for one, two in zip(near, far, strict=True))
+    seen = [gap for gap, one in zip(range(1 - tokens, tokens), near, strict=True) if one]
+    return whole and 0 in seen and len(seen) > 2 and seen[-1] - seen[0] == len(seen) - 1
 
 
 def prefix(ctx: ProbeContext) -> Finding | None:

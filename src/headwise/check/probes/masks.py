@@ -176,7 +176,9 @@ def _bias(ctx: ProbeContext) -> Finding | None:
 def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     """That a mask hides what its author's own words say may be seen, or the other way round."""
     target = ctx.subject.caller.target
-    said = "\n".join(said_of(one, form.argument, True) for one in (entry(target), type(target))).lower()
+    said = "\n".join(
+        said_of(one, form.argument, True) for one in (entry(target), type(target))
+    ).lower()
     ones_seen = {"may": True, "ones": True, "hidden": False, "later": False}.get(form.kind)
     words = {seen: pattern.search(said) for seen, pattern in SAID.items()}
     ones = (words[True] or words[False]) if not NUMBERS.search(said) else None

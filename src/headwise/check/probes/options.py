@@ -37,7 +37,7 @@ KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 SECONDS = 1.0
 """How long options are tried."""
 BLOCKS = re.compile(
-    r"(block|chunk|tile)_?(size|len)|^(block|chunk|tile)s?$|^(q|k|kv|key|query)_?(block|chunk)"
+    r"(block|chunk|tile|bucket)_?(size|len)|^(block|chunk|tile|bucket)s?$|^(q|k|kv|key|query)_?(block|chunk)"
 )
 """Names of how many keys are taken at once."""
 BLOCK = 3
@@ -60,14 +60,20 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     Args:
         kept: the rules that it keeps as it is.
     """
+    if subject.projections is not None and "definition" in kept and not subject.guesses:
+        return next((_with(changes, one) for changes, one in _in_blocks(subject)), None)
     if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
         return None
     if isinstance(subject.roles.get("window"), tuple):  # chosen here; one may want a square
         return None
     for changes, one in _found(subject, kept):
         if one is not None:
-            return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
+            return _with(changes, one)
     return None
+
+
+def _with(changes: dict[str, Any], one: Finding) -> Finding:
+    return replace(one, message=f"With {shown(changes)}: {one.message}", ground="any")
 
 
 def _found(
@@ -211,18 +217,31 @@ def _in_blocks(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:
     """That the same weights give something else where keys are taken in smaller blocks, though
     every token still sees those that it saw: what was summed up before is not rescaled."""
     plain, x = subject.unmasked(), subject.input()
-    for parameter in signature(type(subject.module)):
-        name, size = parameter.name, subject.arguments.get(parameter.name, parameter.default)
+    called, given = subject.projections is not None, subject.arguments | subject.caller.extra
+    made = [*subject.caller.parameters.values()] if called else signature(type(subject.module))
+    for parameter in made:
+        name, size = parameter.name, given.get(parameter.name, parameter.default)
         if not BLOCKS.search(name.lower()) or type(size) is not int or size < x.shape[1]:
             continue
         with contextlib.suppress(Exception):  # it may have no room for what goes in
-            built = subject.rebuilt(**{name: BLOCK})
-            own = None if built is None or built.module is None else plain.alike(built.module)
+            own = _cut(plain, name) if called else _rebuilt(plain, name)
             if own is None or torch.allclose(own(x), plain(x), atol=1e-4, rtol=1e-3):
                 continue
             here, there = (one.influence(0.1 * x) > 0 for one in (plain, own))
             if torch.equal(here, there):
                 yield {name: BLOCK}, found("definition", "blocks", name=name, usual=size)
+
+
+def _cut(function: Target, name: str) -> Target:
+    """A function that takes its keys in smaller blocks."""
+    caller = function.caller
+    return replace(function, caller=replace(caller, extra=caller.extra | {name: BLOCK}))
+
+
+def _rebuilt(layer: Target, name: str) -> Target | None:
+    """The same for a layer, with its weights."""
+    built = layer.rebuilt(**{name: BLOCK})
+    return None if built is None or built.module is None else layer.alike(built.module)
 
 
 def _misscaled(subject: Target, changes: dict[str, Any]) -> Finding | None:

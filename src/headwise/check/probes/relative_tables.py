@@ -18,7 +18,7 @@ from ..target.introspect import layer_of, names_called
 from ..target.names import parts_of
 
 SAYS = re.compile(
-    r"relativ|(?<![a-z])rel_|(?<![a-z])rel(?=[.]|$)|_rel_|relpos|relemb|skew|distance|alibi"
+    r"relativ|(?<![a-z])rel_|(?<![a-z])rel(?=[.]|$)|_rel_|relpos|relemb|skew|distance|alibi|bias_table"
 )
 """Names of tables and modules that hold relative positions."""
 OF_CLASS = re.compile(r"[Rr]elativ|Rel(?=[A-Z]|$)|A[Ll]i[Bb]i|Distance|Skew")

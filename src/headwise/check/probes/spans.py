@@ -13,9 +13,9 @@ from ..findings.rules import found
 from ..findings.verdict import Finding
 from .probe_context import Failed, ProbeContext
 
-DOCUMENTS = re.compile(r"^(doc(ument)?s?|sample|example|pack(ing|ed)?)_?(ids?|idx|index)$")
-"""Names of what says to which document each token belongs."""
-PROMPT = re.compile(r"^(prefix|prompt)_?(len(gth)?s?|size|tokens)$|^n(um)?_(prefix|prompt)(_tokens)?$")
+PROMPT = re.compile(
+    r"^(prefix|prompt)_?(len(gth)?s?|size|tokens)$|^n(um)?_(prefix|prompt)(_tokens)?$"
+)
 """Names of how many tokens are read both ways."""
 FIRST = 3
 """Tokens of the first document, and of the prompt."""
@@ -24,8 +24,10 @@ FIRST = 3
 def spans(ctx: ProbeContext) -> Finding | None:
     """What comes behind counts for nothing before it, where an argument keeps them apart."""
     caller = ctx.subject.caller
-    for name in caller.parameters if caller.custom is None and ctx.tokens > FIRST + 1 else ():
-        way = "documents" if DOCUMENTS.search(name) else "prompt" if PROMPT.search(name) else ""
+    for name, role in (
+        caller.roles.items() if caller.custom is None and ctx.tokens > FIRST + 1 else ()
+    ):
+        way = role if role == "documents" else "prompt" if PROMPT.search(name) else ""
         if way and (seen := _leaking(ctx, name, way)) is not None:
             return found("mask", way, name=name, i=seen[0], j=seen[1])
     return None

@@ -105,7 +105,7 @@ class Unsaid(ValueError):
     """An argument that has to be asked for."""
 
 
-SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"}
+SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width", "kv_width"}
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 

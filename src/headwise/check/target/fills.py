@@ -286,6 +286,10 @@ FILLS: Mapping[str, Options] = {
     "lengths": _made(
         lambda place: place.x.new_full((len(place.x),), place.source.shape[-2]).long()
     ),
+    "documents": _made(  # all of one
+        lambda place: place.x.new_zeros(place.x.shape[:-1]).long(),
+        lambda place: place.x.new_zeros(place.x.shape[-2]).long(),
+    ),
     "residual": _made(lambda place: torch.zeros_like(place.x)),
     **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
     "context": _made(
@@ -334,8 +338,8 @@ FILLS: Mapping[str, Options] = {
 
 SURE = set(
     (
-        "mask nothing padding cache lengths residual causal use_cache weights training context "
-        "positions bias start packed limit batch tokens dropout scale"
+        "mask nothing padding cache lengths documents residual causal use_cache weights training "
+        "context positions bias start packed limit batch tokens dropout scale"
     ).split()
 )
 """Roles whose first value is the usual one, or says nothing; all others are guesses."""

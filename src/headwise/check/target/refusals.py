@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ..findings.rules import found
-from ..findings.verdict import Ground
+from ..findings.verdict import Finding, Ground
 from .call_adapter import UnusableResult
 from .call_faults import is_miscalled, of_guess, pools, reached, wants_kernel
 from .checked_target import BATCH, TOKENS, Target
@@ -42,6 +42,8 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         broken = not_run(f"x {shape}, whatever else is given,", sure)
         ground: Ground = "any" if is_certain(sure) else "call"
         raise Broken(replace(broken.finding, ground=ground)) from sure
+    if (sides := _exchanged(subject, error)) is not None:
+        raise Broken(sides) from error
     if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
@@ -54,6 +56,21 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def _exchanged(subject: Target, error: BaseException) -> Finding | None:
+    """That maps come out with height and width exchanged, or spread over a square, where the code
+    itself says which axes x has."""
+    layout, caller = subject.caller.layout, subject.caller
+    if not isinstance(error, UnusableResult) or "H" not in layout.axes or caller.made_up:
+        return None
+    x, out = [*layout.into(subject.input()).shape], error.shape
+    height, width = (layout.axes.index(side) for side in "HW")
+    turned, square = x.copy(), x.copy()
+    turned[height], turned[width] = x[width], x[height]
+    square[height] = square[width] = max(x[height], x[width])
+    told = layout is caller.usual and x[height] != x[width] and out in (turned, square)
+    return found("shape", "sides", x=x, out=out) if told else None
 
 
 def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
