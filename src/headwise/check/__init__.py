@@ -79,9 +79,10 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            own = {broken.finding.rule} - {"builds"}
+            own = {broken.finding.rule} - {"builds", "shape"}
             read = [one for one in read_off(thing) if one.rule not in own]
-            findings = sorted([*read, broken.finding], key=urgency)
+            told = broken.finding.rule == "shape" in {one.rule for one in read}  # with its line
+            findings = sorted([*read, *([] if told else [broken.finding])], key=urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := sorted(read_off(thing), key=urgency):  # which needs no call

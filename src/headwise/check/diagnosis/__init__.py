@@ -121,9 +121,9 @@ def run(subject: Target) -> list[Finding]:
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         thing = subject.caller.target
         judged = _run(subject, bool(lists), drops)
-        pair = [one for one in judged if one.severity == "error" and one.example is not None]
-        if len(pair) > 1 and any(True for _ in read_off(thing, "definition")):
-            judged = [one for one in judged if one not in pair]  # a line says more than two guesses
+        guessed = _guessed(judged)
+        if guessed and any(True for _ in read_off(thing, "definition")):  # which names the line
+            judged = [one for one in judged if one not in guessed]
         early = [*_unused(subject, judged), *lists]
         dropping = [] if lists else dropping
         wrong = any(one.severity == "error" and one.rule != "definition" for one in judged)
@@ -140,6 +140,15 @@ def run(subject: Target) -> list[Finding]:
         findings = [replace(one, ground="any") if one.rule in sure else one for one in findings]
         named = [one for one in read if not done & (READ[one.rule] or done)]
         return [*named, *findings]
+
+
+def _guessed(judged: list[Finding]) -> list[Finding]:
+    """Two mistakes that explain the numbers together, or weights that are not summed where they
+    add up to 1: one line may be all that is wrong."""
+    errors = [one for one in judged if one.severity == "error"]
+    shown = [one for one in errors if one.example is not None]
+    traced = [one for one in errors if one.rule == "softmax" and one.example is None]
+    return [*(shown if len(shown) > 1 else ()), *traced]
 
 
 def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:

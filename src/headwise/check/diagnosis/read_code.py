@@ -141,6 +141,8 @@ def gathered_keys(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
     """`weights @ k`, where there are values that a call could gather."""
     for function in nodes(ast.FunctionDef, part):
         there = names(function)
+        if any("grad" in one for one in there):  # it works backwards
+            continue
         for weights, gathered in products(function):
             key = gathered.id if isinstance(gathered, ast.Name) else ""
             stem = re.sub("keys?|k", "", key.lower())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm, UnusableResult
 from ..target.errors import told
+from ..target.signatures import entry, source_of
 from .probe_context import Failed, ProbeContext
 
 HIDDEN = 2
@@ -97,7 +98,8 @@ def best(ctx: ProbeContext, name: str) -> Effect | None:
             best = seen
         if seen.right:
             break
-    if best is None and (error := _slip(errors)) is not None:
+    held = re.search(rf"\b{name}\.mask\b", source_of(entry(ctx.subject.caller.target)))
+    if best is None and not held and (error := _slip(errors)) is not None:
         best = Effect(MaskForm(name, "may"), any=False, error=told(error))
     if best is None:
         best = _alone(ctx, name)

@@ -28,6 +28,8 @@ from .probe_context import Failed, ProbeContext
 
 FUSED = re.compile(r"flash|sdpa|fused|(memory|mem)_?eff|efficient_att|scaled_dot_product")
 """Names of flags that choose a kernel, which changes no number."""
+RETURNS = re.compile(r"^(output|return|need|with|get)_?(att|weights|scores|probs)")
+"""Names of flags that give something back beside the output, which they do not change."""
 ASKS = re.compile(r"hasattr\([\w.]+, *[\"']scaled_dot_product_attention[\"']\)")
 """Code that asks whether PyTorch has a fused attention."""
 LAYOUT = "batch_first"
@@ -53,6 +55,12 @@ def paths(ctx: ProbeContext) -> Finding | None:
             error = failure.__cause__
             if isinstance(error, RuntimeError) and is_own(error):
                 return found("paths", "fails", call=call, error=told(error))
+    for name in ctx.subject.caller.named("weights") if ctx.subject.caller.custom is None else ():
+        asked: dict[str, Any] = {name: True}
+        with contextlib.suppress(Failed):  # which another probe tells
+            tried = True
+            if not ctx.near(ctx.result(ctx.x, **asked).out, ctx.out):
+                return found("paths", "differs", call=f"{name}=True")
     for call, other in _by_itself(ctx):
         with contextlib.suppress(Failed):  # the constructor may have made nothing for that path
             tried = True
@@ -158,7 +166,8 @@ def _flags(subject: Target) -> Iterator[tuple[str, bool]]:
         return
     for parameter in signature(type(subject.module)):
         name, usual = parameter.name, parameter.default
-        if isinstance(usual, bool) and (FUSED.search(name.lower()) or name == LAYOUT):
+        both = FUSED.search(name.lower()) or RETURNS.search(name.lower()) or name == LAYOUT
+        if isinstance(usual, bool) and both:
             kept = getattr(subject.module, name, usual)
             yield name, not (kept if isinstance(kept, bool) else usual)
 

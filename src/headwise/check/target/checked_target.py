@@ -235,7 +235,7 @@ class Target:
     def influence(self, x: Tensor) -> Tensor:
         """`[T, T]`: how strongly output token i depends on input token j; 0 where not at all.
 
-        By the Jacobian where there are gradients that nobody wrote, otherwise by nudging the inputs.
+        By the Jacobian where nobody wrote gradients of his own, otherwise by nudging the inputs.
         """
         x = x[:1].detach()
         try:

@@ -310,9 +310,16 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
         every = (*maps, layout) if areas and not maps else maps
         yield from (Way(axes, size, only=True) for size in sizes for axes in every)
         said = dict.fromkeys(size for error in errors for size in sizes_in(error))
+        full = subject.context_length  # which shorter inputs may be filled up to
+        said |= dict.fromkeys(n for error in errors for n in _tokens_out(error) if n == full)
         new = [size for size in said if size <= LONGEST and size not in known][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
         known |= set(new)
+
+
+def _tokens_out(error: BaseException) -> list[int]:
+    """How many tokens came out, where the result could not be used."""
+    return error.shape[1:2] if isinstance(error, UnusableResult) else []
 
 
 def table_options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
