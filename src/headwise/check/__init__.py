@@ -79,10 +79,14 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            own = {broken.finding.rule} - {"builds", "shape"}
-            read = [one for one in read_off(thing) if one.rule not in own]
-            told = broken.finding.rule == "shape" in {one.rule for one in read}  # with its line
-            findings = sorted([*read, *([] if told else [broken.finding])], key=urgency)
+            said = broken.finding.rule
+            read = [
+                one
+                for one in read_off(thing)
+                if one.rule in ("builds", "shape") or one.rule != said
+            ]
+            told = said == "shape" and any(one.rule == said for one in read)  # with its line
+            findings = sorted([*read, *[broken.finding] * (not told)], key=urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := sorted(read_off(thing), key=urgency):  # which needs no call

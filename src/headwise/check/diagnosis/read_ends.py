@@ -19,8 +19,9 @@ def returns_nothing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sa
     """A forward that gives its last result a name, and returns nothing anywhere."""
     for function in nodes(ast.FunctionDef, *getattr(kind, "body", ())):
         *_, last = [one for one in function.body if not _prints(one)] or function.body
-        inner = {two for one in nodes(INNER, *function.body) for two in ast.walk(one)}
-        leaves = [one for one in ast.walk(function) if isinstance(one, LEAVES) and one not in inner]
+        parts = [two for one in function.body for two in ast.walk(one)]
+        inner = {two for one in parts if isinstance(one, INNER) for two in ast.walk(one)}
+        leaves = [one for one in parts if isinstance(one, LEAVES) and one not in inner]
         value = last.targets[0] if isinstance(last, ast.Assign) else None
         if function.name == "forward" and not leaves and isinstance(value, ast.Name):
             yield "nothing", last.lineno, {"name": function.name, "value": value.id}

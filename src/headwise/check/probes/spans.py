@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
@@ -36,29 +36,31 @@ def spans(ctx: ProbeContext) -> Finding | None:
 def _leaking(ctx: ProbeContext, name: str, way: str) -> tuple[int, int] | None:
     """An output that changes with a token of another document, or behind the prompt, where the
     argument changes something at all; `(output, token)`."""
-    tokens = ctx.tokens
     for one, other in _values(ctx, way):
+        given: dict[str, Any] = {name: one}
+        together: dict[str, Any] = {name: other}
         try:
-            apart, together = (ctx.result(ctx.x, **{name: value}).out for value in (one, other))
-            if ctx.near(apart, together):
+            apart = ctx.result(ctx.x, **given).out
+            if ctx.near(apart, ctx.result(ctx.x, **together).out):
                 continue
-            changed = ctx.x.clone()
-            changed[:, FIRST:] = changed[:, FIRST:].flip(-1) + 1
-            before = ctx.result(changed, **{name: one}).out
-            if not ctx.near(before[:, :FIRST], apart[:, :FIRST]):
-                return 0, FIRST
-            changed = ctx.x.clone()
-            changed[:, :FIRST] = changed[:, :FIRST].flip(-1) + 1
-            after = ctx.result(changed, **{name: one}).out
-            if way == "documents" and not ctx.near(after[:, FIRST:], apart[:, FIRST:]):
-                return tokens - 1, 0
+            for part, rest in (
+                (slice(FIRST, None), slice(FIRST)),
+                (slice(FIRST), slice(FIRST, None)),
+            ):
+                changed = ctx.x.clone()
+                changed[:, part] = changed[:, part].flip(-1) + 1
+                after = ctx.result(changed, **given).out
+                if not ctx.near(after[:, rest], apart[:, rest]):
+                    return (0, FIRST) if part.start else (ctx.tokens - 1, 0)
+                if way == "prompt":  # what follows sees it
+                    break
             return None
         except Failed:
             continue
     return None
 
 
-def _values(ctx: ProbeContext, way: str) -> Iterator[tuple[Tensor | int, Tensor | int]]:
+def _values(ctx: ProbeContext, way: str) -> Iterator[tuple[Any, Any]]:
     """What keeps two parts of each sequence apart, and what keeps nothing apart."""
     batch, tokens = ctx.x.shape[:2]
     if way == "prompt":
