@@ -72,7 +72,7 @@ PLAIN_FUNCTIONS = set(
     ).split()
 )
 """Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
-MEANT = re.compile(r"\b(residual|identity|shortcut|skip)\b")
+MEANT = re.compile(r"\b(residual|identity|shortcut|skip|\w+_(spare|orig|res|copy))\b")
 """Names that people give an input which is to be added to the output."""
 TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)")
 """What speaks of key/value heads that are tiled on purpose."""

@@ -200,3 +200,18 @@ def _always_read(body: Sequence[ast.stmt]) -> Iterator[ast.Attribute]:
             yield from (node for node in nodes(ast.Attribute, first) if of_self(node))
         if any(isinstance(inner, ast.Return | ast.Raise) for inner in ast.walk(one)):
             return
+
+
+def handed_up(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`super().__init__(dim, heads)` of a class that derives from `nn.Module` alone, which takes
+    nothing."""
+    if not isinstance(kind, ast.ClassDef) or len(kind.bases) != 1:
+        return
+    if ast.unparse(kind.bases[0]) not in ("nn.Module", "torch.nn.Module"):
+        return
+    for call in nodes(ast.Call, kind):
+        up = re.match(r"super\(.*\)\.__init__$", ast.unparse(call.func))
+        plain = [one for one in call.args if not isinstance(one, ast.Starred)]
+        plain += [one.value for one in call.keywords if one.arg is not None]
+        if up and plain:
+            yield "up", call.lineno, {"name": kind.name}

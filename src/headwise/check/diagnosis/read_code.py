@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
 from .read_built import (
     always_dropped,
+    handed_up,
     listed_layers,
     made_anew,
     moved_parameters,
@@ -28,7 +29,7 @@ from .read_built import (
 )
 from .read_caches import misaligned, stored_once
 from .read_ends import masks_beside, positions_beside, returns_nothing
-from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
+from .read_maps import cut_otherwise, joined_otherwise, never_shifted_back, shifted_twice
 from .read_masks import (
     dropped_masks,
     empty_bands,
@@ -97,7 +98,8 @@ def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     spare = {qkv_of(name): name for name in built_of_self(kind) if name not in read}
     for target, value in given:
         role = qkv_of(target.id) if isinstance(target, ast.Name) else ""
-        made = [name for name in called_of_self(value) if qkv_of(name)]
+        parts = [of_self(one) for one in nodes(ast.Attribute, value)] if value is not None else []
+        made = sorted({name for name in parts if qkv_of(name)})
         if role and role in spare and len(made) == 1 and qkv_of(made[0]) != role:
             words = {"other": f"self.{made[0]}", "own": f"self.{spare[role]}"}
             yield "mixed", target.lineno, {"part": LONG[role], **words}
@@ -178,6 +180,10 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             own = name in names(one.value) and bool(called_of_self(one.value))
             read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]
+            within = range(function.lineno, (function.end_lineno or 0) + 1)
+            lost = [said for said, line in source.unbound.items() if line in within]
+            if get_close_matches(name, lost, 1, 0.85) or name in unbound(function):
+                continue  # another reader tells what is wrong with the name
             meant = own or WORKED_ON.search(name.lower()) or _is_triangle(name, one.value)
             if not later and len(one.targets) == 1 and meant:
                 yield "never", one.lineno, {"name": name}
@@ -326,6 +332,32 @@ def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:
     return [one for name, one in classes.items() if name in family]
 
 
+def unbound(function: ast.FunctionDef) -> dict[str, int]:
+    """Local names that nothing sets but lines which read them, with the first of these."""
+    given = {one.arg for one in nodes(ast.arg, function)}
+    shared = {name for one in nodes(ast.Global, function) for name in one.names}
+    shared |= {name for one in nodes(ast.Nonlocal, function) for name in one.names}
+    stores = [one for one in nodes(ast.Name, function) if isinstance(one.ctx, ast.Store)]
+    lines = [one for one in nodes(ast.Assign, function) if isinstance(one.targets[0], ast.Name)]
+    found = dict[str, int]()
+    for name in {word_of(one.targets[0]) for one in lines} - given - shared:
+        own = [one for one in lines if word_of(one.targets[0]) == name]
+        every = [one for one in stores if one.id == name]
+        plain = len(own) == len(every) and all(len(one.targets) == 1 for one in own)
+        if plain and all(name in names(one.value, context=ast.Load) for one in own):
+            found[name] = min(one.lineno for one in own)
+    return found
+
+
+def read_before(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scores = scores.masked_fill(…)`, where the scores go by another name so far."""
+    for function in nodes(ast.FunctionDef, part):
+        inner = {name for one in nodes(ast.comprehension, function) for name in names(one.target)}
+        for name, line in unbound(function).items():
+            if name not in inner:
+                yield "unbound", line, {"name": name}
+
+
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Methods that no tensor has, spelled nearly as one that it has, of what a method of tensors
     gives: `q.permute(0, 2, 1, 3).views(…)`."""
@@ -361,7 +393,7 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 
 
 READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (worn_out,),
+    "builds": (worn_out, handed_up),
     "shape": (returns_nothing,),
     "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
@@ -382,6 +414,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         summed_apart,
         idle_permutes,
         shifted_twice,
+        never_shifted_back,
         joined_otherwise,
         cut_otherwise,
     ),
@@ -399,6 +432,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         set_on_condition,
         missing,
         undefined_names,
+        read_before,
         no_methods,
         no_functions,
         swapped,

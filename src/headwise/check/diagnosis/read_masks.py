@@ -62,7 +62,9 @@ def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 hides, value = (call.args[-2:-1], call.args[-1]) if filled else ([], value)
             zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
             words = sorted(words_in(*hides)) if zero and hides else []
-            said = [*filter(is_mask, words)] or words * filled  # what it fills by is a mask
+            rest = (one for one in lines if one is not line)
+            only = filled and not any(HIDES.search(ast.unparse(one)) for one in rest)
+            said = [*filter(is_mask, words)] or words * only  # what it fills by is a mask
             name = target_of(line)  # rows in which all is hidden may be filled with anything
             hidden = any(
                 target_of(one) == name and HIDES.search(ast.unparse(one))

@@ -89,6 +89,7 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 continue
             sizes = sizes_of(call)
             heads = len(sizes) == 4 and building_role(word_of(sizes[1])) == "heads"
+            heads = heads and word_of(sizes[2]).lower() not in ("w", "width")  # a map's height
             whole, cut = (
                 heads and not any(getattr(one, "value", 0) == 1 for one in sizes),
                 method.value,
@@ -161,6 +162,8 @@ def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
         shapes = dict(filter(None, map(_kept_shape, given)))
         branches = [{*ast.walk(one)} for one in nodes(ast.If, function) if not one.orelse]
         turning = [{*ast.walk(one)} for one in nodes(ast.Call, function) if _turns(one.func)]
+        padded = re.compile(r"\bpad\(|zero_?pad|ZeroPad")  # what a shift reads on, on purpose
+        moved = {word_of(one.targets[0]) for one in given if padded.search(ast.unparse(one.value))}
         for call in nodes(ast.Call, function):
             name = word_of(getattr(call.func, "value", None))
             if not name or getattr(call.func, "attr", "") not in ("view", "reshape"):
@@ -172,6 +175,7 @@ def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
                 order = _whole([*_factors(call)], axes)
                 later = (one for one in before if one.lineno > shape.lineno)
                 again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
+                again |= {name} & moved
                 if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
                     turns = any(call in one for one in turning) or _turns(part, function)
                     words = {"name": name, "axes": ", ".join(axes)}

@@ -86,7 +86,7 @@ def padding(ctx: ProbeContext) -> Finding | None:
         seen = best(ctx, name)
         if seen is not None and seen.right:
             right = passed("padding", f"Padded tokens change nothing for the others: {seen.form}.")
-            return _flat(ctx, seen.form) or _returned(ctx, "padding", seen.form) or right
+            return _flat(ctx, seen.form) or _beside(ctx, "padding", seen.form) or right
         for form, alone in forms(caller, name):
             if "B" in form.shape and _mixed(ctx, form, alone):
                 one = found("padding", "elsewhere", name=name, form=form)
@@ -189,8 +189,9 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
 
 
-def _returned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
-    """That weights which come back show a key as seen that the output does without."""
+def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
+    """What is wrong beside the output, which is right: gradients that are NaN, or weights that come
+    back and show a key as seen that the output does without."""
     if form.kind not in KINDS or "B" not in form.shape:
         return None
     allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
@@ -198,13 +199,20 @@ def _returned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     allowed = allowed.tril() if ctx.subject.causal else allowed
     given = {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
     with contextlib.suppress(Failed):
-        weights = ctx.result(ctx.x, **given).weights
-        if weights is None or weights.ndim < 3 or len(weights) != len(ctx.x):
-            return None
-        shown = weights[-1, ..., HIDDEN]
-        whole = ctx.near(weights.sum(-1), torch.ones_like(weights.sum(-1)))
-        if whole and float(shown.max()) > 0.01 / ctx.tokens:
-            return found(rule, "returned", name=form.argument)
+        if (weights := ctx.result(ctx.x, **given).weights) is not None and weights.ndim > 2:
+            rows = [n for n in range(weights.shape[-2]) if n != HIDDEN]  # of a query that is hidden
+            shown = weights[-1, ..., rows, HIDDEN]  # nobody reads the row
+            whole = ctx.near(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+            full = whole and len(weights) == len(ctx.x)
+            if full and float(shown.max()) > 0.01 / ctx.tokens:
+                return found(rule, "returned", name=form.argument)
+    x = ctx.x.detach().clone().requires_grad_(True)
+    with contextlib.suppress(Exception):  # of a backward, which another probe tells
+        out = ctx.exact.result(x, **given).out
+        kept = out[:, [n for n in range(ctx.tokens) if n != HIDDEN]]
+        slope = torch.autograd.grad(kept.sum(), x)[0]
+        if bool(out.isfinite().all()) and not bool(slope.isfinite().all()):
+            return found(rule, "slopes", name=form.argument)
     return None
 
 
@@ -240,7 +248,7 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
         if other is not None:
             return other
         right = passed(rule, f"What it hides counts for nothing: {seen.form}.")
-        return _turned(ctx, rule, seen.form) or _returned(ctx, rule, seen.form) or right
+        return _turned(ctx, rule, seen.form) or _beside(ctx, rule, seen.form) or right
     if not seen.any and _is_of_another(ctx.subject.caller, name):
         return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:
@@ -304,6 +312,13 @@ def _closed(ctx: ProbeContext, right: MaskForm) -> Finding | None:
         if (error := _refused(ctx, name, shapes)) is not None:
             return found("mask", "axes", name=name, axes=number, error=error)
     for words in written_axes(target, name):
+        square = len(words) == 2 and all(re.fullmatch(CALLED["T"], one) for one in words)
+        if (
+            square
+            and words[0] == words[1]
+            and (error := _refused(ctx, name, ["[T, S]"])) is not None
+        ):
+            return found("mask", "said", name=name, said=f"[{', '.join(words)}]", error=error)
         usual = len(words) in WRITTEN and re.fullmatch(CALLED["B"], words[0]) is not None
         error = _refused(ctx, name, [WRITTEN[len(words)]]) if usual else None
         if error is not None:

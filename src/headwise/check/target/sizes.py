@@ -49,13 +49,18 @@ class BuildSizes:
     def settle(self, grouped: bool) -> BuildSizes:
         """The same with a width and a head count, where they were not given."""
         embed, heads, groups = self.embed_dim, self.num_heads, self.num_kv_heads
+        share = 3 if groups == 2 else 2  # heads to a group: another number than that of groups
         if heads is None and embed is None:
             heads = 6 if grouped else 3
-            heads = heads if groups is None else 2 * groups
+            heads = heads if groups is None else share * groups
             embed = 24 if 24 % heads == 0 and not grouped else 8 * heads
         elif heads is None:
             assert embed is not None
-            wanted = (3, 2, 4, 6, 5, 7, 8, 12, 1) if groups is None else (2 * groups, groups, 1)
+            wanted = (
+                (3, 2, 4, 6, 5, 7, 8, 12, 1)
+                if groups is None
+                else (share * groups, 2 * groups, groups, 1)
+            )
             wanted = (6, *wanted) if grouped and groups is None else wanted
             fits = [n for n in wanted if embed % n == 0]
             heads = next((n for n in fits if n * n != embed), fits[0] if fits else 1)
