@@ -194,3 +194,62 @@ def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with pytest.raises(Broken) as raised:
         load(path)
     assert "It is half_there that fails, not this file" in raised.value.finding.hint
+
+
+NO_NAME = """
+    def forward(self, x, mask=None):
+        q, k, v = self.split(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            attn = attn.masked_fill(mask == 0, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+
+DROPPED_ROWS = """
+    def forward(self, x, mask=None):
+        q, k, v = self.split(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            both = mask[:, None, :, None] & mask[:, None, None, :]
+            scores = scores + torch.zeros_like(scores).masked_fill(~both, -torch.inf)
+            weights = scores.softmax(-1).nan_to_num(0.0)
+        else:
+            weights = scores.softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+"""
+
+HANDED_UP = """
+class Other(nn.Module):
+    def __init__(self, dim, num_heads):
+        super().__init__(dim, num_heads)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.out((x @ x.mT / x.shape[-1] ** 0.5).softmax(-1) @ x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule", "said"),
+    [
+        (NO_NAME, ("runs", "mask"), "attn"),
+        (DROPPED_ROWS, ("mask", "padding"), "gradients are NaN"),
+    ],
+    ids=["a name that is not set", "rows that are hidden"],
+)
+def test_masks_that_go_wrong_beside_the_output(
+    wrong: str, rule: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "masked.py"
+    path.write_text(HEAD + wrong, "utf-8")
+    one = check(load(path).Layer, dim=24, num_heads=3).errors[0]
+    assert one.rule in rule
+    assert said in one.message
+
+
+def test_arguments_that_go_to_module_itself(tmp_path: Path) -> None:
+    path = tmp_path / "handed_up.py"
+    path.write_text("import torch\nfrom torch import nn\n" + HANDED_UP, "utf-8")
+    one = check(load(path).Other, dim=24, num_heads=3).errors[0]
+    assert one.rule == "builds"
+    assert "hands arguments on to nn.Module" in one.message
