@@ -29,7 +29,7 @@ from .read_built import (
 )
 from .read_caches import misaligned, stored_once
 from .read_ends import masks_beside, positions_beside, returns_nothing
-from .read_maps import cut_otherwise, joined_otherwise, never_shifted_back, shifted_twice
+from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
 from .read_masks import (
     dropped_masks,
     empty_bands,
@@ -414,7 +414,6 @@ READERS: dict[str, tuple[Reader, ...]] = {
         summed_apart,
         idle_permutes,
         shifted_twice,
-        never_shifted_back,
         joined_otherwise,
         cut_otherwise,
     ),

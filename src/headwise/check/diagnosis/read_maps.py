@@ -36,26 +36,6 @@ def shifted_twice(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
                 rolled.setdefault(shift, set()).update(given)
 
 
-WINDOWS = re.compile("window|swin|shift", re.IGNORECASE)
-"""Names of attention in windows."""
-
-
-def never_shifted_back(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """One `torch.roll` in an attention of windows, by a negative shift, and none that undoes it."""
-    name = getattr(kind, "name", "")
-    if (
-        not isinstance(kind, ast.ClassDef)
-        or not WINDOWS.search(name)
-        or "softmax" not in ast.unparse(kind)
-    ):
-        return
-    calls = [one for one in nodes(ast.Call, kind) if ast.unparse(one.func) == "torch.roll"]
-    mentions = [one for one in nodes(ast.Call, source.tree) if "roll" in ast.unparse(one.func)]
-    said = ast.unparse(calls[0]) if calls else ""
-    if len(calls) == len(mentions) == 1 and re.search(r"shifts?=\(?-|, \(?-", said):
-        yield "kept", calls[0].lineno, {"code": said}
-
-
 def joined_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`rearrange` that cuts `(n t)` where `(t n)` was joined, or joins rows and columns of windows
     the other way round than they were cut."""
