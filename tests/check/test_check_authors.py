@@ -15,7 +15,7 @@ import pytest
 from headwise.check import Verdict, check
 from headwise.check.files.loading import chosen, load
 
-pytestmark = pytest.mark.usefixtures("imports")
+pytestmark = [pytest.mark.usefixtures("imports"), pytest.mark.slow]  # all of them together
 
 HERE = Path(__file__).parent / "authors"
 ROWS = [line.split("\t") for line in (HERE / "authors.tsv").read_text("utf-8").splitlines()]
