@@ -79,14 +79,11 @@ def check(
         try:
             subject = resolve(thing, *args, **arguments)
         except Broken as broken:
-            said = broken.finding.rule
-            read = [
-                one
-                for one in read_off(thing)
-                if one.rule in ("builds", "shape") or one.rule != said
-            ]
-            told = said == "shape" and any(one.rule == said for one in read)  # with its line
-            findings = sorted([*read, *[broken.finding] * (not told)], key=urgency)
+            own, read = broken.finding, [*read_off(thing)]
+            if own.rule not in ("builds", "shape"):  # what was read of these says more
+                read = [one for one in read if one.rule != own.rule]
+            told = own.rule == "shape" and any(one.rule == own.rule for one in read)
+            findings = sorted(read if told else [*read, own], key=urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := sorted(read_off(thing), key=urgency):  # which needs no call

@@ -131,9 +131,11 @@ def run(subject: Target) -> list[Finding]:
         findings = [*early, *judged, *dropping] if wrong else [*early, *dropping, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
         right = _is_right(findings)
-        known = lines_run(subject) if right else set[tuple[str, int]]()  # which can do no harm
-        of = ((rule, known if rule in GIVEN else ()) for rule in READ)
-        read = [one for rule, besides in of for one in read_off(thing, rule, besides=besides)]
+        read = [*read_off(thing, *READ)]
+        if right and any(one.rule in GIVEN for one in read):
+            known = lines_run(subject)  # which can do no harm
+            of = ((rule, known if rule in GIVEN else ()) for rule in READ)
+            read = [one for rule, besides in of for one in read_off(thing, rule, besides=besides)]
         if any(one.rule == "scale" for one in read) and is_scaled_right(subject):
             read = [one for one in read if one.rule != "scale"]
         sure = {one.rule for one in read}  # whatever was made up

@@ -173,6 +173,9 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         inner = [one for one in parts if isinstance(one, (*INNER, ast.For, ast.While))]
         skipped = names(function if function.name == "__init__" else ast.Pass(), *inner)
         loads = [one for one in nodes(ast.Name, function) if isinstance(one.ctx, ast.Load)]
+        within = range(function.lineno, (function.end_lineno or 0) + 1)
+        lost = [name for name, line in source.unbound.items() if line in within]
+        early = _read_early(function)
         for one in nodes(ast.Assign, function):
             name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else ""
             if not name or name in skipped or not isinstance(one.value, ast.Call | ast.BinOp):
@@ -180,9 +183,7 @@ def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             own = name in names(one.value) and bool(called_of_self(one.value))
             read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]
-            within = range(function.lineno, (function.end_lineno or 0) + 1)
-            lost = [said for said, line in source.unbound.items() if line in within]
-            if get_close_matches(name, lost, 1, 0.85) or name in unbound(function):
+            if get_close_matches(name, lost, 1, 0.85) or name in early:
                 continue  # another reader tells what is wrong with the name
             meant = own or WORKED_ON.search(name.lower()) or _is_triangle(name, one.value)
             if not later and len(one.targets) == 1 and meant:
@@ -332,7 +333,7 @@ def _family(kind: ast.ClassDef, source: Source) -> list[ast.ClassDef]:
     return [one for name, one in classes.items() if name in family]
 
 
-def unbound(function: ast.FunctionDef) -> dict[str, int]:
+def _read_early(function: ast.FunctionDef) -> dict[str, int]:
     """Local names that nothing sets but lines which read them, with the first of these."""
     given = {one.arg for one in nodes(ast.arg, function)}
     shared = {name for one in nodes(ast.Global, function) for name in one.names}
@@ -352,10 +353,8 @@ def unbound(function: ast.FunctionDef) -> dict[str, int]:
 def read_before(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`scores = scores.masked_fill(…)`, where the scores go by another name so far."""
     for function in nodes(ast.FunctionDef, part):
-        inner = {name for one in nodes(ast.comprehension, function) for name in names(one.target)}
-        for name, line in unbound(function).items():
-            if name not in inner:
-                yield "unbound", line, {"name": name}
+        for name, line in _read_early(function).items():
+            yield "unbound", line, {"name": name}
 
 
 def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

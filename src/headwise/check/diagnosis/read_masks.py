@@ -34,18 +34,33 @@ OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 
 ADDED = re.compile(r"inf|masked_fill|where|float|finfo|-1e|zeros")
 """Code that makes numbers that are added to scores."""
+PADS = re.compile("pad|valid|mask|^ok$|keep|real|present")
+"""Names of what tells real tokens from padding."""
+COLUMN = re.compile(
+    r"\[:, None, :, None\]$|\.unsqueeze\(1\)\.unsqueeze\((3|-1)\)$|"
+    r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
+)
+"""Code that lays one flag a token along the third of four axes."""
+LAST_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-1|3)\)|softmax\(.*dim=(-1|3)\)")
+OTHER_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-2|1|2)\)|softmax\(.*dim=(-2|1|2)\)")
+"""Softmaxes whose keys lie last, and others."""
 
 
 def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Numbers near 0 that are filled in where a mask hides: −1e-9 for −1e9."""
+    for call, mask, value in _fills(part):
+        number = number_of(value, known)
+        small = number is not None and 0 < abs(number) < 0.01
+        words = sorted(words_in(mask))
+        if small and (said := [*filter(is_mask, words)] or words):
+            yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
+
+
+def _fills(part: ast.AST) -> Iterator[tuple[ast.Call, ast.expr, ast.expr]]:
+    """Calls of `masked_fill`, with the mask and with what is filled in."""
     for call in nodes(ast.Call, part):
         if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
-            *_, mask, value = call.args
-            number = number_of(value, known)
-            small = number is not None and 0 < abs(number) < 0.01
-            words = sorted(words_in(mask))
-            if small and (said := [*filter(is_mask, words)] or words):
-                yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
+            yield call, *call.args[-2:]
 
 
 def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -56,15 +71,17 @@ def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         for number, line in enumerate(lines):
             target, value = line.targets[0], line.value
             hides = [target.slice] if isinstance(target, ast.Subscript) else []
-            call = value if isinstance(value, ast.Call) and len(value.args) > 1 else None
-            filled = getattr(getattr(call, "func", None), "attr", "").strip("_") == "masked_fill"
-            if call is not None:
-                hides, value = (call.args[-2:-1], call.args[-1]) if filled else ([], value)
+            filled = next((one for one in _fills(value) if one[0] is value), None)
+            if filled is not None:
+                hides, value = [filled[1]], filled[2]
+            elif isinstance(value, ast.Call):
+                continue
             zero = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
             words = sorted(words_in(*hides)) if zero and hides else []
+            said = [*filter(is_mask, words)]
             rest = (one for one in lines if one is not line)
-            only = filled and not any(HIDES.search(ast.unparse(one)) for one in rest)
-            said = [*filter(is_mask, words)] or words * only  # what it fills by is a mask
+            if words and filled and not any(HIDES.search(ast.unparse(one)) for one in rest):
+                said = said or words  # what it fills by is a mask
             name = target_of(line)  # rows in which all is hidden may be filled with anything
             hidden = any(
                 target_of(one) == name and HIDES.search(ast.unparse(one))
@@ -188,11 +205,7 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
     for function in nodes(ast.FunctionDef, part):
         made = {target_of(one): one.value for one in nodes(ast.Assign, function)}
         laid = {name for name, value in made.items() if _is_column(value) and PADS.search(name)}
-        fills = [
-            one.args[-2]
-            for one in nodes(ast.Call, function)
-            if getattr(one.func, "attr", "").strip("_") == "masked_fill" and len(one.args) > 1
-        ]
+        fills = [mask for _, mask, _ in _fills(function)]
         code = ast.unparse(function) if fills else source.text
         if not LAST_AXIS.search(code) or OTHER_AXIS.search(code):
             continue
@@ -209,20 +222,6 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             whole = isinstance(bare, ast.Subscript | ast.Call) and _is_column(bare)
             if word_of(bare) in laid or (whole and any(map(PADS.search, said))):
                 yield "rows", one.lineno, {"name": word_of(bare) or said[0]}
-
-
-PADS = re.compile("pad|valid|mask|^ok$|keep|real|present")
-"""Names of what tells real tokens from padding."""
-COLUMN = re.compile(
-    r"\[:, None, :, None\]$|\.unsqueeze\(1\)\.unsqueeze\((3|-1)\)$|"
-    r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
-)
-"""Code that lays one flag a token along the third of four axes."""
-
-
-LAST_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-1|3)\)|softmax\(.*dim=(-1|3)\)")
-OTHER_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-2|1|2)\)|softmax\(.*dim=(-2|1|2)\)")
-"""Softmaxes whose keys lie last, and others."""
 
 
 def _is_column(value: ast.expr | None) -> bool:

@@ -59,10 +59,15 @@ class Effect:
 def hiding(ctx: ProbeContext) -> Iterator[tuple[MaskForm, dict[str, Any]]]:
     """Masks that are followed as they are given here, each hiding a key of the last sequence."""
     for form in followed(ctx):
-        allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
-        allowed[-1, :, HIDDEN] = False
-        allowed = allowed.tril() if ctx.subject.causal else allowed
-        yield form, {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+        yield form, hiding_one(ctx, form)
+
+
+def hiding_one(ctx: ProbeContext, form: MaskForm) -> dict[str, Any]:
+    """A mask in one form, by its argument, that hides a key of the last sequence."""
+    allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
+    allowed[-1, :, HIDDEN] = False
+    allowed = allowed.tril() if ctx.subject.causal else allowed
+    return {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
 
 
 def followed(ctx: ProbeContext) -> Iterator[MaskForm]:
@@ -98,13 +103,19 @@ def best(ctx: ProbeContext, name: str) -> Effect | None:
             best = seen
         if seen.right:
             break
-    held = re.search(rf"\b{name}\.mask\b", source_of(entry(ctx.subject.caller.target)))
-    if best is None and not held and (error := _slip(errors)) is not None:
+    error = _slip(errors) if best is None and not _is_object(ctx, name) else None
+    if error is not None:
         best = Effect(MaskForm(name, "may"), any=False, error=told(error))
     if best is None:
         best = _alone(ctx, name)
     ctx.effects[name] = best
     return best
+
+
+def _is_object(ctx: ProbeContext, name: str) -> bool:
+    """Whether its code takes the mask out of what is handed in: `attn_mask.mask`."""
+    code = source_of(entry(ctx.subject.caller.target))
+    return re.search(rf"\b{name}\.mask\b", code) is not None
 
 
 def _slip(errors: Sequence[tuple[str, Exception]]) -> Exception | None:

@@ -23,7 +23,7 @@ from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
 from .behaviour import NOTHING
-from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms
+from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms, hiding_one
 from .probe_context import Failed, ProbeContext, failing
 from .spans import spans
 
@@ -194,10 +194,7 @@ def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     back and show a key as seen that the output does without."""
     if form.kind not in KINDS or "B" not in form.shape:
         return None
-    allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
-    allowed[-1, :, HIDDEN] = False
-    allowed = allowed.tril() if ctx.subject.causal else allowed
-    given = {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
+    given = hiding_one(ctx, form)
     with contextlib.suppress(Failed):
         if (weights := ctx.result(ctx.x, **given).weights) is not None and weights.ndim > 2:
             rows = [n for n in range(weights.shape[-2]) if n != HIDDEN]  # of a query that is hidden

@@ -24,9 +24,9 @@ FIRST = 3
 def spans(ctx: ProbeContext) -> Finding | None:
     """What comes behind counts for nothing before it, where an argument keeps them apart."""
     caller = ctx.subject.caller
-    for name, role in (
-        caller.roles.items() if caller.custom is None and ctx.tokens > FIRST + 1 else ()
-    ):
+    if caller.custom is not None or ctx.tokens <= FIRST + 1:
+        return None
+    for name, role in caller.roles.items():
         way = role if role == "documents" else "prompt" if PROMPT.search(name) else ""
         if way and (seen := _leaking(ctx, name, way)) is not None:
             return found("mask", way, name=name, i=seen[0], j=seen[1])
@@ -36,6 +36,10 @@ def spans(ctx: ProbeContext) -> Finding | None:
 def _leaking(ctx: ProbeContext, name: str, way: str) -> tuple[int, int] | None:
     """An output that changes with a token of another document, or behind the prompt, where the
     argument changes something at all; `(output, token)`."""
+    before, behind = slice(FIRST), slice(FIRST, None)
+    sides = [(behind, before), (before, behind)]
+    if way == "prompt":  # what follows sees it
+        sides.pop()
     for one, other in _values(ctx, way):
         given: dict[str, Any] = {name: one}
         together: dict[str, Any] = {name: other}
@@ -43,17 +47,12 @@ def _leaking(ctx: ProbeContext, name: str, way: str) -> tuple[int, int] | None:
             apart = ctx.result(ctx.x, **given).out
             if ctx.near(apart, ctx.result(ctx.x, **together).out):
                 continue
-            for part, rest in (
-                (slice(FIRST, None), slice(FIRST)),
-                (slice(FIRST), slice(FIRST, None)),
-            ):
+            for part, rest in sides:
                 changed = ctx.x.clone()
                 changed[:, part] = changed[:, part].flip(-1) + 1
                 after = ctx.result(changed, **given).out
                 if not ctx.near(after[:, rest], apart[:, rest]):
-                    return (0, FIRST) if part.start else (ctx.tokens - 1, 0)
-                if way == "prompt":  # what follows sees it
-                    break
+                    return (0, FIRST) if part is behind else (ctx.tokens - 1, 0)
             return None
         except Failed:
             continue
