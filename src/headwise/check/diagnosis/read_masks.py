@@ -60,7 +60,7 @@ def _fills(part: ast.AST) -> Iterator[tuple[ast.Call, ast.expr, ast.expr]]:
     """Calls of `masked_fill`, with the mask and with what is filled in."""
     for call in nodes(ast.Call, part):
         if getattr(call.func, "attr", "").strip("_") == "masked_fill" and len(call.args) > 1:
-            yield call, *call.args[-2:]
+            yield call, call.args[-2], call.args[-1]
 
 
 def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
