@@ -82,6 +82,18 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **keywords: object) -> Definition:
     return attention(q.double(), k.double(), v.double(), **keywords)  # type: ignore[arg-type]
 
 
+def score_rounding(q: Tensor, k: Tensor) -> float:
+    """How far rounding alone may move a score of `q` and `k` in float32, and so its logarithm.
+
+    A sum of d products is exact to d half ulps of the sum of their sizes (Higham, Accuracy and
+    Stability of Numerical Algorithms, 2002, eq. 3.5), and the scale rounds once more. The error of
+    one drawn definition does not show this: with few queries it is small by chance.
+    """
+    width = q.shape[-1]
+    size = q.abs().amax((-2, -3)) * k.abs().amax((-2, -3))
+    return (width + 1) / 2 * EPS[torch.float32] * size.sum(-1).max().item() * width**-0.5
+
+
 def of_halves(backend: str, dtype: torch.dtype) -> float:
     """The error of a sum of weights on which a backend gets its figures, relative to itself.
 
