@@ -22,7 +22,7 @@ from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import names_in, numbers_in
-from .call_lines import LineCall, lines_of, lines_run, recorded
+from .call_lines import PLAIN_FUNCTIONS, LineCall, lines_of, lines_run, recorded
 from .faults import Fault, words_of
 from .fit import FITS, Case, case_of, projections_of, undropped
 from .projections import Projections, Unreadable
@@ -37,6 +37,7 @@ from .static_checks import (
     one_small_linear,
     plain_lists,
     read_off,
+    samples_mixed,
     shared_heads,
     softmax_astray,
     softmax_missing,
@@ -61,17 +62,6 @@ OTHER_FUNCTIONS = set(
     ).split()
 )
 """Functions that are called for the same."""
-PLAIN_FUNCTIONS = set(
-    (
-        "linear matmul bmm baddbmm einsum softmax dropout layer_norm mul div add sub pow sqrt view "
-        "reshape transpose permute movedim swapaxes contiguous clone flatten unflatten unsqueeze "
-        "squeeze expand expand_as repeat repeat_interleave split chunk unbind stack cat getitem "
-        "masked_fill where triu tril ones ones_like zeros zeros_like full full_like tensor bool to "
-        "float type_as type logical_not eq ne lt gt le ge size dim numel get len iter "
-        "is_floating_point"
-    ).split()
-)
-"""Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
 MEANT = re.compile(r"\b(residual|identity|shortcut|skip|\w+_(spare|orig|res|copy))\b")
 """Names that people give an input which is to be added to the output."""
 TILED = re.compile(r"#[^\n]*(\btiled?\b|\bh(ead)? ?% ?\w|% ?n_?kv)")
@@ -98,6 +88,7 @@ READ = {
     "move": {"move"},
     "registered": {"registered"},
     "dropout-in-eval": {"dropout-in-eval"},
+    "softmax": {"softmax"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
 GIVEN = {"scale", "head-split", "definition", "rotary"}
@@ -217,6 +208,8 @@ def _case(subject: Target, drops: bool) -> Case:
     """The case; where its number of heads cannot be right, with as many as its scores have."""
     if subject.caller.pooled:
         raise Unreadable("it gives one output for all tokens")
+    if subject.vectors:
+        raise Unreadable("it takes one vector of each sample")
     with contextlib.suppress(Unreadable):
         return case_of(subject, drops)
     heads = heads_seen(subject) or subject.num_heads
@@ -275,7 +268,8 @@ def _projections(reading: Projections) -> str:
 def _seen_in_a_call(subject: Target) -> list[Finding]:
     """What shows in what a call does, whatever the weights."""
     return (
-        softmax_astray(subject)
+        samples_mixed(subject)
+        or softmax_astray(subject)
         or softmax_missing(subject)
         or empty_triangle(subject)
         or traced_tokens(subject)

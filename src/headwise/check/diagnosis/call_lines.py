@@ -23,6 +23,17 @@ from ..target.errors import is_users
 
 CHECK = str(Path(__file__).parents[1])
 FUSED = "scaled_dot_product_attention"
+PLAIN_FUNCTIONS = set(
+    (
+        "linear matmul bmm baddbmm einsum softmax dropout layer_norm mul div add sub pow sqrt view "
+        "reshape transpose permute movedim swapaxes contiguous clone flatten unflatten unsqueeze "
+        "squeeze expand expand_as repeat repeat_interleave split chunk unbind stack cat getitem "
+        "masked_fill where triu tril ones ones_like zeros zeros_like full full_like tensor bool to "
+        "float type_as type logical_not eq ne lt gt le ge size dim numel get len iter "
+        "is_floating_point"
+    ).split()
+)
+"""Functions of an attention that puts in no positions and mixes no tokens but by its weights."""
 
 
 @dataclass(frozen=True)

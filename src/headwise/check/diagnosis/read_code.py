@@ -16,39 +16,11 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
-from .read_built import (
-    always_dropped,
-    handed_up,
-    listed_layers,
-    made_anew,
-    moved_parameters,
-    on_a_gpu,
-    repeated_layers,
-    set_on_condition,
-    worn_out,
-)
-from .read_caches import misaligned, stored_once
-from .read_ends import masks_beside, positions_beside, returns_nothing
-from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
-from .read_masks import (
-    dropped_masks,
-    empty_bands,
-    idle_flags,
-    misread_by_fused,
-    multiplied_masks,
-    of_queries_alone,
-    padded_blocks,
-    small_fills,
-    tiled_masks,
-    zero_fills,
-)
-from .read_parts import crossed_parts, unread_parts
 from .read_pieces import (
     INNER,
     LONG,
     WORKED_ON,
     Known,
-    Reader,
     Said,
     asks,
     built_of_self,
@@ -69,16 +41,6 @@ from .read_pieces import (
     target_of,
     word_of,
 )
-from .read_sizes import (
-    heads_apart,
-    idle_permutes,
-    read_on,
-    read_on_turned,
-    summed_apart,
-    viewed_heads,
-    whole_roots,
-)
-from .rotations import quarter_turns
 
 OPEN = {"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"}
 """What gives a class attributes that cannot be read."""
@@ -389,51 +351,3 @@ def no_functions(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
             for meant in (alike or get_close_matches(name, dir(module), 1, 0.85))[:1]:
                 words = {"name": f"{home}.{name}", "meant": f"{home}.{meant}"}
                 yield "function", call.lineno, words
-
-
-READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (worn_out, handed_up),
-    "shape": (returns_nothing,),
-    "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
-    "mask-fill": (multiplied_masks, small_fills, zero_fills),
-    "mask": (
-        dropped_masks,
-        tiled_masks,
-        misread_by_fused,
-        idle_flags,
-        masks_beside,
-        empty_bands,
-    ),
-    "padding": (padded_blocks, of_queries_alone),
-    "cache": (misaligned, stored_once),
-    "scale": (powers, whole_roots),
-    "head-split": (viewed_heads, heads_apart),
-    "definition": (
-        read_on,
-        summed_apart,
-        idle_permutes,
-        shifted_twice,
-        joined_otherwise,
-        cut_otherwise,
-    ),
-    "rotary": (read_on_turned, positions_beside),
-    "rotation": (quarter_turns,),
-    "registered": (moved_parameters,),
-    "registration": (listed_layers, made_anew),
-    "shared-heads": (repeated_layers,),
-    "move": (on_a_gpu,),
-    "dropout-in-eval": (always_dropped,),
-    "unused-result": (thrown_away, never_read),
-    "runs": (
-        late_tests,
-        empty_tests,
-        set_on_condition,
-        missing,
-        undefined_names,
-        read_before,
-        no_methods,
-        no_functions,
-        swapped,
-    ),
-}
-"""By rule, who reads mistakes of it."""

@@ -36,6 +36,8 @@ ADDED = re.compile(r"inf|masked_fill|where|float|finfo|-1e|zeros")
 """Code that makes numbers that are added to scores."""
 PADS = re.compile("pad|valid|mask|^ok$|keep|real|present")
 """Names of what tells real tokens from padding."""
+PAIRS = re.compile(r"[\[(](?!Tensor|torch|bool)([A-Za-z_]\w*), ?([A-Za-z_]\w*)[\])]")
+"""Two axes, as people write them."""
 COLUMN = re.compile(
     r"\[:, None, :, None\]$|\.unsqueeze\(1\)\.unsqueeze\((3|-1)\)$|"
     r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
@@ -139,6 +141,56 @@ def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
             for one in call.keywords:
                 if is_mask(one.arg or "") and ast.unparse(one.value) == "None":
                     yield "dropped", call.lineno, {"name": unread[0]}
+
+
+def unread_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks that forward takes and nothing in it reads, with all that it is called with by name:
+    `def forward(self, x, mask=None)`."""
+    for function in nodes(ast.FunctionDef, kind):
+        given = [*function.args.args, *function.args.kwonlyargs]
+        if function.name != "forward" or function.args.kwarg is not None:
+            continue
+        said = ast.get_docstring(function) or ""
+        for one in given:
+            spoken = re.search(rf"\b{one.arg}\b.*\b(un|not |never )used|ignor|compat", said)
+            if is_mask(one.arg) and one.arg not in names(*function.body) and not spoken:
+                yield "unread", function.lineno, {"name": one.arg}
+
+
+def asked_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`if mask:`, which asks a tensor of many numbers for one answer."""
+    for function in nodes(ast.FunctionDef, part):
+        given = {
+            one.arg: ast.unparse(one.annotation or ast.Pass()) for one in nodes(ast.arg, function)
+        }
+        default = {name: ast.unparse(value) for name, value in defaults_of(function).items()}
+        for branch in nodes(ast.If, function):
+            test = branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test
+            name = word_of(test) if isinstance(test, ast.Name) else ""
+            own = is_mask(name) and name in given and default.get(name, "None") == "None"
+            filled = [one for _, one, _ in _fills(branch)]
+            whole = any(word_of(one) == name for one in filled) or "Tensor" in given.get(name, "")
+            if own and whole and "bool" not in given[name]:
+                yield "asked", branch.lineno, {"name": name}
+
+
+def crossed_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`if mask.dim() == 2: mask = mask.unsqueeze(1).unsqueeze(1)`, of which is written that it is
+    `[seq, seq]`: its queries come to stand where the batch is."""
+    for branch in nodes(ast.If, part):
+        asked = re.fullmatch(
+            r"(\w+)\.(?:dim\(\)|ndim) == 2|len\((\w+)\.shape\) == 2", ast.unparse(branch.test)
+        )
+        name = (asked[1] or asked[2]) if asked else ""
+        body = branch.body[0]
+        laid = rf"{name} = {name}(\.unsqueeze\(1\)\.unsqueeze\([12]\)|\[:, None, None(, :)?\])"
+        if not is_mask(name) or not re.fullmatch(laid, ast.unparse(body)):
+            continue
+        lines = source.text.splitlines()[part.lineno - 1 : part.end_lineno]
+        about = [line for line in lines if re.search(r"mask", line, re.IGNORECASE)]
+        said = [pair for line in about for pair in PAIRS.findall(line)]
+        if said and all(one == two for one, two in said):
+            yield "crossed", body.lineno, {"name": name, "axis": said[0][0]}
 
 
 def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

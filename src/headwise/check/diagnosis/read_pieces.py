@@ -200,6 +200,8 @@ def masked_product(statement: ast.stmt) -> tuple[str, str, str] | None:
         said = sorted(filter(is_mask, words_in(mask)))
         sums = any(isinstance(one.op, ast.Add) for one in nodes(ast.BinOp, mask))
         word = word_of(root_of(other))
+        if isinstance(other, ast.BinOp) and isinstance(other.op, ast.Add):  # `(scores + bias)`
+            word = target if target in words_in(other) else ""
         plain = bool(word) or (isinstance(other, ast.Call) and softmax_of(other) is not None)
         if len(said) == 1 and not sums and plain and not any(map(is_mask, words_in(other))):
             return target, word, said[0]

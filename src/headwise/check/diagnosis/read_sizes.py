@@ -270,3 +270,18 @@ def _axes(side: str) -> set[str]:
     """The axes of one side of an equation: words, as `einops` has them, or letters."""
     words = side.split()
     return set(words) if any(len(one) > 1 for one in words) and len(words) > 1 else {*side} - {" "}
+
+
+def split_by_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`torch.split(q, self.num_heads, dim=-1)`, which makes pieces of that width, and not as
+    many."""
+    text = "\n".join(source.text.splitlines()[kind.lineno - 1 : kind.end_lineno])
+    for call in nodes(ast.Call, kind):
+        given = [*call.args, *(one.value for one in call.keywords if one.arg != "dim")]
+        last = any(one.arg == "dim" and ast.unparse(one.value) == "-1" for one in call.keywords)
+        name = word_of(given[-1]) if given else ""
+        if not last or ast.unparse(call.func).split(".")[-1] != "split" or len(name) == 0:
+            continue
+        written = re.search(rf"\b{name} *:.*\b(number|num) of (attention )?heads", text)
+        if building_role(name, needed=True) == "heads" or written:
+            yield "pieces", call.lineno, {"name": name}

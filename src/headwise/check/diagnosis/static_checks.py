@@ -7,6 +7,7 @@ import contextlib
 import copy
 import linecache
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,11 +25,12 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.errors import is_users
+from ..target.first_call import mixes
 from ..target.introspect import unregistered
 from ..target.names import parts_of
 from .call_lines import FUSED, Calls, LineCall, bare_name, quoted, recorded
 from .projections import Projections
-from .read_code import READERS
+from .readers import READERS
 
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 LINEAR = PRODUCTS | set(
@@ -129,9 +131,17 @@ def softmax_astray(subject: Target) -> list[Finding]:
     """That a softmax runs over another axis than the keys, whatever its scores are made of."""
     made = recorded(subject, subject.input())
     for way, call in (("axis" if one.astray else "single", one) for one in made):
-        if call.astray or (call.single and not subject.guesses):
+        if call.astray or (call.single and (subject.vectors or not subject.guesses)):
             return [found("softmax", way, line=quoted(call.place))]
     return []
+
+
+def samples_mixed(subject: Target) -> list[Finding]:
+    """That vectors of other samples change an output, in a layer that takes one of each."""
+    if not subject.vectors or not mixes(subject)[0]:
+        return []
+    made = [call for call in recorded(subject, subject.input()) if call.name == "softmax"]
+    return [found("batch", "samples", line=quoted(made[0].place) if made else "")]
 
 
 def softmax_missing(subject: Target) -> list[Finding]:
@@ -176,8 +186,12 @@ def _written(thing: Any) -> Iterator[tuple[Source, Sequence[ast.stmt], Mapping[s
         others = (one for one in said.values() if isinstance(one, FunctionType))
         made = said.get("forward") or said.get("__init__") or next(others, kind)
         file = getattr(getattr(made, "__code__", None), "co_filename", "<frozen")
+        known = getattr(made, "__globals__", {})
+        home = sys.modules.get(kind.__module__)
+        if made is not kind and kind.__name__ not in made.__qualname__ and home is not None:
+            file, known = getattr(home, "__file__", None) or file, vars(home)  # it was decorated
         if is_users(file):
-            homes.setdefault(file, (getattr(made, "__globals__", {}), set()))[1].add(kind.__name__)
+            homes.setdefault(file, (known, set()))[1].add(kind.__name__)
     for file, (known, waiting) in homes.items():
         with contextlib.suppress(SyntaxError):
             source = _source("".join(linecache.getlines(file, known)), file)

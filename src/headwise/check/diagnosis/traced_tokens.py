@@ -15,11 +15,14 @@ from torch.overrides import TorchFunctionMode
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.checked_target import Target
-from .call_lines import FUSED, bare_name, lines_of
+from ..target.introspect import is_pointwise
+from .call_lines import FUSED, PLAIN_FUNCTIONS, bare_name, lines_of
 
 NORMS = {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"}
 """What lets every token change when one does, and is left out of a trace."""
 PRODUCTS = {"matmul", "bmm", "einsum"}
+ALONE = PLAIN_FUNCTIONS | {"conv1d", "conv2d", "conv3d", "normalize", "clamp", "exp"}
+"""Functions that bring no tokens together but in a product of two tensors."""
 FEATURES = 5
 """How many features of a token are followed by themselves."""
 
@@ -60,12 +63,14 @@ class TracedHeads(TorchFunctionMode):
 
     Attributes:
         rows: of q, k, v and the heads' output, the numbers with their features last.
+        called: the names of PyTorch's functions that were called.
         change: of the heads' output, with its features last.
     """
 
     def __init__(self, change: Callable[[Tensor], Tensor] = lambda out: out) -> None:
         super().__init__()
         self.change, self.rows = change, dict[str, Tensor | None]()
+        self.called = set[str]()
         self._scores: Product | None = None
         self._weights: torch.Size | None = None
 
@@ -73,6 +78,7 @@ class TracedHeads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = bare_name(func), dict(kwargs or {})
+        self.called.add(name)
         if name in NORMS:
             return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
@@ -110,16 +116,30 @@ class Followed:
     Attributes:
         rows: `[B, H, T, D]` of q, k, v and the heads' output, in which heads and sequences may have
             been one axis, `[B · H, T, D]`; None where they have others.
+        called: the names of PyTorch's functions that were called.
     """
 
     def __init__(self, subject: Target, x: Tensor) -> None:
         self.subject, self.x = subject, x
-        self.out, self.rows = self._call(x, TracedHeads())
+        heads = TracedHeads()
+        self.out, self.rows = self._call(x, heads)
+        self.called = heads.called
 
     def _call(self, x: Tensor, heads: TracedHeads) -> tuple[Tensor, dict[str, Tensor | None]]:
         with heads:
             out = self.subject(x)
         return out, {role: _headed(rows, x) for role, rows in heads.rows.items()}
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether nothing but the attention itself may bring tokens together: each weight works on
+        one at a time, and no function that was called is one of neighbours."""
+        module, tokens = self.subject.module, self.x.shape[1]
+        parts = () if module is None else [*module.modules()]
+        widths = {one.in_features for one in parts if isinstance(one, nn.Linear)}
+        shifts = {"cat", "getitem"} <= self.called
+        weights = tokens not in widths and (module is None or is_pointwise(module))
+        return weights and not shifts and self.called <= ALONE
 
     def changed(self, role: str, token: int, feature: int | slice = slice(None)) -> Tensor:
         """`[H, T, D]`: which numbers of the first sequence change with a token of it."""
@@ -220,7 +240,10 @@ def _is_scrambled(call: Followed, role: str) -> bool:
         return False
     read_on = {(token, n): [(n * tokens + token) // width] for token, n in seen}
     read_back = {(token, n): [(token * width + n) % tokens] for token, n in seen}
-    return seen in (read_on, read_back) or _is_read_on(call, role)
+    if seen in (read_on, read_back) or _is_read_on(call, role):
+        return True
+    astray = [rows != [token] for (token, _), rows in seen.items()]
+    return call.is_apart and all(astray)
 
 
 def _is_read_on(call: Followed, role: str) -> bool:

@@ -137,12 +137,17 @@ def _after_each_other(results: list[Finding]) -> list[Finding]:
         for severity in dict.fromkeys(("warning", one.severity))  # advice explains no mistake
     }
     writes = any(one.rule == "input-kept" for one in broken)
+    explained = {one.rule: one.explained_by for one in broken if one.explained_by}
     done = []
     for one in results:
         reason = one.explained_by or reasons.get((one.rule, one.severity))
         if writes and "inplace operation" in one.message:
             reason = "input-kept"
-        done.append(replace(one, explained_by=reason) if _bad(one) and reason else one)
+        if not _bad(one) or not reason or explained.get(reason) == one.rule:
+            done.append(one)  # what follows from it is no reason for it
+            continue
+        explained[one.rule] = reason
+        done.append(replace(one, explained_by=reason))
     return done
 
 

@@ -10,7 +10,6 @@ from .advice import assert_, buffer, context, half, heads_divide, init, paramete
 from .arguments import cross, rotary
 from .behaviour import (
     batch,
-    causality,
     equal_tokens,
     finite,
     gradients,
@@ -23,6 +22,7 @@ from .behaviour import (
     weights,
 )
 from .caches import cache
+from .causality import causality
 from .masks import mask, padding
 from .paths import paths
 from .probe_context import Failed, Probe, ProbeContext

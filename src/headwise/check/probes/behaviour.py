@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
-from ..findings.verdict import Example, Finding
+from ..findings.verdict import Finding
 from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import Target
 from ..target.construct import source_of
 from ..target.introspect import (
     SPEAKS_OF_ROPE,
     is_called,
+    is_pointwise,
     layer_of,
     names_called,
     names_in,
@@ -24,16 +25,7 @@ from ..target.introspect import (
 )
 from ..target.masking import one_attends
 from .backward import wrong_backward
-from .probe_context import Failed, ProbeContext, failing
-
-NOTHING = 1e-12
-"""An influence below this share of the largest is none: rounding, where exact zeros are left."""
-
-LARGE = 20.0
-"""Inputs so many times as large make scores of several hundreds, as trained models may have."""
-
-UNCHANGED = 1e-6
-"""Share by which an output may move that nothing changed: sums may run in another order."""
+from .probe_context import NOTHING, Failed, ProbeContext, failing
 
 POSITIONS = re.compile(
     r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|(?<!negative_)slope|relative|rel_|pos_|position|"
@@ -93,72 +85,6 @@ def finite(ctx: ProbeContext) -> Finding | None:
     which = "every token" if len(rows) == ctx.tokens else f"token {', '.join(map(str, rows))}"
     ends = {0: "first", ctx.tokens - 1: "last"} if ctx.subject.causal and len(rows) == 1 else {}
     return found("finite", ends.get(rows[0], "any"), which=which)
-
-
-def causality(ctx: ProbeContext) -> Finding | None:
-    """Zeros of the Jacobian, and changed futures at ordinary and at larger scales."""
-    if not ctx.subject.causal:
-        if ctx.subject.causal_from == "given":
-            return skipped("causality", "Not asked for: causal=False.")
-        said = "Every token sees all others. If it is to be causal, say so: causal=True."
-        return skipped("causality", said)
-    influence = ctx.influence.nan_to_num(0.0)
-    seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
-    if seen:
-        return _leaks(ctx, 1.0, (seen[0][0], seen[0][1]), seen)
-    for scale in (1.0, LARGE, 1000.0):
-        late = _sees_future(ctx, scale)
-        if late is not None:
-            return _leaks(ctx, scale, late, [])
-    return passed("causality")
-
-
-def _sees_future(ctx: ProbeContext, scale: float) -> tuple[int, int] | None:
-    """The first output that a changed future changes, and the first token that was changed."""
-    large = ctx.x * scale
-    pairs = ((large, ctx.call(large)), (ctx.x, ctx.out))
-    for first in range(1, ctx.tokens):
-        for x, plain in pairs:
-            changed = x.clone()
-            noise = ctx.exact.input(ctx.tokens, len(x), seed=5)[:, first:]
-            changed[:, first:] = scale * noise
-            out = ctx.call(changed)
-            size = plain[:, :first].abs().max().clamp(min=1e-30)
-            parts = (out[:, :first] - plain[:, :first]).abs().amax((0, 2)) > UNCHANGED * size
-            if bool(parts.any()):
-                return int(parts.nonzero()[0]), first
-    return None
-
-
-def _leaks(
-    ctx: ProbeContext, scale: float, where: tuple[int, int], seen: list[list[int]]
-) -> Finding:
-    (i, j), way = where, "leaks"
-    if scale > 1:
-        way = "large" if scale == LARGE else "far"
-    elif seen and all(b == a + 1 for a, b in seen) and len(seen) == ctx.tokens - 1:
-        way = "next"
-    elif seen and bool((ctx.influence.tril(-1) <= NOTHING * ctx.influence.max()).all()):
-        way = "inverted"
-    one = found("causality", way, _leak_example(ctx, scale), i=i, j=j, scale=scale)
-    form = ctx.subject.mask_form
-    if way == "inverted" and form is not None and form.kind == "flag":
-        return replace(one, ground="any")  # in whatever order the axes stand
-    read = ctx.subject.causal_from == "mask"  # whose form was found by trying
-    return replace(one, ground="weights") if read else one
-
-
-def _leak_example(ctx: ProbeContext, scale: float) -> Example | None:
-    last = min(3, ctx.tokens) - 1
-
-    def two(subject: Target, x: Tensor) -> tuple[Tensor, Tensor]:
-        changed = scale * x
-        changed[:, -1] *= -1
-        return subject(scale * x)[:, :-1], subject(changed)[:, :-1]
-
-    times = f"x = {scale:.0f} * x; " if scale > 1 else ""
-    said = f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
-    return ctx.example(said, two) if last else None
 
 
 def past_used(ctx: ProbeContext) -> Finding | None:
@@ -280,14 +206,13 @@ def order(ctx: ProbeContext) -> Finding | None:
         return passed("order")
     module = ctx.subject.module
     names = names_in(module) if module is not None else ()
-    tables = bool(ctx.exact.caller.tables)
-    if (
-        tables
-        or named(ctx, POSITIONS)
-        or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
-    ):
-        return skipped("order", "It knows positions, so the order of tokens counts.")
     code = written_code(module) if module is not None else ""
+    knows = named(ctx, POSITIONS) or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
+    if knows and module is not None and is_pointwise(module):  # whatever it is called
+        code = re.sub(rf"{type(module).__name__}|\w*[Cc]onv\w*", "", code)
+        knows = not code or IN_ORDER.search(code) is not None
+    if ctx.exact.caller.tables or knows:
+        return skipped("order", "It knows positions, so the order of tokens counts.")
     return found("order", "counts" if not code or IN_ORDER.search(code) else "mixed")
 
 

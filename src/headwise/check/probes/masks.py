@@ -22,9 +22,8 @@ from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, source_of
 from ..target.uses import SAID, said_of
-from .behaviour import NOTHING
 from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms, hiding_one
-from .probe_context import Failed, ProbeContext, failing
+from .probe_context import NOTHING, Failed, ProbeContext, failing
 from .spans import spans
 
 BIASES = {"attn_bias", "attention_bias", "bias"}
@@ -145,7 +144,8 @@ def _needed(ctx: ProbeContext) -> Finding | None:
         bare = replace(ctx.subject.unmasked(), open_form=None)
         bare.result(ctx.x.to(ctx.subject.dtype))
     except (AttributeError, TypeError) as error:
-        if "NoneType" in str(error) and not refuses(error):
+        of_none = re.search("NoneType|'bool' object", str(error))  # `(mask == 0).view`
+        if of_none and not refuses(error):
             return found("runs", "needed", name=form.argument, error=told(error))
     except Exception:  # another argument is at fault
         return None

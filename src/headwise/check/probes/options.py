@@ -26,7 +26,8 @@ from ..target.errors import Broken
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
-from .behaviour import causality, finite, gradients, past_used
+from .behaviour import finite, gradients, past_used
+from .causality import causality
 from .mask_effects import REFUSED
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext

@@ -29,6 +29,10 @@ REFUSED = {
 """What PyTorch says in refusing a call that is no mistake, and what that means."""
 
 
+NOTHING = 1e-12
+"""An influence below this share of the largest is none: rounding, where exact zeros are left."""
+
+
 class Failed(Exception):
     """A call of what is checked raised an error, on an input that it must be able to take."""
 

@@ -78,6 +78,7 @@ class Target:
     room: int | None = None  # the most tokens that went in, where a usual input did not
     only: bool = False  # whether no other number of tokens than `room` goes in
     told: bool = False  # whether that is a number of its own
+    vectors: bool = False  # whether its tokens are samples, of which each has one vector
     uncalled: nn.Module | None = None
     made_up: dict[str, Any] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)

@@ -199,6 +199,8 @@ class _Constructor:
             role = use.role if use else building_role(name, wanted, self.names)
             if use and not use.sure and sizes.tried is not None:
                 role = None  # other values are tried
+            if role == "dropout" and parameter.annotation in (int, "int"):
+                role = None  # `reduction_rate: int`
             likely = role is not None and building_role(name, beside=self.names) is None
             likely = not use.sure if use else likely and role in GUESSED
             if name in rest:

@@ -22,6 +22,8 @@ from .signatures import entry, signature, source_of
 
 LENGTH = 61
 """Rows of a table that a function of somebody's file makes: a prime that no other axis has."""
+WIDTHS = 4
+"""How many widths of layers another sequence is tried with."""
 BASE = 10000.0
 
 
@@ -281,6 +283,25 @@ def _scales(target: Any, dim: int) -> Iterator[Fill]:
         yield lambda place, value=value: value
 
 
+def _others(target: Any, dim: int) -> Iterator[Fill]:
+    """Another sequence: as wide as x, or as one of the layers takes its input."""
+    yield lambda place: place.source if place.keys is None else place.keys
+    yield lambda place: place.source[:, None]
+    yield lambda place: place.source
+    yield lambda place: place.source[:, 0]
+    parts = target.modules() if isinstance(target, torch.nn.Module) else ()
+    widths = {one.in_features for one in parts if isinstance(one, torch.nn.Linear)}
+    for width in sorted(widths)[:WIDTHS] if len(widths) > 1 else ():
+        yield lambda place, width=width: _as_wide(place.source, width)
+    yield lambda place: place.source.mT
+
+
+def _as_wide(source: Tensor, width: int) -> Tensor:
+    """The same with so many features, of which some may come again."""
+    times = -(-width // source.shape[-1])
+    return source.repeat(*[1] * (source.ndim - 1), times)[..., :width]
+
+
 FILLS: Mapping[str, Options] = {
     **dict.fromkeys(("mask", "nothing", "padding", "cache"), _constant(None)),
     "lengths": _made(
@@ -292,12 +313,7 @@ FILLS: Mapping[str, Options] = {
     ),
     "residual": _made(lambda place: torch.zeros_like(place.x)),
     **dict.fromkeys(("causal", "use_cache", "weights", "training"), _constant(False)),
-    "context": _made(
-        lambda place: place.source if place.keys is None else place.keys,
-        lambda place: place.source[:, None],
-        lambda place: place.source,
-        lambda place: place.source[:, 0],
-    ),
+    "context": _others,
     "rotary": _any_of(_from_file(None), _BOTH, _REAL_PAIRS, _COMPLEX, _ANGLES, _MATRICES),
     "complex": _any_of(_from_file(None), _COMPLEX, _REAL_PAIRS, _ANGLES),
     "cos": _any_of(_from_file(0), _COS),

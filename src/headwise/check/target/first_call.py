@@ -48,6 +48,7 @@ from .layouts import (
 )
 from .learnt import learn
 from .refusals import not_run, refuse
+from .vectors import takes_vectors, weighs_one
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -67,6 +68,8 @@ WANTED = (
 
 TWO = re.compile(r"too many values to unpack \(expected 2\)")
 """What Python says of `batch, tokens = x.shape`, where x has three axes."""
+UNPACKS = re.compile(r"(?:too many|not enough) values to unpack \(expected \d")
+"""What it says of any other number of axes."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,15 @@ def first_call(subject: Target, widened: bool = False) -> None:
     """
     caller, errors = subject.caller, list[BaseException]()
     windowed = list[tuple[BaseException, int]]()
+    unpacked = dict[int, list[bool]]()  # by the number of x's axes, of which E is the last
     inputs = caller.inputs if caller.custom is None else []
     batch = batch_axis(caller.target, inputs[0]) if inputs else None
     if batch == 1 or getattr(caller.target, "batch_first", True) is False:
         caller.layout = TIME_FIRST
     if any(caller.required(name) for name in caller.named("packed")):
         caller.layout = SINGLE
+    elif inputs and takes_vectors(caller.target, inputs[0]):
+        caller.layout, subject.vectors = SINGLE, True
     elif inputs and batch != 1 and not caller.separate:
         caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
     caller.usual = caller.layout
@@ -126,10 +132,15 @@ def first_call(subject: Target, widened: bool = False) -> None:
                 raise UnusableResult("runs with as many tokens as heads")
             other = way.layout is not usual or way.learnt
             astray = other and mixes(subject) != (True, False)
+            if astray and way.layout is SINGLE and weighs_one(subject):
+                astray, subject.vectors = False, True
             if astray or (caller.pooled and not mixes(subject)[0]):
                 raise UnusableResult("mixes no tokens, or other sequences")
         except Exception as error:
             errors.append(error)
+            said = UNPACKS.search(str(error)) is not None
+            if way.layout.axes.endswith("E"):
+                unpacked.setdefault(len(way.layout.axes), []).append(said)
             if way == Way(usual, way.room, only=True) and _fills_window(subject, error):
                 windowed.append((error, subject.most_tokens))
             goes_in = isinstance(error, UnusableResult) and way == Way(usual)
@@ -175,7 +186,8 @@ def first_call(subject: Target, widened: bool = False) -> None:
     Way(usual).set(subject)
     for error, tokens in windowed if not subject.made_up and not caller.made_up else ():
         raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
-    return refuse(subject, errors[0], own or _cut_short(subject, errors))
+    no_axes = _is_sure(subject) and all(all(unpacked.get(n, [False])) for n in (2, 3, 4))
+    return refuse(subject, errors[0], own or no_axes or _cut_short(subject, errors))
 
 
 def _fills_window(subject: Target, error: BaseException) -> bool:
@@ -193,8 +205,13 @@ def _cut_short(subject: Target, errors: Sequence[BaseException]) -> bool:
     """Whether it takes the shape of x for two numbers, and one sequence without a batch will not
     do either, in a call for which nothing was made up."""
     single = errors[1] if len(errors) > 1 else None  # the second way to call is that
-    sure = "width" in subject.roles and not subject.made_up and not subject.caller.made_up
-    return sure and TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
+    cut = TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
+    return cut and _is_sure(subject)
+
+
+def _is_sure(subject: Target) -> bool:
+    """Whether its width is known, and nothing was made up for it."""
+    return "width" in subject.roles and not subject.made_up and not subject.caller.made_up
 
 
 def _other_width(subject: Target, errors: Sequence[BaseException]) -> int | None:
@@ -246,7 +263,9 @@ def _is_chance(subject: Target) -> bool:
 def _notes(subject: Target) -> Iterator[str]:
     """What is to be said of a call that was found."""
     layout = subject.caller.layout
-    if layout is SINGLE:
+    if subject.vectors:
+        yield "it takes one vector of each sample, [B, E]"
+    elif layout is SINGLE:
         yield "it takes one sequence [T, E] at a time, without a batch"
     elif layout is not USUAL:
         yield f"it takes x as {layout}"
@@ -304,16 +323,22 @@ def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -
     """Calls with as many tokens as the errors speak of, and with no other number; and where x has
     other axes, with the tokens of a square map, of a window's size if there is one."""
     known, areas = known_sizes(subject), areas_of(subject)
+    caller = subject.caller
+    wanted = [name for name in caller.parameters if caller.required(name)]
+    forms, given = open_forms(caller, wanted), table_options(caller, wanted)
     other = bool(errors) and (OTHER_AXES.search(str(errors[0])) is not None or of_maps(subject))
     maps = (layout,) if "H" in layout.axes else MAPS if other else ()
     for sizes in ((), areas or AREAS):
-        every = (*maps, layout) if areas and not maps else maps
+        every = dict.fromkeys((*maps, layout)) if areas else maps
         yield from (Way(axes, size, only=True) for size in sizes for axes in every)
+        maps_with = product(sizes[:1], maps, given)  # what else they want
+        yield from (Way(axes, size, None, fills, only=True) for size, axes, fills in maps_with)
         said = dict.fromkeys(size for error in errors for size in sizes_in(error))
         full = subject.context_length  # which shorter inputs may be filled up to
         said |= dict.fromkeys(n for error in errors for n in _tokens_out(error) if n == full)
-        new = [size for size in said if size <= LONGEST and size not in known][:3]
+        new = [n for n in said if n == full or (n <= LONGEST and n not in known)][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
+        yield from (Way(layout, size, form, only=True) for size in new for form in forms)
         known |= set(new)
 
 
@@ -403,9 +428,15 @@ def _choose_table(subject: Target) -> None:
 
 def mixes(subject: Target) -> tuple[bool, bool]:
     """Whether an output depends on other tokens of its sequence, and on other sequences; with
-    random weights, so that what starts at zero hides nothing."""
+    random weights, so that what starts at zero hides nothing, and with small numbers, too, where
+    large ones leave all the weight on one token."""
     subject = subject.randomised()
-    x = subject.input()
+    seen = _mixes(subject, subject.input())
+    return seen if any(seen) else _mixes(subject, 0.1 * subject.input())
+
+
+def _mixes(subject: Target, x: Tensor) -> tuple[bool, bool]:
+    """The same on x."""
     tokens, rows = x.clone(), x.clone()
     tokens[-1, :-1], rows[:-1] = x[-1, :-1].flip(-1), x[:-1].flip(-1)
     outputs = list[Tensor]()

@@ -21,6 +21,8 @@ from .names import building_role
 from .signatures import source_of
 from .sizes import fields_of
 
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+
 Rotation = tuple[int, float, bool]
 """`RoPE`'s dim, base and interleaved."""
 
@@ -43,6 +45,26 @@ def names_in(module: nn.Module) -> Iterator[str]:
                 if not name.startswith("__") or name == "__init__":
                     yield name
                     yield from getattr(getattr(value, "__code__", None), "co_names", ())
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Whether each of its weights works on one token at a time: projections, convolutions of size
+    1, norms, and numbers for single features or heads.
+
+    >>> is_pointwise(nn.Sequential(nn.Conv1d(4, 4, 1), nn.LayerNorm(4)))
+    True
+    >>> is_pointwise(nn.Conv1d(4, 4, 3)), is_pointwise(nn.Embedding(8, 4))
+    (False, False)
+    """
+
+    def alone(part: nn.Module) -> bool:
+        held = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        vectors = all(max(one.shape, default=1) == one.numel() for one in held)
+        if isinstance(part, nn.Linear) or vectors:
+            return True
+        return isinstance(part, _CONVOLUTIONS) and {*part.kernel_size, *part.stride} == {1}
+
+    return all(map(alone, module.modules()))
 
 
 def written_code(module: nn.Module) -> str:

@@ -66,7 +66,7 @@ MAPS = Layout("BEHW"), Layout("BHWE")
 """How it may go in where one number of tokens is insisted on."""
 
 AXES = {
-    "B": r"b|n|bs|bsz|bsize|batch|batch_?size|n_?batch(es)?|num_batch(es)?",
+    "B": r"b_?|n|bs|bsz|bsize|batch|batch_?size|n_?batch(es)?|num_batch(es)?",
     "T": r"t|l|s|n|seq|len|seq_?len(gth)?|length|num_?tokens|n_?tokens|tokens|time|timesteps|"
     r"sequence|(n_?|num_)?nodes|num_vert(ex|ices)|(n_|num_)patches|posn|(query|q)_len",
     "E": r"c|d|e|f|ch|chan|channels?|dim|d_?model|n_embd|embed_?dim|hidden(_size|_dim)?|"
@@ -76,7 +76,7 @@ AXES = {
     "1": r"d|depth|t|f|frames|num_frames|z|slices",
 }
 """What people call each axis, in lower case; 1 is that of a volume's or a video's depth."""
-SAID = USUAL, TIME_FIRST, Layout("BET"), *MAPS, Layout("BE1HW"), Layout("B1HWE")
+SAID = USUAL, TIME_FIRST, Layout("BET"), *MAPS, *map(Layout, "BE1HW BEHW1 B1HWE BHW1E".split())
 """Layouts that the names of axes may tell; the usual one first, which most names fit."""
 WINDOWED = Layout("B11HWE")
 """That of windows in a grid, which no other has as many axes as."""
@@ -94,11 +94,12 @@ def said_layout(target: Any, name: str) -> Layout | None:
     made = getattr(type(target), "forward", None)
     code = _plain(source_of(made)) if isinstance(target, nn.Module) else ""
     unpacked = r"^[ \t#]*\(?([\w, ]+)\)? = {}\.(?:shape|size\(\))[ \t]*(?:#|$)"
-    arranged = r"rearrange\({}, ?[\"']([\w ]+?) ?->"
-    for pattern in (unpacked, arranged):
-        for said in re.findall(pattern.format(name), code, re.MULTILINE):
-            if (layout := _of_words(re.findall(r"\w+", said.lower()))) is not None:
-                return layout
+    for said in re.findall(unpacked.format(name), code, re.MULTILINE):
+        if (layout := _of_words(re.findall(r"\w+", said.lower()))) is not None:
+            return layout
+    for said in re.findall(rf"rearrange\(\s*{name}, ?[\"']([\w ()]+?) ?->", code):
+        if (layout := _of_words(_arranged(said.lower()))) is not None:
+            return layout
     for said in written_axes(target, name):
         if (layout := _of_words(said)) is not None and layout is not USUAL:
             return layout
@@ -147,7 +148,7 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     comments = [line.partition("#")[2] for line in (*head.splitlines(), *lines) if "#" in line]
     texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
     kind = r"(?: *\([\w.]*[Tt]ensor[^)]*\))?"
-    axes = r"[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *)[\])]"
+    axes = r"[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *|b \w{1,2} \w{1,2}(?: \w)?)[\])]"
     said = rf"(?<![\w.]){name}\b{kind}[^\[(\n]{{0,60}}{axes}"
     listed = rf"(?<![\w.]){name} *: *((?:[A-Za-z]\w* *, *){{2,}}[A-Za-z]\w*) *$"
     for text, pattern in product(texts, (said, listed)):
@@ -158,6 +159,23 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):
         yield axes.lower().split()
+
+
+def _arranged(pattern: str) -> list[str]:
+    """The axes of the left side of a pattern of einops, of which some may be taken apart: those of
+    four axes are the rows and columns of windows, of three the tokens and the features.
+
+    >>> _arranged("b (w1 p1) (w2 p2) c"), _arranged("b (h w) (c k)")
+    (['b', 'h', 'w', 'c'], ['b', 't', 'c'])
+    """
+    words = re.findall(r"\([^)]*\)|\w+", pattern)
+    apart = [place for place, word in enumerate(words) if word.startswith("(")]
+    names = "hw" if len(words) == 4 and len(apart) == 2 else "tc"[: len(apart)]
+    if len(words) == 4 and len(apart) != 2:
+        return words
+    for place, name in zip(apart, names, strict=False):
+        words[place] = name
+    return words
 
 
 def _plain(code: str) -> str:

@@ -1,0 +1,115 @@
+"""Which readers of code tell which mistakes."""
+
+from __future__ import annotations
+
+from .read_built import (
+    always_dropped,
+    handed_up,
+    listed_layers,
+    made_anew,
+    moved_parameters,
+    on_a_gpu,
+    repeated_layers,
+    set_on_condition,
+    worn_out,
+)
+from .read_caches import misaligned, stored_once
+from .read_code import (
+    empty_tests,
+    gathered_keys,
+    late_tests,
+    lost_roles,
+    missing,
+    mixed_roles,
+    never_read,
+    no_functions,
+    no_methods,
+    powers,
+    read_before,
+    swapped,
+    thrown_away,
+    undefined_names,
+    unread_roles,
+)
+from .read_ends import masks_beside, positions_beside, returns_nothing
+from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
+from .read_masks import (
+    asked_masks,
+    crossed_masks,
+    dropped_masks,
+    empty_bands,
+    idle_flags,
+    misread_by_fused,
+    multiplied_masks,
+    of_queries_alone,
+    padded_blocks,
+    small_fills,
+    tiled_masks,
+    unread_masks,
+    zero_fills,
+)
+from .read_parts import crossed_parts, unread_parts
+from .read_pieces import Reader
+from .read_sizes import (
+    heads_apart,
+    idle_permutes,
+    read_on,
+    read_on_turned,
+    split_by_heads,
+    summed_apart,
+    viewed_heads,
+    whole_roots,
+)
+from .read_softmax import paired_alone, unsaid_axes
+from .rotations import quarter_turns
+
+READERS: dict[str, tuple[Reader, ...]] = {
+    "builds": (worn_out, handed_up),
+    "shape": (returns_nothing,),
+    "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
+    "mask-fill": (multiplied_masks, small_fills, zero_fills),
+    "mask": (
+        dropped_masks,
+        tiled_masks,
+        misread_by_fused,
+        idle_flags,
+        unread_masks,
+        asked_masks,
+        crossed_masks,
+        masks_beside,
+        empty_bands,
+    ),
+    "padding": (padded_blocks, of_queries_alone),
+    "cache": (misaligned, stored_once),
+    "scale": (powers, whole_roots),
+    "head-split": (viewed_heads, heads_apart, split_by_heads),
+    "definition": (
+        read_on,
+        summed_apart,
+        idle_permutes,
+        shifted_twice,
+        joined_otherwise,
+        cut_otherwise,
+    ),
+    "softmax": (unsaid_axes, paired_alone),
+    "rotary": (read_on_turned, positions_beside),
+    "rotation": (quarter_turns,),
+    "registered": (moved_parameters,),
+    "registration": (listed_layers, made_anew),
+    "shared-heads": (repeated_layers,),
+    "move": (on_a_gpu,),
+    "dropout-in-eval": (always_dropped,),
+    "unused-result": (thrown_away, never_read),
+    "runs": (
+        late_tests,
+        empty_tests,
+        set_on_condition,
+        missing,
+        undefined_names,
+        read_before,
+        no_methods,
+        no_functions,
+        swapped,
+    ),
+}
+"""By rule, who reads mistakes of it."""

@@ -1,0 +1,108 @@
+"""Whether later tokens change an earlier output: by the weights, or around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..diagnosis.call_lines import recorded
+from ..findings.rules import found, passed, skipped
+from ..findings.verdict import Example, Finding
+from ..target.checked_target import Target
+from .probe_context import NOTHING, ProbeContext
+
+LARGE = 20.0
+"""Inputs so many times as large make scores of several hundreds, as trained models may have."""
+
+UNCHANGED = 1e-6
+"""Share by which an output may move that nothing changed: sums may run in another order."""
+
+FAR = 1e3
+"""How far hidden scores lie below the others."""
+
+
+def causality(ctx: ProbeContext) -> Finding | None:
+    """Zeros of the Jacobian, and changed futures at ordinary and at larger scales."""
+    if not ctx.subject.causal:
+        if ctx.subject.causal_from == "given":
+            return skipped("causality", "Not asked for: causal=False.")
+        if _is_around(ctx):
+            return found("causality", "around")
+        said = "Every token sees all others. If it is to be causal, say so: causal=True."
+        return skipped("causality", said)
+    influence = ctx.influence.nan_to_num(0.0)
+    seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
+    if seen:
+        return _leaks(ctx, 1.0, (seen[0][0], seen[0][1]), seen)
+    for scale in (1.0, LARGE, 1000.0):
+        late = _sees_future(ctx, scale)
+        if late is not None:
+            return _leaks(ctx, scale, late, [])
+    return passed("causality")
+
+
+def _sees_future(ctx: ProbeContext, scale: float) -> tuple[int, int] | None:
+    """The first output that a changed future changes, and the first token that was changed."""
+    large = ctx.x * scale
+    pairs = ((large, ctx.call(large)), (ctx.x, ctx.out))
+    for first in range(1, ctx.tokens):
+        for x, plain in pairs:
+            changed = x.clone()
+            noise = ctx.exact.input(ctx.tokens, len(x), seed=5)[:, first:]
+            changed[:, first:] = scale * noise
+            out = ctx.call(changed)
+            size = plain[:, :first].abs().max().clamp(min=1e-30)
+            parts = (out[:, :first] - plain[:, :first]).abs().amax((0, 2)) > UNCHANGED * size
+            if bool(parts.any()):
+                return int(parts.nonzero()[0]), first
+    return None
+
+
+def _leaks(
+    ctx: ProbeContext, scale: float, where: tuple[int, int], seen: list[list[int]]
+) -> Finding:
+    (i, j), way = where, "leaks"
+    if scale > 1:
+        way = "large" if scale == LARGE else "far"
+    elif seen and all(b == a + 1 for a, b in seen) and len(seen) == ctx.tokens - 1:
+        way = "next"
+    elif seen and bool((ctx.influence.tril(-1) <= NOTHING * ctx.influence.max()).all()):
+        way = "inverted"
+    one = found("causality", way, _leak_example(ctx, scale), i=i, j=j, scale=scale)
+    form = ctx.subject.mask_form
+    if way == "inverted" and form is not None and form.kind == "flag":
+        return replace(one, ground="any")  # in whatever order the axes stand
+    read = ctx.subject.causal_from == "mask"  # whose form was found by trying
+    return replace(one, ground="weights") if read else one
+
+
+def _leak_example(ctx: ProbeContext, scale: float) -> Example | None:
+    last = min(3, ctx.tokens) - 1
+
+    def two(subject: Target, x: Tensor) -> tuple[Tensor, Tensor]:
+        changed = scale * x
+        changed[:, -1] *= -1
+        return subject(scale * x)[:, :-1], subject(changed)[:, :-1]
+
+    times = f"x = {scale:.0f} * x; " if scale > 1 else ""
+    said = f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
+    return ctx.example(said, two) if last else None
+
+
+def _is_around(ctx: ProbeContext) -> bool:
+    """Whether every softmax over tokens hides the later ones, and they change outputs all the
+    same."""
+    if ctx.tokens < 4 or ctx.subject.open_form is not None:
+        return False
+    made = [call for call in recorded(ctx.exact, ctx.x) if call.name == "softmax" and call.square]
+    scores = [call.scores for call in made if call.scores is not None]
+    return bool(scores) and all(map(_is_causal, scores)) and not ctx.exact.caller.turned
+
+
+def _is_causal(scores: Tensor) -> bool:
+    """Whether scores of later keys, and no others, are far below all that are seen."""
+    every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    later, seen = scores[..., every.triu(1)], scores[..., every.tril(0)]
+    return bool(later.max() < seen.min() - FAR) and bool(seen.isfinite().all())

@@ -1,0 +1,57 @@
+"""Layers that take one vector of each sample, `[batch, features]`, and no tokens: the keys that
+they attend to are those of other inputs, or one alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .checked_target import Target
+from .layouts import AXES, written_axes
+
+FEATURES = re.compile(r"dim|feat|hidden|emb|channel|size|width|^[cdeh]$")
+"""What people call the second axis of vectors."""
+
+
+def takes_vectors(target: Any, name: str) -> bool:
+    """Whether its author writes of an input `x: [batch, features]`, and of no other axes.
+
+    >>> class Layer(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         # x: [batch_size, feature_dim]
+    ...         return x
+    >>> takes_vectors(Layer(), "x")
+    True
+    """
+    said = [*written_axes(target, name)]
+    return bool(said) and all(
+        len(one) == 2 and re.fullmatch(AXES["B"], one[0]) and FEATURES.search(one[1])
+        for one in said
+    )
+
+
+class _Singles(TorchFunctionMode):
+    """Notes whether a softmax runs over an axis of one number."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "softmax" and result.ndim > 1:
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            self.seen |= axis is not None and result.shape[axis] == 1
+        return result
+
+
+def weighs_one(subject: Target) -> bool:
+    """Whether its call takes a softmax of single numbers, all of which become 1."""
+    with torch.no_grad(), _Singles() as singles:
+        subject(subject.input())
+    return singles.seen
