@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import check
+from headwise.check.findings.rules import RULES
 from headwise.check.findings.triage import joined
 from headwise.check.findings.verdict import Finding
 from headwise.check.target.call_adapter import Caller
@@ -327,3 +329,12 @@ def test_rotary_positions_that_the_definition_has_are_right() -> None:
     assert joined([turned], [shifted])[1].severity == "skipped"
     plain = Finding("definition", "passed", "the same output.")
     assert joined([plain], [shifted])[1].severity == "error"
+
+
+@pytest.mark.parametrize("severity", ["error", "warning"])
+@pytest.mark.parametrize("named", [True, False])
+def test_no_two_findings_explain_each_other(severity: Any, named: bool) -> None:
+    for first, second in itertools.permutations(RULES, 2):
+        found = [Finding(first, "error", "One."), Finding(second, severity, "Two.")]
+        results = joined(found[:1], found[1:]) if named else joined([], found)
+        assert any(one.severity == "error" and one.explained_by is None for one in results)

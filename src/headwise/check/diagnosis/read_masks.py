@@ -143,20 +143,6 @@ def dropped_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
                     yield "dropped", call.lineno, {"name": unread[0]}
 
 
-def unread_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Masks that forward takes and nothing in it reads, with all that it is called with by name:
-    `def forward(self, x, mask=None)`."""
-    for function in nodes(ast.FunctionDef, kind):
-        given = [*function.args.args, *function.args.kwonlyargs]
-        if function.name != "forward" or function.args.kwarg is not None:
-            continue
-        said = ast.get_docstring(function) or ""
-        for one in given:
-            spoken = re.search(rf"\b{one.arg}\b.*\b(un|not |never )used|ignor|compat", said)
-            if is_mask(one.arg) and one.arg not in names(*function.body) and not spoken:
-                yield "unread", function.lineno, {"name": one.arg}
-
-
 def asked_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`if mask:`, which asks a tensor of many numbers for one answer."""
     for function in nodes(ast.FunctionDef, part):

@@ -45,7 +45,6 @@ from .read_masks import (
     padded_blocks,
     small_fills,
     tiled_masks,
-    unread_masks,
     zero_fills,
 )
 from .read_parts import crossed_parts, unread_parts
@@ -73,7 +72,6 @@ READERS: dict[str, tuple[Reader, ...]] = {
         tiled_masks,
         misread_by_fused,
         idle_flags,
-        unread_masks,
         asked_masks,
         crossed_masks,
         masks_beside,

@@ -170,11 +170,15 @@ def _spoken(name: str, definitions: Mapping[str, ast.AST], bases: bool) -> set[s
 
 
 def _read(definition: ast.AST, bases: bool) -> set[str]:
-    """The names that a definition reads and does not give a meaning itself."""
+    """The names that a definition reads and does not give a meaning itself, but in annotations."""
     own = names(definition, context=ast.Store) | {one.arg for one in nodes(ast.arg, definition)}
     above = getattr(definition, "bases", []) if not bases else []
-    modules = {id(one) for base in above if _is_module(base) for one in ast.walk(base)}
-    read = (one for one in nodes(ast.Name, definition) if id(one) not in modules)
+    left = [base for base in above if _is_module(base)]
+    left += [one.annotation for one in nodes(ast.arg, definition) if one.annotation]
+    left += [one.annotation for one in nodes(ast.AnnAssign, definition)]
+    left += [one.returns for one in nodes(ast.FunctionDef, definition) if one.returns]
+    spared = {id(one) for whole in left for one in ast.walk(whole)}
+    read = (one for one in nodes(ast.Name, definition) if id(one) not in spared)
     return {one.id for one in read if isinstance(one.ctx, ast.Load)} - own
 
 

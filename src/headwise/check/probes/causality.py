@@ -28,6 +28,8 @@ def causality(ctx: ProbeContext) -> Finding | None:
     if not ctx.subject.causal:
         if ctx.subject.causal_from == "given":
             return skipped("causality", "Not asked for: causal=False.")
+        if _is_kept(ctx):
+            return found("causality", "kept")
         if _is_around(ctx):
             return found("causality", "around")
         said = "Every token sees all others. If it is to be causal, say so: causal=True."
@@ -89,6 +91,15 @@ def _leak_example(ctx: ProbeContext, scale: float) -> Example | None:
     times = f"x = {scale:.0f} * x; " if scale > 1 else ""
     said = f"{times}y = x.clone(); y[:, {last}] *= -1; the outputs before token {last} are compared"
     return ctx.example(said, two) if last else None
+
+
+def _is_kept(ctx: ProbeContext) -> bool:
+    """Whether it keeps keys for the tokens to come, as decoders do, and has no mask: within a call
+    tokens then see later ones, which they cannot where each has a call of its own."""
+    caller = ctx.exact.caller
+    keeps = caller.named("use_cache") or caller.named("cache")
+    others = (role for role in ("mask", "padding", "causal", "context") if caller.named(role))
+    return bool(keeps) and not any(others) and not caller.separate and caller.custom is None
 
 
 def _is_around(ctx: ProbeContext) -> bool:

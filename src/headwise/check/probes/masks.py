@@ -249,7 +249,9 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if not seen.any and _is_of_another(ctx.subject.caller, name):
         return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:
-        return found(rule, "ignored", name=name)
+        one = found(rule, "ignored", name=name)
+        unread = not is_read(ctx.subject.caller.target, name)
+        return replace(one, ground="any") if unread else one
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
     way = "queries" if seen.queries else "elsewhere" if seen.elsewhere else "shows"

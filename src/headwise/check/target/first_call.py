@@ -308,6 +308,7 @@ def _ways(caller: Caller) -> Iterator[Way]:
         yield Way(usual, None, form, fills)
     for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
         yield Way(layout, None, None, fills)
+    yield from (Way(SINGLE, None, None, fills) for fills in given[0])
 
 
 def _learnt(subject: Target, usual: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:

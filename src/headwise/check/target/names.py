@@ -66,6 +66,11 @@ _GUESSED = {
 given."""
 
 
+def _bare(name: str) -> str:
+    """A name as the tables have it: `numHeads` is "num_heads", `NUM_HEADS` as well."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+
+
 def building_role(name: str, needed: bool = False, beside: Collection[str] = ()) -> str | None:
     """What a constructor's argument (or a config's field) is for; None where the name is unknown.
 
@@ -75,13 +80,15 @@ def building_role(name: str, needed: bool = False, beside: Collection[str] = ())
 
     >>> building_role("n_embd"), building_role("NUM_HEADS"), building_role("flavour")
     ('width', 'heads', None)
+    >>> building_role("contextLength"), building_role("numHeads")
+    ('context', 'heads')
     >>> building_role("vit_n_heads"), building_role("vit_n_heads", needed=True)
     (None, 'heads')
     >>> building_role("key_dim"), building_role("key_dim", beside=["query_dim", "dim_head"])
     ('head_dim', 'kv_width')
     """
-    bare = name.lower().strip("_")
-    role = _BUILD.get(bare)
+    bare = _bare(name)
+    role = _BUILD.get(bare) or _BUILD.get(name.lower())
     if bare in _OF_KEYS and any(one.lower() in _NOT_OF_HEADS for one in beside):
         return "kv_width"
     if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare):
@@ -103,7 +110,7 @@ def calling_role(name: str) -> str | None:
     >>> calling_role("key_matrix"), calling_role("input_matrix")
     ('key', None)
     """
-    bare = name.lower().strip("_")
+    bare = _bare(name)
     plain = re.sub(
         r"_(matrix|tensor|vectors?|seq|sequence|tokens|features|embeddings|input)$", "", bare
     )
@@ -123,7 +130,7 @@ def calling_role(name: str) -> str | None:
 
 def is_known(name: str) -> bool:
     """Whether an argument of `forward` has one of the usual names, not only one that is like it."""
-    return name.lower().strip("_") in _CALL
+    return _bare(name) in _CALL
 
 
 def parts_of(name: str) -> str:

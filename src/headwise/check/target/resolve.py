@@ -296,7 +296,10 @@ def _of_factory(
             if time.process_time() > until:
                 break
             try:
-                return make(replace(request, sizes=sizes))
+                subject = make(replace(request, sizes=sizes))
+                if not _hides_groups(subject) or not isinstance(first, Broken):
+                    return subject
+                others.append(first)
             except (Broken, ValueError) as error:
                 others.append(error)
                 if isinstance(error, Broken) and error.finding.ground == "any":
@@ -308,6 +311,13 @@ def _of_factory(
         with contextlib.suppress(Broken, ValueError):  # its name says more than the default
             return make(replace(request, sizes=replace(own, causal=True)))
     return subject
+
+
+def _hides_groups(subject: Target) -> bool:
+    """Whether its keys have one head, which fits any number, or as many as go with each of them:
+    then a mistake in how often they are repeated does not show."""
+    groups = subject.num_kv_heads or subject.num_heads
+    return groups < subject.num_heads and groups in (1, subject.num_heads // groups)
 
 
 def _inner(module: nn.Module) -> Iterator[nn.Module]:

@@ -69,6 +69,7 @@ def other_sizes(
         for heads, groups in ((3, 3), (4, None), (8, None), (6, 3), (None, None)):
             yield replace(own, num_heads=heads, num_kv_heads=groups, plain=heads is None)
         yield replace(own, embed_dim=64)
+        yield replace(own, embed_dim=64, num_heads=8, num_kv_heads=2)
     fault = first.__cause__
     if not given and fault and (_is_unset(fault) or _is_of_arguments(fault, _builds(first))):
         yield replace(own, every=True)

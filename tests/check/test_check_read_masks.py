@@ -1,0 +1,175 @@
+"""Mistakes about masks, the softmax and heads that are read off the code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.check import check
+from headwise.check.diagnosis.static_checks import read_off
+
+
+class Parts(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.wide = num_heads, dim // num_heads
+        self.w_q, self.w_k, self.w_v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.split(self.w_q(x)) @ self.split(self.w_k(x)).mT * self.wide**-0.5
+
+    def joined(self, weights: Tensor, x: Tensor) -> Tensor:
+        return self.out((weights @ self.split(self.w_v(x))).transpose(1, 2).flatten(2))
+
+
+class Asked(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.scores(x)
+        if mask:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return self.joined(scores.softmax(-1), x)
+
+
+class AskedByFlag(Parts):
+    def forward(self, x: Tensor, mask: bool = False) -> Tensor:
+        scores = self.scores(x)
+        if mask:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return self.joined(scores.softmax(-1), x)
+
+
+class Crossed(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: [batch, seq, seq] or [seq, seq]"""
+        scores = self.scores(x)
+        if mask is not None:
+            if mask.dim() == 2:  # noqa: SIM108
+                mask = mask.unsqueeze(1).unsqueeze(1)
+            else:
+                mask = mask.unsqueeze(1)
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        return self.joined(scores.softmax(-1), x)
+
+
+class OfPadding(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: [batch, seq, seq] or [batch, seq]"""
+        scores = self.scores(x)
+        if mask is not None:
+            if mask.dim() == 2:  # noqa: SIM108
+                mask = mask.unsqueeze(1).unsqueeze(1)
+            else:
+                mask = mask.unsqueeze(1)
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        return self.joined(scores.softmax(-1), x)
+
+
+class Multiplied(Parts):
+    def forward(self, x: Tensor, bias: Tensor, batch_mask: Tensor) -> Tensor:
+        scores = self.scores(x)
+        scores = (scores + bias) * batch_mask
+        return self.joined(scores.softmax(-1), x)
+
+
+class NoAxis(Parts):
+    def forward(self, base: Tensor, top: Tensor, combined: Tensor) -> Tensor:
+        scores = torch.bmm(base, top)
+        weights = F.softmax(scores)
+        return torch.bmm(weights, combined)
+
+
+class NoAxisBuilt(Parts):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.soft = nn.Softmax()
+
+    def forward(self, base: Tensor, top: Tensor, combined: Tensor) -> Tensor:
+        scores = torch.bmm(base, top)
+        return torch.bmm(self.soft(scores), combined)
+
+
+class OnePair(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = torch.einsum("bchw,bchw->bhw", x, y) * self.wide**-0.5
+        return torch.einsum("bchw,bhw->bchw", x, scores.softmax(-1))
+
+
+class OfNeighbours(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        near = y.unfold(1, 3, 1)
+        x = x[..., None].expand_as(near)
+        scores = torch.einsum("btdn,btdn->btn", x, near)
+        return torch.einsum("btn,btdn->btd", scores.softmax(-1), near)
+
+
+class Pieces(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            torch.cat(torch.split(f(x), self.num_heads, dim=-1), dim=0)
+            for f in (self.w_q, self.w_k, self.w_v)
+        )
+        weights = (q @ k.mT * self.wide**-0.5).softmax(-1)
+        return self.out(torch.cat(torch.split(weights @ v, x.shape[0], dim=0), dim=-1))
+
+
+class ByWidth(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            torch.cat(torch.split(f(x), self.wide, dim=-1), dim=0)
+            for f in (self.w_q, self.w_k, self.w_v)
+        )
+        weights = (q @ k.mT * self.wide**-0.5).softmax(-1)
+        return self.out(torch.cat(torch.split(weights @ v, x.shape[0], dim=0), dim=-1))
+
+
+WRONG = [
+    (Asked, "mask"),
+    (Crossed, "mask"),
+    (Multiplied, "mask-fill"),
+    (NoAxis, "softmax"),
+    (NoAxisBuilt, "softmax"),
+    (OnePair, "softmax"),
+    (Pieces, "head-split"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), WRONG)
+def test_what_is_read(kind: type[nn.Module], rule: str) -> None:
+    assert [one.rule for one in read_off(kind)] == [rule]
+
+
+@pytest.mark.parametrize("kind", [AskedByFlag, OfPadding, OfNeighbours, ByWidth])
+def test_what_is_right(kind: type[nn.Module]) -> None:
+    assert not [*read_off(kind)]
+
+
+@pytest.mark.parametrize("kind", [AskedByFlag, OfPadding, ByWidth])
+def test_what_is_right_runs(kind: type[nn.Module]) -> None:
+    verdict = check(kind)
+    assert verdict.passed, verdict
+
+
+class Unread(Parts):
+    """Of a call that is guessed, for what it is given beside x."""
+
+    def forward(self, x: Tensor, temp: float, mask: Tensor | None = None) -> Tensor:
+        return self.joined((self.scores(x) * temp).softmax(-1), x)
+
+
+class Needed(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = (mask == 0).view(len(x), 1, -1, x.shape[1])  # type: ignore[union-attr]
+        return self.joined(self.scores(x).masked_fill(hidden, float("-inf")).softmax(-1), x)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(Unread, "mask"), (Needed, "runs")])
+def test_masks_of_a_call(kind: type[nn.Module], rule: str) -> None:
+    verdict = check(kind)
+    assert verdict.findings[0].rule == rule, verdict
+    assert not verdict.passed
