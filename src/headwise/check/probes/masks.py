@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
@@ -20,7 +21,7 @@ from ..target.errors import told
 from ..target.introspect import written_code
 from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
-from ..target.signatures import entry, is_read, source_of
+from ..target.signatures import entry, is_read, signature, source_of
 from ..target.uses import SAID, said_of
 from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms, hiding_one
 from .probe_context import NOTHING, Failed, ProbeContext, failing
@@ -152,6 +153,18 @@ def _needed(ctx: ProbeContext) -> Finding | None:
     return None
 
 
+def _is_exchanged(target: Any) -> bool:
+    """Whether another class of its file is called with the same arguments, so that one may stand
+    for the other: then it takes what others read."""
+    own, home = type(target), vars(sys.modules.get(type(target).__module__, sys))
+    taken = {"self", *(one.name for one in signature(entry(target)))}
+    kinds = [one for one in home.values() if isinstance(one, type) and issubclass(one, nn.Module)]
+    parts = [own, *map(type, target.modules() if isinstance(target, nn.Module) else ())]
+    inside = {kind for part in parts for kind in part.mro()}
+    calls = (vars(one).get("forward") for one in kinds if one not in inside)
+    return any(call and {"self", *(p.name for p in signature(call))} == taken for call in calls)
+
+
 def _bias(ctx: ProbeContext) -> Finding | None:
     """What is wrong with what is added to the scores, by an argument that nobody has to give: zeros
     that change something, or numbers that do not."""
@@ -249,8 +262,8 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
     if not seen.any and _is_of_another(ctx.subject.caller, name):
         return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:
-        one = found(rule, "ignored", name=name)
-        unread = not is_read(ctx.subject.caller.target, name)
+        one, target = found(rule, "ignored", name=name), ctx.subject.caller.target
+        unread = not is_read(target, name) and not _is_exchanged(target)
         return replace(one, ground="any") if unread else one
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
