@@ -21,8 +21,8 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.errors import is_users
-from ..target.first_call import table_options
 from ..target.signatures import source_of
+from ..target.ways import table_options
 from .call_lines import quoted
 from .read_pieces import Known, Said
 

@@ -11,51 +11,28 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, product, takewhile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, takewhile
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from .call_adapter import ALL_SHAPES, Caller, MaskForm, Result, UnusableResult
-from .call_faults import (
-    AREAS,
-    LONGEST,
-    OTHER_AXES,
-    areas_of,
-    axis_too_many,
-    known_sizes,
-    of_guess,
-    of_maps,
-    own_areas,
-    pools,
-    sizes_in,
-    spoken,
-)
+from .call_adapter import ALL_SHAPES, MaskForm, Result, UnusableResult
+from .call_faults import axis_too_many, of_guess, own_areas, pools
 from .checked_target import BATCH, TOKENS, Target
 from .errors import Broken
-from .fills import FILLS, OPTIONAL, SURE, Fill, left_out
-from .layouts import (
-    LAYOUTS,
-    MAPS,
-    SINGLE,
-    TIME_FIRST,
-    USUAL,
-    Layout,
-    batch_axis,
-    said_layout,
-)
-from .learnt import learn
+from .fills import OPTIONAL, SURE, Fill
+from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
 from .refusals import not_run, refuse
 from .vectors import takes_vectors, weighs_one
+from .ways import Way, learnt_ways, lengths_of, table_options, ways
 
-MASKS = ("mask", "padding", "lengths", "cache")
-"""Roles of arguments that are learnt apart."""
 SIZES = ((TOKENS, BATCH), (3, 4), (1, BATCH))
 """Tokens and sequences that a form of a mask is tried with."""
-WAYS, SECONDS = 150, 3.0
-"""How many tables are tried on a call, and for how long calls are tried."""
+SECONDS = 3.0
+"""For how long calls are tried."""
 
 
 WANTED = (
@@ -72,23 +49,6 @@ UNPACKS = re.compile(r"(?:too many|not enough) values to unpack \(expected \d")
 """What it says of any other number of axes."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to make the first call; `room` as in `Target`."""
-
-    layout: Layout
-    room: int | None = None
-    form: MaskForm | None = None
-    fills: Mapping[str, Fill] = field(default_factory=dict)
-    only: bool = False
-    learnt: bool = False
-
-    def set(self, subject: Target) -> None:
-        """Let a subject be called so."""
-        subject.caller.layout, subject.caller.fills = self.layout, dict(self.fills)
-        subject.room, subject.only, subject.open_form = self.room, self.only, self.form
-
-
 def first_call(subject: Target, widened: bool = False) -> None:
     """Find how it is called: the layout of x, what other arguments get, the width of the output.
 
@@ -99,54 +59,111 @@ def first_call(subject: Target, widened: bool = False) -> None:
         Broken: the call fails, and nothing in it was made up.
         ValueError: it fails, and the call may be at fault.
     """
-    caller, errors = subject.caller, list[BaseException]()
-    windowed = list[tuple[BaseException, int]]()
-    unpacked = dict[int, list[bool]]()  # by the number of x's axes, of which E is the last
-    inputs = caller.inputs if caller.custom is None else []
-    batch = batch_axis(caller.target, inputs[0]) if inputs else None
-    if batch == 1 or getattr(caller.target, "batch_first", True) is False:
-        caller.layout = TIME_FIRST
-    if any(caller.required(name) for name in caller.named("packed")):
-        caller.layout = SINGLE
-    elif inputs and takes_vectors(caller.target, inputs[0]):
-        caller.layout, subject.vectors = SINGLE, True
-    elif inputs and batch != 1 and not caller.separate:
-        caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
-    caller.usual = caller.layout
-    until, usual, own = time.process_time() + SECONDS, caller.layout, False
-    ways = takewhile(lambda way: not errors or time.process_time() < until, _ways(caller))
-    for way in chain(ways, _learnt(subject, usual, errors), _lengths(subject, usual, errors)):
-        way.set(subject)
-        try:
-            result = _tried(subject)
-            if way.form is not None and not bool(result.out.isfinite().all()):
-                raise UnusableResult("is not finite with a mask that hides nothing")
-            few = way.room in (subject.num_heads, subject.num_kv_heads or subject.num_heads)
-            few = few and replace(way, form=None) == Way(usual, way.room)
-            if own := few and _is_chance(subject):
-                replace(way, room=None).set(subject)
-                if (fault := _fault(subject)) is not None:
-                    errors.insert(0, fault)
+    search = _Search(subject)
+    if not (search.finds() or _otherwise(search, widened) or search.finds_vectors()):
+        search.refuse()
+
+
+class _Search:
+    """The ways of a call that are tried one after the other, and the errors of those that fail.
+
+    Attributes:
+        usual: the layout that the target itself says.
+        errors: of the ways, in their order.
+        own: whether the first of them is the layer's own fault.
+    """
+
+    def __init__(self, subject: Target) -> None:
+        self.subject, self.errors, self.own = subject, list[BaseException](), False
+        self._windowed = list[tuple[BaseException, int]]()
+        self._unpacked = dict[int, list[bool]]()  # by the number of x's axes, of which E is last
+        caller = subject.caller
+        inputs = caller.inputs if caller.custom is None else []
+        self._batch = batch_axis(caller.target, inputs[0]) if inputs else None
+        if self._batch == 1 or getattr(caller.target, "batch_first", True) is False:
+            caller.layout = TIME_FIRST
+        if any(caller.required(name) for name in caller.named("packed")):
+            caller.layout = SINGLE
+        elif inputs and takes_vectors(caller.target, inputs[0]):
+            caller.layout, subject.vectors = SINGLE, True
+        elif inputs and self._batch != 1 and not caller.separate:
+            caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
+        self.usual = caller.usual = caller.layout
+
+    def finds(self) -> bool:
+        """Whether one of the ways goes in, which the subject is then called in."""
+        until, errors, subject = time.process_time() + SECONDS, self.errors, self.subject
+        first = takewhile(
+            lambda way: not errors or time.process_time() < until, ways(subject.caller)
+        )
+        more = (one(subject, self.usual, errors) for one in (learnt_ways, lengths_of))
+        for way in chain(first, *more):
+            way.set(subject)
+            try:
+                result = self._result(way)
+            except Exception as error:
+                self._note(way, error)
+                goes_in = isinstance(error, UnusableResult) and way == Way(self.usual)
+                if goes_in and not axis_too_many(error):
+                    break
+                continue
+            if result is None:
                 break
-            if few and way.room == 2:  # with fewer, one token, it says nothing
-                raise UnusableResult("runs with as many tokens as heads")
-            other = way.layout is not usual or way.learnt
-            astray = other and mixes(subject) != (True, False)
-            if astray and way.layout is SINGLE and weighs_one(subject):
-                astray, subject.vectors = False, True
-            if astray or (caller.pooled and not mixes(subject)[0]):
-                raise UnusableResult("mixes no tokens, or other sequences")
-        except Exception as error:
-            errors.append(error)
+            self._settle(way, result)
+            return True
+        Way(self.usual).set(subject)
+        return False
+
+    def finds_vectors(self) -> bool:
+        """Whether it takes one vector of each sample, and weighs a single key for each."""
+        subject, caller = self.subject, self.subject.caller
+        given = table_options(caller, caller.made_up) if caller.custom is None else ()
+        for way in (Way(SINGLE, fills=fills) for fills in given):
+            way.set(subject)
+            with contextlib.suppress(Exception):  # whatever somebody's code raises
+                result = _tried(subject)
+                if weighs_one(subject):
+                    subject.vectors = True
+                    self._settle(way, result)
+                    return True
+        return False
+
+    def _result(self, way: Way) -> Result | None:
+        """What a call in such a way gives; None where it runs by chance alone.
+
+        Raises:
+            Exception: it fails, or what comes out tells that it is not meant so.
+        """
+        subject, result = self.subject, _tried(self.subject)
+        if way.form is not None and not bool(result.out.isfinite().all()):
+            raise UnusableResult("is not finite with a mask that hides nothing")
+        few = way.room in (subject.num_heads, subject.num_kv_heads or subject.num_heads)
+        few = few and replace(way, form=None) == Way(self.usual, way.room)
+        if few and _is_chance(subject):
+            self.own = True
+            replace(way, room=None).set(subject)
+            if (fault := _fault(subject)) is not None:
+                self.errors.insert(0, fault)
+            return None
+        if few and way.room == 2:  # with fewer, one token, it says nothing
+            raise UnusableResult("runs with as many tokens as heads")
+        other = way.layout is not self.usual or way.learnt
+        astray = other and mixes(subject) != (True, False)
+        if astray or (subject.caller.pooled and not mixes(subject)[0]):
+            raise UnusableResult("mixes no tokens, or other sequences")
+        return result
+
+    def _note(self, way: Way, error: Exception) -> None:
+        self.errors.append(error)
+        if way.layout.axes.endswith("E"):
             said = UNPACKS.search(str(error)) is not None
-            if way.layout.axes.endswith("E"):
-                unpacked.setdefault(len(way.layout.axes), []).append(said)
-            if way == Way(usual, way.room, only=True) and _fills_window(subject, error):
-                windowed.append((error, subject.most_tokens))
-            goes_in = isinstance(error, UnusableResult) and way == Way(usual)
-            if goes_in and not axis_too_many(error):
-                break
-            continue
+            self._unpacked.setdefault(len(way.layout.axes), []).append(said)
+        if way == Way(self.usual, way.room, only=True) and _fills_window(self.subject, error):
+            self._windowed.append((error, self.subject.most_tokens))
+
+    def _settle(self, way: Way, result: Result) -> None:
+        """Learn the rest of a call that goes in."""
+        subject, caller = self.subject, self.subject.caller
         steady_form(subject)
         subject.out_dim = result.out.shape[-1]
         subject.told = subject.only and subject.room in own_areas(subject)
@@ -154,40 +171,56 @@ def first_call(subject: Target, widened: bool = False) -> None:
         if not caller.settled:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
+        free = turned and self._batch is None and caller.custom is None
         with contextlib.suppress(RuntimeError):  # a script of PyTorch's may run once and no more
-            if (
-                turned
-                and batch is None
-                and caller.custom is None
-                and mixes(subject) == (False, True)
-            ):
+            if free and mixes(subject) == (False, True):
                 caller.layout = caller.usual = turned
         if way.learnt:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
-        return None
-    Way(usual).set(subject)
+
+    def refuse(self) -> NoReturn:
+        """Raise what is to be said where no way goes in."""
+        subject, errors = self.subject, self.errors
+        Way(self.usual).set(subject)
+        made_up = subject.made_up or subject.caller.made_up
+        for error, tokens in self._windowed if not made_up else ():
+            raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
+        no_axes = all(all(self._unpacked.get(n, [False])) for n in (2, 3, 4))
+        sure = _is_sure(subject) and (no_axes or _cut_short(errors))
+        refuse(subject, errors[0], self.own or sure)
+
+
+def _otherwise(search: _Search, widened: bool) -> bool:
+    """Whether another call goes in: one whose output is one for all tokens, one that takes x for
+    its other sequence, one with an x as wide as its layers want."""
+    subject, errors = search.subject, search.errors
+    caller = subject.caller
     results = (one for one in errors if isinstance(one, UnusableResult))
     if not caller.pooled and pools(caller, next(results, None)):
-        with contextlib.suppress(Broken, ValueError):
-            caller.pooled = True
-            return first_call(subject, widened)
+        caller.pooled = True
+        if _goes_in(subject, widened):
+            return True
         caller.pooled = False
     if not caller.turned and caller.pair:
         subject.caller = replace(caller, turned=True)
-        with contextlib.suppress(Broken, ValueError):
-            return first_call(subject, widened)
+        if _goes_in(subject, widened):
+            return True
         subject.caller = caller
     if not widened and (width := _other_width(subject, errors)):
         own_width, subject.embed_dim = subject.embed_dim, width
-        with contextlib.suppress(Broken, ValueError):
-            return first_call(subject, widened=True)
+        if _goes_in(subject, True):
+            return True
         subject.embed_dim = own_width
-    Way(usual).set(subject)
-    for error, tokens in windowed if not subject.made_up and not caller.made_up else ():
-        raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
-    no_axes = _is_sure(subject) and all(all(unpacked.get(n, [False])) for n in (2, 3, 4))
-    return refuse(subject, errors[0], own or no_axes or _cut_short(subject, errors))
+    return False
+
+
+def _goes_in(subject: Target, widened: bool) -> bool:
+    try:
+        first_call(subject, widened)
+    except (Broken, ValueError):
+        return False
+    return True
 
 
 def _fills_window(subject: Target, error: BaseException) -> bool:
@@ -201,12 +234,11 @@ def _fills_window(subject: Target, error: BaseException) -> bool:
     return fills and not near & said and not of_guess(subject, error)
 
 
-def _cut_short(subject: Target, errors: Sequence[BaseException]) -> bool:
-    """Whether it takes the shape of x for two numbers, and one sequence without a batch will not
-    do either, in a call for which nothing was made up."""
+def _cut_short(errors: Sequence[BaseException]) -> bool:
+    """Whether it takes the shape of x for two numbers, and one sequence without a batch will not do
+    either."""
     single = errors[1] if len(errors) > 1 else None  # the second way to call is that
-    cut = TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
-    return cut and _is_sure(subject)
+    return TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
 
 
 def _is_sure(subject: Target) -> bool:
@@ -274,110 +306,6 @@ def _notes(subject: Target) -> Iterator[str]:
     if subject.room is not None:
         most = "it takes" if subject.only else "it takes no more than about"
         yield f"{most} {subject.room} tokens{', and no other number' * subject.only}"
-
-
-# --- ways to call ---------------------------------------------------------------------------------
-
-
-def _ways(caller: Caller) -> Iterator[Way]:
-    """Ways to make the first call, the likeliest first."""
-    usual, every = caller.layout, list(caller.parameters)
-    layouts = dict.fromkeys((usual, SINGLE))
-    if caller.custom is not None:
-        yield from (Way(layout) for layout in layouts)
-        yield from (Way(usual, room) for room in (4, 2))
-        return
-    wanted = [name for name in every if caller.required(name)]
-    tables = [name for name in every if name in wanted or caller.roles[name] in OPTIONAL]
-    given = [table_options(caller, wanted), table_options(caller, every)]
-    forms = (None, *open_forms(caller, wanted))
-    for layout, form in product(layouts, forms):
-        yield Way(layout, None, form)
-    for fills, form in product(given[0], forms):
-        yield Way(usual, None, form, fills)
-    for room, form in product((4, 2), forms):
-        yield Way(usual, room, form)
-    if caller.named("height") or caller.named("grid"):
-        yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
-    if tables != wanted:
-        yield from (Way(usual, None, None, fills) for fills in table_options(caller, tables))
-    every_form = open_forms(caller, every)
-    for layout, form in product((usual, TIME_FIRST), every_form):
-        yield Way(layout, None, form)
-    for form, fills in chain(product([None], given[1]), product(every_form, given[1][:2])):
-        yield Way(usual, None, form, fills)
-    for layout, fills in product(LAYOUTS, ({}, *given[0][:2], *given[1][:1])):
-        yield Way(layout, None, None, fills)
-    yield from (Way(SINGLE, None, None, fills) for fills in given[0])
-
-
-def _learnt(subject: Target, usual: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
-    """Calls with what their arguments are learnt to want."""
-    rooms = [(usual, None), (TIME_FIRST, None), *((usual, area) for area in areas_of(subject))]
-    for layout, room in dict.fromkeys(rooms):
-        Way(layout, room, only=room is not None).set(subject)
-        if (fills := learn(subject, spoken(subject.caller, errors[0]))) is not None:
-            yield Way(layout, room, None, fills, room is not None, learnt=True)
-
-
-def _lengths(subject: Target, layout: Layout, errors: Sequence[BaseException]) -> Iterator[Way]:
-    """Calls with as many tokens as the errors speak of, and with no other number; and where x has
-    other axes, with the tokens of a square map, of a window's size if there is one."""
-    known, areas = known_sizes(subject), areas_of(subject)
-    caller = subject.caller
-    wanted = [name for name in caller.parameters if caller.required(name)]
-    forms, given = open_forms(caller, wanted), table_options(caller, wanted)
-    other = bool(errors) and (OTHER_AXES.search(str(errors[0])) is not None or of_maps(subject))
-    maps = (layout,) if "H" in layout.axes else MAPS if other else ()
-    for sizes in ((), areas or AREAS):
-        every = dict.fromkeys((*maps, layout)) if areas else maps
-        yield from (Way(axes, size, only=True) for size in sizes for axes in every)
-        maps_with = product(sizes[:1], maps, given)  # what else they want
-        yield from (Way(axes, size, None, fills, only=True) for size, axes, fills in maps_with)
-        said = dict.fromkeys(size for error in errors for size in sizes_in(error))
-        full = subject.context_length  # which shorter inputs may be filled up to
-        said |= dict.fromkeys(n for error in errors for n in _tokens_out(error) if n == full)
-        new = [n for n in said if n == full or (n <= LONGEST and n not in known)][:3]
-        yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
-        yield from (Way(layout, size, form, only=True) for size in new for form in forms)
-        known |= set(new)
-
-
-def _tokens_out(error: BaseException) -> list[int]:
-    """How many tokens came out, where the result could not be used."""
-    return error.shape[1:2] if isinstance(error, UnusableResult) else []
-
-
-def table_options(caller: Caller, names: list[str]) -> list[dict[str, Fill]]:
-    """What arguments get that nobody gave: the first option of each, then the second, and so on."""
-    known = {*caller.inputs, *caller.extra}
-    roles = {name: caller.roles[name] for name in names if name not in known}
-    roles = {name: role for name, role in roles.items() if role in FILLS and role not in MASKS}
-    each = {name: list(FILLS[role](caller.target, caller.head_dim)) for name, role in roles.items()}
-    for name, options in each.items():
-        if not caller.required(name):
-            options.insert(1, left_out)
-    most = max(map(len, each.values()), default=0)
-    short = max((len(options) for options in each.values() if len(options) < most), default=1)
-
-    def chosen(options: list[Fill], n: int) -> Fill:  # tables of one kind go together
-        return options[(n if len(options) == most else n // most) % len(options)]
-
-    return [
-        {name: chosen(options, n) for name, options in each.items() if options}
-        for n in range(min(most * short, WAYS))
-    ]
-
-
-def open_forms(caller: Caller, among: Sequence[str]) -> list[MaskForm]:
-    """Forms of a mask that hides nothing, for calls that insist on one."""
-    masks = [n for n in caller.guessed if "mask" in n]
-    names = [n for n in [*caller.named("mask"), *caller.named("padding"), *masks] if n in among]
-    shapes = ("[T, S]", "[1, 1, T, S]", "[B, T, S]", "[B, S]", "[T, S, 1]")
-    return [
-        MaskForm(*form)
-        for form in product(names, ("may", "added", "ones", "hidden", "later"), shapes)
-    ]
 
 
 def steady_form(subject: Target) -> None:

@@ -19,13 +19,14 @@ from .checked_target import BATCH, TOKENS, Target
 from .construct import name_of
 from .errors import Broken, users_frames
 from .fills import left_out
-from .first_call import mixes, open_forms, steady_form
+from .first_call import mixes, steady_form
 from .learnt import learn
 from .masking import learn_causality
 from .names import building_role, calling_role, parts_of
 from .refusals import how_to_call, not_run
 from .signatures import signature, source_of
 from .sizes import BuildSizes, Unknown, shown
+from .ways import open_forms
 
 AXES = {"heads": "[B, H, T, D]", "tokens": "[B, T, H, D]", "flat": "[B, T, D]", "single": "[T, D]"}
 """Which axes a function's tensors have."""

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .checked_target import Target
+from .fills import Place
 from .layouts import AXES, written_axes
 
 FEATURES = re.compile(r"dim|feat|hidden|emb|channel|size|width|^[cdeh]$")
@@ -51,7 +53,12 @@ class _Singles(TorchFunctionMode):
 
 
 def weighs_one(subject: Target) -> bool:
-    """Whether its call takes a softmax of single numbers, all of which become 1."""
+    """Whether its call, in which all inputs are vectors, takes a softmax of single numbers, which
+    become 1."""
+    caller, x = subject.caller, subject.input()[0]
+    others = [caller.fill(name)(Place(x, x)) for name in caller.made_up]
+    if any(one.ndim != x.ndim for one in others if isinstance(one, Tensor)):
+        return False  # an axis of one key that was made up
     with torch.no_grad(), _Singles() as singles:
         subject(subject.input())
     return singles.seen
