@@ -165,3 +165,21 @@ class Words(nn.Module):
 
 def test_maps_with_words() -> None:
     assert check(Words).passed
+
+
+class OfConformations(nn.Module):
+    """A vector of each sample that attends to several of another kind: right."""
+
+    def __init__(self, drug_dim: int, protein_dim: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(drug_dim, protein_dim)
+
+    def forward(self, drug: Tensor, conformations: Tensor) -> Tensor:
+        """drug: [batch_size, drug_dim]; conformations: [batch_size, number, protein_dim]"""
+        scores = torch.bmm(self.query(drug)[:, None], conformations.transpose(1, 2)).squeeze(1)
+        weights = F.softmax(scores / conformations.shape[-1] ** 0.5, dim=1)
+        return (conformations * weights.unsqueeze(2)).sum(1)
+
+
+def test_one_vector_that_attends_to_several() -> None:
+    assert check(OfConformations).passed

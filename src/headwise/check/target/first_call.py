@@ -26,7 +26,7 @@ from .errors import Broken
 from .fills import OPTIONAL, SURE, Fill
 from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
 from .refusals import not_run, refuse
-from .vectors import takes_vectors, weighs_one
+from .vectors import gives_vectors, takes_vectors, weighs_one
 from .ways import Way, learnt_ways, lengths_of, table_options, ways
 
 SIZES = ((TOKENS, BATCH), (3, 4), (1, BATCH))
@@ -84,7 +84,7 @@ class _Search:
             caller.layout = TIME_FIRST
         if any(caller.required(name) for name in caller.named("packed")):
             caller.layout = SINGLE
-        elif inputs and takes_vectors(caller.target, inputs[0]):
+        elif inputs and all(takes_vectors(caller.target, n) for n in (*inputs, *caller.made_up)):
             caller.layout, subject.vectors = SINGLE, True
         elif inputs and self._batch != 1 and not caller.separate:
             caller.layout = said_layout(caller.target, caller.inputs[0]) or caller.layout
@@ -147,6 +147,8 @@ class _Search:
             return None
         if few and way.room == 2:  # with fewer, one token, it says nothing
             raise UnusableResult("runs with as many tokens as heads")
+        if subject.vectors and not gives_vectors(subject):
+            raise UnusableResult("takes more than vectors")
         other = way.layout is not self.usual or way.learnt
         astray = other and mixes(subject) != (True, False)
         if astray or (subject.caller.pooled and not mixes(subject)[0]):

@@ -4,7 +4,7 @@ they attend to are those of other inputs, or one alone."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ def takes_vectors(target: Any, name: str) -> bool:
     True
     """
     said = [*written_axes(target, name)]
-    return bool(said) and all(
-        len(one) == 2 and re.fullmatch(AXES["B"], one[0]) and FEATURES.search(one[1])
-        for one in said
-    )
+    return bool(said) and all(map(_are_of_vectors, said))
+
+
+def _are_of_vectors(axes: Sequence[str]) -> bool:
+    first, *others = axes
+    features = len(others) == 1 and FEATURES.search(others[0]) is not None
+    return features and re.fullmatch(AXES["B"], first) is not None
 
 
 class _Singles(TorchFunctionMode):
@@ -52,13 +55,18 @@ class _Singles(TorchFunctionMode):
         return result
 
 
+def gives_vectors(subject: Target) -> bool:
+    """Whether all that its call is given beside x are vectors, too: no axis of keys was made up."""
+    caller, x = subject.caller, subject.input()[0]
+    others = [caller.fill(name)(Place(x, x)) for name in caller.made_up]
+    return all(one.ndim == x.ndim for one in others if isinstance(one, Tensor))
+
+
 def weighs_one(subject: Target) -> bool:
     """Whether its call, in which all inputs are vectors, takes a softmax of single numbers, which
     become 1."""
-    caller, x = subject.caller, subject.input()[0]
-    others = [caller.fill(name)(Place(x, x)) for name in caller.made_up]
-    if any(one.ndim != x.ndim for one in others if isinstance(one, Tensor)):
-        return False  # an axis of one key that was made up
+    if not gives_vectors(subject):
+        return False
     with torch.no_grad(), _Singles() as singles:
         subject(subject.input())
     return singles.seen
