@@ -246,8 +246,11 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     reached = filter(is_plain, [] if forward is None else forward.body)
     plain = {one for statement in reached for one in ast.walk(statement)}
     methods = (one for one in kind.body if isinstance(one, INNER))
-    called = (one for one in methods if getattr(one, "name", "") != "__init__")
-    for node in nodes(ast.Attribute, *called):  # what __init__ lacks shows as it is built
+    named = {getattr(one, "name", ""): one for one in methods}
+    begins = getattr(named.pop("__init__", None), "body", [])
+    built = [one for one in begins if is_plain(one)]
+    plain |= {one for statement in built for one in ast.walk(statement)}
+    for node in nodes(ast.Attribute, *built, *named.values()):
         name = of_self(node)
         if not name or name in set_ or hasattr(thing, name) or hasattr(A_MODULE, name):
             continue
@@ -258,9 +261,8 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 
 
 def _is_of_file(thing: object) -> bool:
-    """Whether it is a class of modules that derives from nothing but its own file's and PyTorch's
-    own."""
-    if not isinstance(thing, type) or not issubclass(thing, nn.Module):
+    """Whether it is a class that derives from nothing but its own file's and PyTorch's modules."""
+    if not isinstance(thing, type):
         return False
     homes = {one.__module__ for one in thing.__mro__}
     return homes <= {"builtins", nn.Module.__module__, thing.__module__}

@@ -88,7 +88,10 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
             if not isinstance(method, ast.Attribute) or method.attr not in ("view", "reshape"):
                 continue
             sizes = sizes_of(call)
-            heads = len(sizes) == 4 and building_role(word_of(sizes[1])) == "heads"
+            heads = len(sizes) == 4 and (
+                building_role(word_of(sizes[1])) == "heads"
+                or (ast.unparse(sizes[1]) == "-1" and word_of(sizes[2]) in _of_tokens(function))
+            )
             heads = heads and word_of(sizes[2]).lower() not in ("w", "width")  # a map's height
             whole, cut = (
                 heads and not any(getattr(one, "value", 0) == 1 for one in sizes),
@@ -99,6 +102,20 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 cut = given[-1] if given else cut
             if whole and isinstance(cut, ast.Call) and of_self(cut.func) in linear:
                 yield "viewed", call.lineno, {}
+
+
+def _of_tokens(function: ast.FunctionDef) -> set[str]:
+    """Names of the second of three sizes: `batch, tokens, _ = x.shape`, `tokens = x.shape[1]`."""
+    found = set[str]()
+    for line in nodes(ast.Assign, function):
+        match line.targets[0], line.value:
+            case ast.Tuple([_, ast.Name(name), _]), value if sized(value) is not None:
+                found.add(name)
+            case ast.Name(name), ast.Subscript(value, ast.Constant(1)) if sized(value) is not None:
+                found.add(name)
+            case _:
+                pass
+    return found
 
 
 def heads_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

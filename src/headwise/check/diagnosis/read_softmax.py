@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..files.syntax import Source, nodes
 from .read_pieces import PLAIN, Known, Said, goes_into_softmax, of_self, target_of, word_of
@@ -14,6 +18,50 @@ OF_THREE = re.compile(r"\b(bmm|baddbmm)\(")
 """What makes tensors of three axes, and no others."""
 NEIGHBOURS = re.compile(r"unfold|gather|index|expand|repeat|unsqueeze|scatter|stack|roll|None\b")
 """Code that may lay each query beside the keys of its neighbours, or take these apart."""
+
+OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
+"""Names of functions that compute a softmax and nothing else."""
+LARGEST = 1e-3
+
+
+def own_softmaxes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Functions that go by that name, and give no softmax along the axis that they are told."""
+    home = known.get(getattr(part, "name", "")) if isinstance(part, ast.ClassDef) else None
+    for function in nodes(ast.FunctionDef, part):
+        if not OWN.search(function.name):
+            continue
+        made = known.get(function.name) if home is None else getattr(home, function.name, None)
+        bound = [None] * ([one.arg for one in function.args.args[:1]] == ["self"])
+        if callable(made) and _is_wrong(made, bound):
+            gives = [one.lineno for one in nodes(ast.Return, function)]
+            yield "own", gives[-1] if gives else function.lineno, {"name": function.name}
+
+
+def _is_wrong(softmax: Callable[..., Any], bound: list[None]) -> bool:
+    """Whether it takes rows, with or without an axis, and none of what it gives is a softmax."""
+    x = torch.linspace(-1.0, 2.0, 24, dtype=torch.float64).sin().reshape(2, 3, 4)
+    gave = list[bool]()
+    for placed, named in (((), {"dim": -1}), ((), {"axis": -1}), ((-1,), {}), ((), {})):
+        try:
+            out = softmax(*bound, x.clone(), *placed, **named)
+        except Exception:  # it is called in another way
+            continue
+        if not isinstance(out, Tensor) or out.shape != x.shape or not out.isfinite().all():
+            return False
+        axes = (-1,) if placed or named else (0, 1, 2)
+        errors = ((torch.softmax(x, axis) - out.detach()).abs().max() for axis in axes)
+        gave.append(min(errors) > LARGEST)
+    return bool(gave) and all(gave)
+
+
+def diagonals(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`einsum("...sd,dd->...sd", x, w)`, which multiplies with the diagonal of a weight alone."""
+    for call in nodes(ast.Call, part):
+        equation = _equation(call)
+        sides = _sides(equation)
+        twice = [one for one in sides if len({*one} - {"."}) < len(one.replace(".", ""))]
+        if len(sides) == 2 and twice:
+            yield "diagonal", call.lineno, {"equation": equation, "side": twice[0]}
 
 
 def unsaid_axes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -45,10 +93,19 @@ def paired_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         lines.sort(key=lambda one: one.lineno)
         for number, line in enumerate(lines):
             equation = _equation(getattr(line, "value", None))
-            sides = equation.replace(" ", "").partition("->")[0].split(",")
+            sides = _sides(equation)
             same = len(sides) == 2 and len(sides[0]) > 2 and {*sides[0]} == {*sides[1]}
             if same and goes_into_softmax(target_of(line), lines[number + 1 :]):
                 yield "alone", line.lineno, {"equation": equation}
+
+
+def _sides(equation: str) -> list[str]:
+    """The letters of its factors' axes; nothing where axes have whole words for names."""
+    bare = re.sub(r"\s*(,|->)\s*", r"\1", equation.strip())
+    words = re.findall(r"[A-Za-z_]\w*", bare) if " " in bare else ()
+    if any(len(word) > 1 for word in words):
+        return []
+    return bare.replace(" ", "").partition("->")[0].split(",")
 
 
 def _equation(value: ast.AST | None) -> str:

@@ -59,7 +59,7 @@ from .read_sizes import (
     viewed_heads,
     whole_roots,
 )
-from .read_softmax import paired_alone, unsaid_axes
+from .read_softmax import diagonals, own_softmaxes, paired_alone, unsaid_axes
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
@@ -88,8 +88,9 @@ READERS: dict[str, tuple[Reader, ...]] = {
         shifted_twice,
         joined_otherwise,
         cut_otherwise,
+        diagonals,
     ),
-    "softmax": (unsaid_axes, paired_alone),
+    "softmax": (unsaid_axes, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns,),
     "registered": (moved_parameters,),

@@ -42,7 +42,7 @@ LINEAR = PRODUCTS | set(
     ).split()
 )
 """Functions that bend nothing."""
-ABSENT = {"undefined", "function"}
+ABSENT = {"undefined", "function", "missing"}
 """What is not there, and stops a constructor that speaks of it."""
 BENDS_NOT = re.compile(
     "linear|galerkin|retention|delta|kernel|polynomial|non_?local|bilinear|memory|hopfield|state"

@@ -20,13 +20,14 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
 from ..target.call_faults import refuses
 from ..target.checked_target import Target
-from ..target.errors import told
+from ..target.errors import told, users_frames
 from ..target.fills import left_out, reversed_rows
 from ..target.introspect import SPEAKS_OF_ROPE, names_in
+from ..target.layouts import AXES, written_axes
 from ..target.names import building_role
 from ..target.signatures import is_read
 from .behaviour import POSITIONS, named
-from .mask_effects import HIDDEN, KINDS, followed
+from .mask_effects import HIDDEN, KINDS, MISFIT, followed
 from .probe_context import Failed, ProbeContext
 
 EITHER = {"y", "other"}
@@ -198,8 +199,49 @@ def _built_without(target: Any) -> bool:
     return any(value is False and SPEAKS_OF_ANOTHER.search(name) for name, value in said.items())
 
 
+def _needs_positions(ctx: ProbeContext) -> Finding | None:
+    """That positions which are None by default have to be given: without them the layer's own do
+    not fit."""
+    caller = ctx.exact.caller
+    for name in caller.named("positions"):
+        if name not in caller.fills or caller.parameters[name].default is not None:
+            continue
+        own = replace(caller, fills={**caller.fills, name: left_out})
+        try:
+            replace(ctx.exact, caller=own).result(ctx.x)
+        except RuntimeError as error:
+            if MISFIT.search(str(error)) and users_frames(error) and not refuses(error):
+                return found("rotary", "needed", name=name, error=told(error))
+        except Exception:  # another argument is at fault, or they are asked for
+            return None
+    return None
+
+
+def _of_each_sequence(ctx: ProbeContext) -> Finding | None:
+    """That positions which are written to be `[batch, seq]` do not go in so."""
+    caller, x = ctx.exact.caller, ctx.x
+    for name in caller.named("positions"):
+        said = [one for one in written_axes(caller.target, name) if "." not in one]
+        batched = [one for one in said if re.fullmatch(AXES["B"], one[0])]
+        if not said or len(batched) < len(said) or len(x) == ctx.exact.num_heads:
+            continue
+        rows = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        given: dict[str, Any] = {name: rows}
+        try:
+            ctx.exact.result(x, **given)
+        except RuntimeError as error:
+            if MISFIT.search(str(error)) and users_frames(error) and not refuses(error):
+                said_so = f"[{', '.join(said[0])}]"
+                return found("rotary", "rows", name=name, said=said_so, error=told(error))
+        except Exception:  # another argument is at fault
+            return None
+    return None
+
+
 def rotary(ctx: ProbeContext) -> Finding | None:
     """Rotary tables that are handed in: they count, and only by the distance of tokens."""
+    if (one := _needs_positions(ctx) or _of_each_sequence(ctx)) is not None:
+        return one
     caller = ctx.exact.caller
     if caller.custom is not None or ctx.tokens < 4:
         return None

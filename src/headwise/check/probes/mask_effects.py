@@ -66,7 +66,8 @@ def hiding_one(ctx: ProbeContext, form: MaskForm) -> dict[str, Any]:
     """A mask in one form, by its argument, that hides a key of the last sequence."""
     allowed = torch.ones(*ctx.x.shape[:2], ctx.tokens, dtype=torch.bool)
     allowed[-1, :, HIDDEN] = False
-    allowed = allowed.tril() if ctx.subject.causal else allowed
+    if ctx.subject.causal and "T" in form.shape:  # one of padding has no place for later tokens
+        allowed = allowed.tril()
     return {form.argument: form.make(allowed, ctx.exact.dtype, ctx.subject.num_heads)}
 
 

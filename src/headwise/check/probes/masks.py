@@ -203,8 +203,8 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
 
 
 def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
-    """What is wrong beside the output, which is right: gradients that are NaN, or weights that come
-    back and show a key as seen that the output does without."""
+    """What is wrong beside the outputs that count, which are right: NaN among the others or the
+    gradients, or weights that come back and show a key as seen that the output does without."""
     if form.kind not in KINDS or "B" not in form.shape:
         return None
     given = hiding_one(ctx, form)
@@ -216,6 +216,10 @@ def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
             full = whole and len(weights) == len(ctx.x)
             if full and float(shown.max()) > 0.01 / ctx.tokens:
                 return found(rule, "returned", name=form.argument)
+    with contextlib.suppress(Failed):
+        finite = ctx.result(ctx.x, **given).out.isfinite().all(-1)[-1]
+        if not finite[HIDDEN] and int(finite.sum()) == ctx.tokens - 1:
+            return found(rule, "nan", name=form.argument)
     x = ctx.x.detach().clone().requires_grad_(True)
     with contextlib.suppress(Exception):  # of a backward, which another probe tells
         out = ctx.exact.result(x, **given).out

@@ -32,6 +32,7 @@ from .mask_effects import REFUSED
 from .paths import FOREIGN, LAYOUT, is_own
 from .probe_context import Failed, ProbeContext
 from .robustness import deterministic, move, registered, reload, train_eval
+from .switched_on import misturned, rotating
 
 KEPT = (finite, deterministic, gradients, registered, reload, train_eval, move)
 """What holds whichever option is taken; the first that does not is the finding."""
@@ -63,8 +64,13 @@ def options(subject: Target, kept: Collection[str]) -> Finding | None:
     """
     if subject.projections is not None and "definition" in kept and not subject.guesses:
         return next((_with(changes, one) for changes, one in _in_blocks(subject)), None)
-    if subject.factory is None or subject.module is None or subject.guesses or subject.made_up:
+    if subject.factory is None or subject.module is None or subject.guesses:
         return None
+    if subject.made_up:  # flags may as well be the other way, and each word is meant
+        kind, made_up = type(subject.module), subject.made_up.items()
+        sure = all(isinstance(v, bool) or v in words_of(kind, name) for name, v in made_up)
+        wrong = ((one, _turned(subject, one)) for one in rotating(subject)) if sure else ()
+        return next((_with(changes, one) for changes, one in wrong if one is not None), None)
     if isinstance(subject.roles.get("window"), tuple):  # chosen here; one may want a square
         return None
     for changes, one in _found(subject, kept):
@@ -85,6 +91,7 @@ def _found(
         yield from ((changes, _leaky(subject, changes)) for changes in _hiding(subject))
     if "definition" in kept:
         yield from _in_blocks(subject)
+    yield from ((changes, _turned(subject, changes)) for changes in rotating(subject))
     shown = subject.caller.custom is not None  # and may be made for these sizes
     if not shown and ("definition" in kept or "scale" in kept):
         yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
@@ -157,6 +164,21 @@ def _leaky(subject: Target, changes: dict[str, Any]) -> Finding | None:
         return next((one for one in seen if one is not None and one.severity == "error"), None)
     except Failed:  # whether the call or the option is at fault cannot be told
         return None
+
+
+def _turned(subject: Target, changes: dict[str, Any]) -> Finding | None:
+    """What is wrong with rotary positions that these arguments switch on."""
+    handed = [*subject.caller.tables, *subject.caller.named("positions")]
+    for name, value in changes.items():
+        if value is True and not handed and _is_idle(subject, name, False):
+            return found("rotary", "unheard", name=name)
+    try:
+        built = subject.rebuilt(**changes)
+    except Broken as broken:
+        return misturned(subject, broken)
+    except ValueError:  # it wants another call
+        return None
+    return None if built is None else misturned(subject, built)
 
 
 def _options(subject: Target) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ else that knows positions is left out of it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -22,6 +23,7 @@ from ..findings.rules import found, passed
 from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.errors import Broken
+from ..target.fills import FILLS
 from ..target.introspect import is_called, names_called
 from ..target.names import parts_of
 from .probe_context import ProbeContext
@@ -54,7 +56,7 @@ def relative(ctx: ProbeContext) -> Finding | None:
     seen = [_looked_at(pair, ctx.x) for pair in pairs(subject)]
     results = [one for one in seen if one is not None]
     right = (one for one in results if one.severity == "passed")  # with a table as it is meant
-    return next(right, results[0] if results else _idle(ctx))
+    return next(right, results[0] if results else _idle(ctx) or _alike(ctx))
 
 
 def _idle(ctx: ProbeContext) -> Finding | None:
@@ -69,6 +71,22 @@ def _idle(ctx: ProbeContext) -> Finding | None:
     others = ctx.call(torch.cat((ctx.x[:, :-1] + 1, ctx.x[:, -1:]), 1))[:, -1]
     idle = ctx.orderless and not ctx.near(others, ctx.out[:, -1])
     return found("relative", "idle", name=name) if idle else None
+
+
+def _alike(ctx: ProbeContext) -> Finding | None:
+    """That positions which are handed in go in with no row for each token, and are the same for all
+    keys: the order of the tokens counts for nothing."""
+    subject, caller = ctx.exact, ctx.exact.caller
+    names = [name for name in caller.named("embedding") if name in caller.made_up]
+    if len(names) != 1 or not ctx.orderless:
+        return None
+    *every, _ = FILLS["embedding"](caller.target, caller.head_dim)  # the last has a single row
+    for fill in every:
+        own = replace(caller, fills={**caller.fills, names[0]: fill})
+        with contextlib.suppress(Exception):  # whatever somebody's code raises
+            replace(subject, caller=own)(ctx.x)
+            return None
+    return found("relative", "alike", name=names[0])
 
 
 def _looked_at(pair: Pair, x: Tensor) -> Finding | None:

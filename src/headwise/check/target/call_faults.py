@@ -34,6 +34,8 @@ _OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel si
 """What is said where a map's sides do not suit."""
 _SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
 
+_SHAPE = re.compile(r"shape '\[([-\d, ]*)\]' is invalid for input")
+
 
 def axis_too_many(error: BaseException) -> bool:
     """Whether a result has an axis of 1 that x lacks: x, then, may lack one too."""
@@ -41,8 +43,11 @@ def axis_too_many(error: BaseException) -> bool:
 
 
 def sizes_in(error: BaseException) -> list[int]:
-    """The sizes of two tensors that an error says do not fit each other."""
-    return [int(n) for pair in _SIZES.findall(str(error)) for n in pair if n]
+    """The sizes of two tensors that an error says do not fit each other, or into which one does not
+    go."""
+    shape = _SHAPE.search(str(error))
+    into = re.findall(r"\d+", shape[1]) if shape else ()
+    return [int(n) for pair in (*_SIZES.findall(str(error)), into) for n in pair if n]
 
 
 def known_sizes(subject: Target) -> set[int]:
@@ -104,8 +109,8 @@ def of_guess(subject: Target, error: BaseException) -> bool:
         return True
     if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
         return True
-    sizes = set(sizes_in(error))
-    if TOKENS in sizes and sizes - known_sizes(subject):
+    sizes, cut = set(sizes_in(error)), _SHAPE.search(str(error)) is not None
+    if (TOKENS in sizes or cut) and sizes - known_sizes(subject):
         return True
     return bool(spoken(subject.caller, error))
 

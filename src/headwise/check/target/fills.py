@@ -327,6 +327,7 @@ FILLS: Mapping[str, Options] = {
         lambda place: _sinusoids(place).expand_as(place.x),
         lambda place: _sinusoids(place)[None],
         lambda place: _distances(place).expand(len(place.x), -1, -1),
+        lambda place: _sinusoids(place)[:1].expand(len(place.x), 1, -1),
     ),
     "bias": _made(
         *(lambda place, shape=shape: shape(_no_bias(place)) for shape in SHAPES[1::-1]),

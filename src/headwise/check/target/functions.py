@@ -128,7 +128,7 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
                 f"check({subject.name}): what it wants for {', '.join(missing)} cannot be worked "
                 f"out; give it by name: hw.check(…, {missing[0]}=…)"
             ) from error
-        if guessed or subject.guesses:
+        if guessed or subject.guesses or len(forms) > 1:
             raise how_to_call(subject, error) from error
         if isinstance(error, UnusableResult):
             raise Broken(found("shape", "function", x=shape, error=error)) from error

@@ -148,7 +148,7 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     comments = [line.partition("#")[2] for line in (*head.splitlines(), *lines) if "#" in line]
     texts = [getattr(made, "__doc__", ""), type(target).__doc__, *comments]
     kind = r"(?: *\([\w.]*[Tt]ensor[^)]*\))?"
-    axes = r"[\[(]((?: *[A-Za-z_]\w* *,)+ *[A-Za-z_]\w* *|b \w{1,2} \w{1,2}(?: \w)?)[\])]"
+    axes = r"[\[(]((?: *(?:[A-Za-z_]\w*|\.{3}) *,)+ *[A-Za-z_]\w* *|b \w{1,2} \w{1,2}(?: \w)?)[\])]"
     said = rf"(?<![\w.]){name}\b{kind}[^\[(\n]{{0,60}}{axes}"
     listed = rf"(?<![\w.]){name} *: *((?:[A-Za-z]\w* *, *){{2,}}[A-Za-z]\w*) *$"
     for text, pattern in product(texts, (said, listed)):
@@ -156,9 +156,9 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
             line, *_ = one.string[one.end() :].split("\n", 1)
             others = re.findall(axes, line) if pattern == said else ()  # `[B, N] or [B, N, N]`
             yield from (re.findall(r"\w+", words.lower()) for words in (one[1], *others))
-    typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w ]+)[\"']\]"
+    typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w .]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):
-        yield axes.lower().split()
+        yield re.findall(r"\w+", axes.lower())
 
 
 def _arranged(pattern: str) -> list[str]:

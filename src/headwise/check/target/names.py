@@ -52,7 +52,7 @@ _GUESSED = {
     "sides": r"_resolution$|(img|image|video|map|grid)_(size|shape)$",
     "flag": r"flash|^(log|return|use|with|is|has|need|do|add|enable|keep|prun)_|_enabled$|"
     r"^output_(?!dim|size|width|filters|channels|feat|d_)",
-    "once": r"(^|_)(ratio|stride|factor|repeats?|expansion|groups?|dilation|kernel|"
+    "once": r"(^|_)(halo(_size)?|ratio|stride|factor|repeats?|expansion|groups?|dilation|kernel|"
     r"(group|kernel)_size)$",
     "base": r"theta|(^|_)base$",
     "temperature": r"temperature",
@@ -91,6 +91,8 @@ def building_role(name: str, needed: bool = False, beside: Collection[str] = ())
     role = _BUILD.get(bare) or _BUILD.get(name.lower())
     if bare in _OF_KEYS and any(one.lower() in _NOT_OF_HEADS for one in beside):
         return "kv_width"
+    if bare == "block_size" and any("halo" in one.lower() for one in beside):
+        return "window"  # of a map (Vaswani et al. 2021, HaloNet)
     if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare):
         return "dropout"
     if role is not None or not needed:
