@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,3 +176,136 @@ def test_masks_of_a_call(kind: type[nn.Module], rule: str) -> None:
     verdict = check(kind)
     assert verdict.findings[0].rule == rule, verdict
     assert not verdict.passed
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    """Subtracts where it should divide."""
+    raised = torch.exp(x - torch.max(x, dim=dim, keepdim=True).values)
+    return raised - torch.sum(raised, dim=dim, keepdim=True)
+
+
+def stable_softmax(x: Tensor, dim: int) -> Tensor:
+    raised = torch.exp(x - torch.max(x, dim=dim, keepdim=True).values)
+    return raised / torch.sum(raised, dim=dim, keepdim=True)
+
+
+def by_own_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def by_right_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return stable_softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+class Diagonal(Parts):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.w = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.einsum("...sd,dd->...sd", x, self.w)
+        return self.joined(self.scores(x).softmax(-1), x)
+
+
+class Named(Parts):
+    """Axes with whole words for names, in which letters come again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = einops.einsum(
+            self.split(self.w_q(x)),
+            self.split(self.w_k(x)),
+            "b head query dd, b head key dd -> b head query key",
+        )
+        return self.joined((scores * self.wide**-0.5).softmax(-1), x)
+
+
+def test_a_softmax_of_one_s_own() -> None:
+    assert check(by_own_softmax).findings[0].rule == "softmax"
+    assert check(by_right_softmax).passed
+
+
+def test_the_diagonal_of_a_weight() -> None:
+    assert [one.rule for one in read_off(Diagonal)] == ["definition"]
+    assert check(Named).passed
+
+
+class Plain:
+    """No module, and a name that is spelled in two ways."""
+
+    def __init__(self, width: int) -> None:
+        self.v_att = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        return self.v_attn(x + keys)  # type: ignore[attr-defined]
+
+
+class Unset(nn.Module):
+    def __init__(self, params: Any) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 4) for _ in params.n_head])
+        self.out = nn.Linear(self.hidden_dim, self.hidden_dim)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([head(x) for head in self.heads], -1))
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(Plain, "runs"), (Unset, "builds")])
+def test_attributes_that_nothing_sets(kind: type, rule: str) -> None:
+    assert {one.rule for one in read_off(kind)} == {rule}
+
+
+class ViewedApart(nn.Module):
+    """Heads whose number a view works out, of a whole projection."""
+
+    def __init__(self, dim: int, wide: int, R: Tensor) -> None:
+        super().__init__()
+        self.wide, self.r, self.whole = wide, R, nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        return self.whole(x).view(batch, -1, length, self.wide) + self.r
+
+
+def test_heads_that_a_view_works_out() -> None:
+    assert [one.rule for one in read_off(ViewedApart)] == ["head-split"]
+
+
+class OfQueriesToo(Parts):
+    """Padded tokens are hidden as keys and as queries."""
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """padding_mask: [batch, seq], True for real tokens"""
+        scores = self.scores(x)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+        if padding_mask is not None:
+            scores = scores.masked_fill(~padding_mask[:, None, None], -torch.inf)
+            scores = scores.masked_fill(~padding_mask[:, None, :, None], -torch.inf)
+        return self.joined(scores.softmax(-1), x)
+
+
+class OfKeysAlone(Parts):
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """padding_mask: [batch, seq], True for real tokens"""
+        scores = self.scores(x)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+        if padding_mask is not None:
+            scores = scores.masked_fill(~padding_mask[:, None, None], -1e30)
+        return self.joined(scores.softmax(-1), x)
+
+
+def test_padded_queries_that_are_nan() -> None:
+    first = check(OfQueriesToo).findings[0]
+    assert (first.rule, "is NaN" in first.message) == ("padding", True)
+    assert check(OfKeysAlone).passed
+
+
+class Takes(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(mask == 0, -1e9)
+        return scores.softmax(-1) @ v
+
+
+def test_a_mask_that_a_function_of_queries_wants() -> None:
+    assert check(Takes).passed

@@ -16,7 +16,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.construct import build
 from ..target.errors import Broken
-from ..target.introspect import SPEAKS_OF_ROPE
+from ..target.introspect import SPEAKS_OF_ROPE, names_in
 from ..target.names import building_role
 from ..target.signatures import signature
 from ..target.sizes import CONTEXT, USUAL, BuildSizes
@@ -70,7 +70,8 @@ def misturned(subject: Target, other: Target | Broken) -> Finding | None:
         error = other.__cause__
         misfit = isinstance(error, RuntimeError) and MISFIT.search(str(error)) and is_own(error)
         return other.finding if misfit else None
-    if not SPEAKS_OF_ROPE.search(" ".join(vars(other.module)) if other.module else ""):
+    names = () if other.module is None else names_in(other.module)
+    if not any(SPEAKS_OF_ROPE.search(name.lower()) for name in names):
         return None
     found = [one for one in diagnose(other) if one.rule != "definition"]
     with contextlib.suppress(Failed):  # whether the call or the option is at fault cannot be told

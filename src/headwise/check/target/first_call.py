@@ -173,9 +173,9 @@ class _Search:
         if not caller.settled:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
-        free = turned and self._batch is None and caller.custom is None
+        free = self._batch is None and caller.custom is None
         with contextlib.suppress(RuntimeError):  # a script of PyTorch's may run once and no more
-            if free and mixes(subject) == (False, True):
+            if turned and free and mixes(subject) == (False, True):
                 caller.layout = caller.usual = turned
         if way.learnt:
             caller.usual = caller.layout
