@@ -132,7 +132,7 @@ class ByWidth(Parts):
 
 
 WRONG = [
-    (Asked, "mask"),
+    (Asked, "runs"),
     (Crossed, "mask"),
     (Multiplied, "mask-fill"),
     (NoAxis, "softmax"),

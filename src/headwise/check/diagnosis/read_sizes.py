@@ -302,3 +302,20 @@ def split_by_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
         written = re.search(rf"\b{name} *:.*\b(number|num) of (attention )?heads", text)
         if building_role(name, needed=True) == "heads" or written:
             yield "pieces", call.lineno, {"name": name}
+
+
+def float_sizes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`d = self.width / heads` that goes into a `view`, which takes whole numbers alone."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in nodes(ast.Assign, function) if isinstance(one.targets[0], ast.Name)]
+        every = [word_of(one.targets[0]) for one in lines]
+        for line in lines:
+            name, value = word_of(line.targets[0]), line.value
+            divides = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+            plain = divides and all(map(word_of, (value.left, value.right)))
+            if not plain or every.count(name) > 1:
+                continue
+            for call in nodes(ast.Call, function):
+                if name in map(word_of, sizes_of(call)) and call.lineno > line.lineno:
+                    yield "float", call.lineno, {"name": name, "code": ast.unparse(value)}
+                    break

@@ -50,6 +50,7 @@ from .read_masks import (
 from .read_parts import crossed_parts, unread_parts
 from .read_pieces import Reader
 from .read_sizes import (
+    float_sizes,
     heads_apart,
     idle_permutes,
     read_on,
@@ -72,7 +73,6 @@ READERS: dict[str, tuple[Reader, ...]] = {
         tiled_masks,
         misread_by_fused,
         idle_flags,
-        asked_masks,
         crossed_masks,
         masks_beside,
         empty_bands,
@@ -102,12 +102,14 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "runs": (
         late_tests,
         empty_tests,
+        asked_masks,
         set_on_condition,
         missing,
         undefined_names,
         read_before,
         no_methods,
         no_functions,
+        float_sizes,
         swapped,
     ),
 }

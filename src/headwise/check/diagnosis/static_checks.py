@@ -237,7 +237,8 @@ def _is_begun(source: Source, part: ast.stmt) -> bool:
     """Whether something in it is still None that is to be filled in, and may read the rest."""
     methods = (f"{getattr(part, 'name', '')}.{one.name}" for one in nodes(ast.FunctionDef, part))
     owners = [getattr(part, "name", "")] if isinstance(part, ast.FunctionDef) else methods
-    return any(blank.key for name in owners for blank in source.blanks(name))
+    blanks = ((name, blank.key) for name in owners for blank in source.blanks(name))
+    return any(key and (key != "return" or not name.endswith("__init__")) for name, key in blanks)
 
 
 @lru_cache(maxsize=4)

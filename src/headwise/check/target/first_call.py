@@ -22,7 +22,7 @@ from torch import Tensor
 from .call_adapter import ALL_SHAPES, MaskForm, Result, UnusableResult
 from .call_faults import axis_too_many, of_guess, own_areas, pools
 from .checked_target import BATCH, TOKENS, Target
-from .errors import Broken
+from .errors import Broken, users_frames
 from .fills import OPTIONAL, SURE, Fill
 from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
 from .refusals import not_run, refuse
@@ -47,6 +47,7 @@ TWO = re.compile(r"too many values to unpack \(expected 2\)")
 """What Python says of `batch, tokens = x.shape`, where x has three axes."""
 UNPACKS = re.compile(r"(?:too many|not enough) values to unpack \(expected \d")
 """What it says of any other number of axes."""
+OF_SHAPES = re.compile(r"\.(shape|size\(\))")
 
 
 def first_call(subject: Target, widened: bool = False) -> None:
@@ -158,7 +159,8 @@ class _Search:
     def _note(self, way: Way, error: Exception) -> None:
         self.errors.append(error)
         if way.layout.axes.endswith("E"):
-            said = UNPACKS.search(str(error)) is not None
+            line = next((one.line or "" for one in users_frames(error)[::-1]), "")
+            said = UNPACKS.search(str(error)) is not None and OF_SHAPES.search(line) is not None
             self._unpacked.setdefault(len(way.layout.axes), []).append(said)
         if way == Way(self.usual, way.room, only=True) and _fills_window(self.subject, error):
             self._windowed.append((error, self.subject.most_tokens))

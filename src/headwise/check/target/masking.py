@@ -29,6 +29,10 @@ OPEN = re.compile(
 """What its author writes of a layer that is causal, and of one that may be."""
 HIDES = re.compile(r"masked_fill|tri[lu]\(|is_causal|inf\b|finfo|-1e\d|[<>]=? *\w+\[")
 """What code does that hides some tokens."""
+MASKS = re.compile(
+    r"(causal|subsequent|look_?ahead|future|autoregressive|no_?peek|square).*mask|mask.*(causal|future)"
+)
+"""Names of functions that make a mask of later tokens."""
 CONTEXTS = set(
     "context_length context_len context_size ctx_len ctx_length ctx_size block_size".split()
 )
@@ -199,6 +203,21 @@ def _said(subject: Target) -> bool:
         return False
     hides = HIDES.search(source_of(own)) is not None  # else the words may be another's
     return hides and CAUSAL.search(words.lower()) is not None and not OPEN.search(words.lower())
+
+
+def shows_next(table: Tensor) -> bool:
+    """Whether a square table holds one number for each token, those before it and the one right
+    after it, and another for all that come later.
+
+    >>> shows_next(torch.ones(4, 4).tril(1)), shows_next(torch.ones(4, 4).tril())
+    (True, False)
+    """
+    if table.ndim < 2 or table.shape[-1] != table.shape[-2] or table.shape[-1] < 4:
+        return False
+    square = table.detach().reshape(-1, *table.shape[-2:])[0]
+    ones = torch.ones(square.shape, dtype=torch.bool)
+    early, late = square[ones.tril(1)], square[ones.triu(2)]
+    return bool((early == early[0]).all() and (late == late[0]).all() and early[0] != late[0])
 
 
 def _triangular(table: Tensor) -> bool:

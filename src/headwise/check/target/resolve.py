@@ -31,7 +31,7 @@ from .introspect import (
     own_sizes,
 )
 from .kinds import is_factory, is_function_of_qkv, is_function_of_x, is_object
-from .masking import learn_causality
+from .masking import MASKS, learn_causality, shows_next
 from .memory import marked, unset_in
 from .names import building_role
 from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
@@ -223,6 +223,8 @@ def _built(
         kind = type(target).__name__
         public = (getattr(target, one) for one in dir(target) if not one.startswith("_"))
         other = not hasattr(target, "forward") and any(map(callable, public))
+        if isinstance(target, Tensor) and MASKS.search(label.lower()) and shows_next(target):
+            raise Broken(found("causality", "next"))
         if isinstance(target, Tensor) or other:  # a mask or a table, say: no mistake
             raise ValueError(
                 f"check({label}): it gives a {kind} for sizes; name what computes attention"

@@ -103,7 +103,8 @@ def lengths_of(subject: Target, layout: Layout, errors: Sequence[BaseException])
         said = dict.fromkeys(size for error in errors for size in sizes_in(error))
         full = subject.context_length  # which shorter inputs may be filled up to
         said |= dict.fromkeys(n for error in errors for n in _tokens_out(error) if n == full)
-        new = [n for n in said if n == full or (n <= LONGEST and n not in known)][:3]
+        plain = known - {full if caller.made_up else None}
+        new = [n for n in said if n <= LONGEST and n not in plain][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
         yield from (Way(layout, size, form, only=True) for size in new for form in forms)
         known |= set(new)
