@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import einops
@@ -309,3 +310,53 @@ class Takes(nn.Module):
 
 def test_a_mask_that_a_function_of_queries_wants() -> None:
     assert check(Takes).passed
+
+
+class Floats(Parts):
+    """A method beside forward that divides into a float, and one that rounds it."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.dim = dim
+        return
+
+    def step(self, x: Tensor, heads: int) -> Tensor:
+        d = self.dim / heads
+        return x.view([*x.shape[:2], heads, d])
+
+    def rounded(self, x: Tensor, heads: int) -> Tensor:
+        m = self.dim / heads
+        return x.view(*x.shape[:2], heads, math.ceil(m))
+
+
+def test_sizes_that_are_no_whole_numbers() -> None:
+    found = [*read_off(Floats)]
+    assert [one.rule for one in found] == ["runs"]
+    assert "`self.dim / heads`" in found[0].message
+
+
+def subsequent_mask(size: int) -> Tensor:
+    return torch.tril(torch.ones(size, size), diagonal=1)
+
+
+def causal_mask(size: int) -> Tensor:
+    return torch.tril(torch.ones(size, size))
+
+
+def test_functions_that_make_a_mask() -> None:
+    assert [one.rule for one in check(subsequent_mask).findings] == ["causality"]
+    with pytest.raises(ValueError, match="name what computes attention"):
+        check(causal_mask)
+
+
+class NeverDropped(Parts):
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.1) -> None:
+        super().__init__(dim, num_heads)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(self.scores(x).softmax(-1), x)
+
+
+def test_a_dropout_that_drops_nothing() -> None:
+    assert [one.rule for one in check(NeverDropped).errors] == ["dropout"]

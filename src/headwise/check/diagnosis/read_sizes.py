@@ -316,6 +316,8 @@ def float_sizes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             if not plain or every.count(name) > 1:
                 continue
             for call in nodes(ast.Call, function):
-                if name in map(word_of, sizes_of(call)) and call.lineno > line.lineno:
+                views = getattr(call.func, "attr", "") in ("view", "reshape", "expand", "repeat")
+                sizes = map(word_of, sizes_of(call)) if views else ()
+                if name in sizes and call.lineno > line.lineno:
                     yield "float", call.lineno, {"name": name, "code": ast.unparse(value)}
                     break
