@@ -347,16 +347,3 @@ def test_functions_that_make_a_mask() -> None:
     assert [one.rule for one in check(subsequent_mask).findings] == ["causality"]
     with pytest.raises(ValueError, match="name what computes attention"):
         check(causal_mask)
-
-
-class NeverDropped(Parts):
-    def __init__(self, dim: int, num_heads: int, dropout: float = 0.1) -> None:
-        super().__init__(dim, num_heads)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.joined(self.scores(x).softmax(-1), x)
-
-
-def test_a_dropout_that_drops_nothing() -> None:
-    assert [one.rule for one in check(NeverDropped).errors] == ["dropout"]

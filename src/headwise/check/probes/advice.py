@@ -142,8 +142,6 @@ def init(ctx: ProbeContext) -> Finding | None:
         return None
     if not positive:
         return passed("init")
-    if len(positive) == len(matrices) > 2:
-        return found("init", "every")
     return found("init", "positive", names=", ".join([*positive[:4], *["…"][: len(positive) > 4]]))
 
 

@@ -110,7 +110,8 @@ def of_guess(subject: Target, error: BaseException) -> bool:
     if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
         return True
     sizes, cut = set(sizes_in(error)), _SHAPE.search(str(error)) is not None
-    if (TOKENS in sizes or cut) and sizes - known_sizes(subject):
+    others = sizes - known_sizes(subject)
+    if (TOKENS in sizes and others) or (cut and len(others) == 1):  # as many tokens, perhaps
         return True
     return bool(spoken(subject.caller, error))
 
