@@ -109,9 +109,9 @@ def of_guess(subject: Target, error: BaseException) -> bool:
         return True
     if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
         return True
-    sizes, cut = set(sizes_in(error)), _SHAPE.search(str(error)) is not None
-    others = sizes - known_sizes(subject)
-    if (TOKENS in sizes and others) or (cut and len(others) == 1):  # as many tokens, perhaps
+    sizes, shape = set(sizes_in(error)), _SHAPE.search(str(error))
+    each = shape is not None and shape[1].split(",")[0] in ("-1", str(BATCH))  # of any batch
+    if (TOKENS in sizes or each) and sizes - known_sizes(subject):
         return True
     return bool(spoken(subject.caller, error))
 
