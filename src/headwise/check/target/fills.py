@@ -339,6 +339,10 @@ FILLS: Mapping[str, Options] = {
     "packed": _made(
         lambda place: torch.tensor([0, place.x.shape[-2]], dtype=torch.int32, device=place.x.device)
     ),
+    "turns": _made(  # of the frame of each residue (Jumper et al. 2021, AlphaFold)
+        lambda place: torch.eye(3).to(place.x).expand(*place.x.shape[:-1], 3, 3),
+    ),
+    "moves": _made(lambda place: place.x.new_zeros(*place.x.shape[:-1], 3)),
     "other": _made(lambda place: torch.zeros_like(place.x)),
     "span": _constant((-1, 0), (-1, -1), None, LENGTH),
     "frames": _constant(1),
