@@ -5,15 +5,18 @@ What cannot be worked out is asked for by name, once, with an example (ValueErro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import importlib
 import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -301,6 +304,9 @@ class _Constructor:
                 and (_of_qkv(kind) or "Attention" in kind.__name__)
             ):
                 return kind()
+        for kind in _beside(self.factory) if inner else ():
+            with contextlib.suppress(Exception):  # somebody's class, built on a guess
+                return kind(**_Constructor(kind, (), {}).work_out(sizes))
         return nn.Identity() if kept and handed and not inner else None  # what changes nothing
 
     def _config_class(self, name: str) -> type | None:
@@ -338,6 +344,19 @@ class _Constructor:
             f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
             f"the command line {flags}"
         )
+
+
+def _beside(factory: Callable[..., Any]) -> Iterator[type[nn.Module]]:
+    """Attention of queries, keys and values that another file of the same folder holds."""
+    home = sys.modules.get(factory.__module__)
+    file, package = getattr(home, "__file__", None), factory.__module__.rpartition(".")[0]
+    for path in sorted(Path(file).parent.glob("*att*.py")) if file else ():
+        name = f"{package}.{path.stem}" if package else path.stem
+        with contextlib.suppress(Exception):  # it may run anything
+            known = vars(importlib.import_module(name)) if path.name != Path(str(file)).name else {}
+            own = [one for one in known.values() if getattr(one, "__module__", "") == name]
+            kinds = [one for one in own if inspect.isclass(one) and issubclass(one, nn.Module)]
+            yield from filter(_of_qkv, kinds)
 
 
 def _gives_way(role: str, parameter: inspect.Parameter, sizes: BuildSizes) -> bool:
