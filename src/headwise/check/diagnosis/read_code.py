@@ -333,7 +333,7 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         score = isinstance(made, ast.Name) and WORKED_ON.search(made.id.lower())
         if not (given in NO_EFFECT or score) or name in own or hasattr(Tensor, name):
             continue
-        if word_of(made) in named:  # `**kwargs`
+        if word_of(made) in {*named, *known}:  # `**kwargs`, a class
             continue
         for meant in get_close_matches(name, dir(Tensor), 1, 0.85):
             yield "method", call.lineno, {"name": name, "meant": meant}

@@ -26,6 +26,9 @@ from .paths import is_own
 from .probe_context import Failed, ProbeContext
 
 ROTARY = re.compile("rope|rotary")
+_EMB = r"(_(embs?|embeddings?|pos|positions?|enc|encodings?))*$"
+SWITCHES = re.compile(rf"^((use|with|enable|has|add|apply|is)_(.*_)?)?(rope|rotary){_EMB}")
+"""Names of what makes rotary positions, and of flags that switch them on."""
 TABLE = {"context": CONTEXT, "base": USUAL["base"]}
 """What a table of rotary positions is made of, by role."""
 
@@ -36,7 +39,7 @@ def rotating(subject: Target) -> Iterator[dict[str, Any]]:
     kind = type(subject.module)
     given = {one.name: one.default for one in signature(kind)} | subject.arguments
     for name, value in given.items():
-        if value is False and ROTARY.search(name.lower()):
+        if value is False and SWITCHES.search(name.lower()):
             yield {name: True}
     unset = [one for one in signature(kind) if one.default is None]
     roles = {building_role(one.name, needed=True): one.name for one in unset}

@@ -81,7 +81,10 @@ class _Search:
         caller = subject.caller
         inputs = caller.inputs if caller.custom is None else []
         self._batch = batch_axis(caller.target, inputs[0]) if inputs else None
-        if self._batch == 1 or getattr(caller.target, "batch_first", True) is False:
+        told = getattr(caller.target, "batch_first", None)
+        if told is True and self._batch == 1:
+            self._batch = None  # what is written is of the default
+        if self._batch == 1 or told is False:
             caller.layout = TIME_FIRST
         if any(caller.required(name) for name in caller.named("packed")):
             caller.layout = SINGLE
