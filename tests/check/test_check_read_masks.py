@@ -347,3 +347,44 @@ def test_functions_that_make_a_mask() -> None:
     assert [one.rule for one in check(subsequent_mask).findings] == ["causality"]
     with pytest.raises(ValueError, match="name what computes attention"):
         check(causal_mask)
+
+
+class AttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+        return slope
+
+
+class Applied(Parts):
+    """Calls a method of a class that speaks of attention, and that no tensor has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AttentionFunction.apply(x)  # type: ignore[no-any-return]
+
+
+def test_methods_of_classes() -> None:
+    assert not [*read_off(Applied)]
+
+
+class Exchanged(Parts):
+    """One of two classes that are called alike, of which this one needs no mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        kept = k.softmax(-2).mT @ v
+        return self.out(q.softmax(-1) @ kept)
+
+
+class Counterpart(Parts):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        scores = q @ k.mT * self.wide**-0.5
+        scores = scores if attn_mask is None else scores.masked_fill(attn_mask, -torch.inf)
+        return self.out(scores.softmax(-1) @ v)
+
+
+def test_an_argument_that_others_of_the_file_read() -> None:
+    rules = [one.rule for one in check(Exchanged).errors]
+    assert "mask" not in rules

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.check import check
+from headwise.check.probes.switched_on import SWITCHES
 
 
 class RotaryPositions(nn.Module):
@@ -209,3 +210,18 @@ class WithRows(Projected):
 def test_positions_that_are_the_same_for_all_keys() -> None:
     assert check(Projected).findings[0].rule == "relative"
     assert check(WithRows).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("use_rope", True),
+        ("rotary_emb", True),
+        ("with_rotary_embeddings", True),
+        ("rotary_emb_interleaved", False),
+        ("rope_scaling", False),
+        ("property", False),
+    ],
+)
+def test_names_of_flags_that_switch_them_on(name: str, switches: bool) -> None:
+    assert (SWITCHES.search(name) is not None) == switches
