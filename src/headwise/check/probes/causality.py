@@ -28,10 +28,9 @@ def causality(ctx: ProbeContext) -> Finding | None:
     if not ctx.subject.causal:
         if ctx.subject.causal_from == "given":
             return skipped("causality", "Not asked for: causal=False.")
-        if _is_kept(ctx):
-            return found("causality", "kept")
-        if _is_around(ctx):
-            return found("causality", "around")
+        way = "kept" if _is_kept(ctx) else "around" if _is_around(ctx) else ""
+        if way and _sees_future(ctx, 1.0) is not None:
+            return found("causality", way)
         said = "Every token sees all others. If it is to be causal, say so: causal=True."
         return skipped("causality", said)
     influence = ctx.influence.nan_to_num(0.0)
@@ -103,8 +102,7 @@ def _is_kept(ctx: ProbeContext) -> bool:
 
 
 def _is_around(ctx: ProbeContext) -> bool:
-    """Whether every softmax over tokens hides the later ones, and they change outputs all the
-    same."""
+    """Whether every softmax over tokens hides the later ones, in a layer that is not causal."""
     if ctx.tokens < 4 or ctx.subject.open_form is not None:
         return False
     made = [call for call in recorded(ctx.exact, ctx.x) if call.name == "softmax" and call.square]
