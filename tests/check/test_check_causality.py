@@ -100,7 +100,7 @@ class Cut(Uncut):
     [
         (NormedOverTime, "causality", "something else brings tokens together"),
         (Kept, "causality", "keeps keys"),
-        (Uncut, "context", "takes no fewer tokens"),
+        (Uncut, "runs", "must match the size"),
     ],
 )
 def test_what_is_wrong(kind: type[nn.Module], rule: str, said: str) -> None:

@@ -75,7 +75,7 @@ NUMBERS = _by_rule(
     context,
 )
 
-OTHER_LENGTHS = {"prefix", "equal-tokens", "one-token", "cross", "cache"}
+OTHER_LENGTHS = {"prefix", "equal-tokens", "one-token", "cross", "cache", "context"}
 """Rules that are told by calls with another number of tokens."""
 
 ALWAYS = _by_rule(

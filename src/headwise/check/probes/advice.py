@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.call_faults import sizes_in
 from ..target.checked_target import Target
 from ..target.errors import Broken, told
 from .behaviour import BENT, SINKS, bent, named
@@ -32,8 +31,6 @@ LONGEST = 1024
 def context(ctx: ProbeContext) -> Finding | None:
     """One token more than the context holds."""
     longest = ctx.subject.context_length
-    if ctx.subject.only:
-        return _shorter(ctx)
     if longest is None:
         return None
     if longest > LONGEST:
@@ -47,22 +44,6 @@ def context(ctx: ProbeContext) -> Finding | None:
     if not ctx.subject.causal or ctx.near(out[:, :longest], ctx.call(x[:, :-1], ctx.random)):
         return passed("context", "A sequence longer than the context works.")
     return found("context", "silent", **words)
-
-
-def _shorter(ctx: ProbeContext) -> Finding | None:
-    """Fewer tokens than the context of a causal layer that takes no other number, as its own mask
-    has that size."""
-    subject, tokens = ctx.exact, ctx.tokens - 2
-    skip = skipped("context", f"It takes {ctx.tokens} tokens, and no other number.")
-    if subject.causal_from != "seen" or ctx.tokens != subject.context_length:
-        return skip
-    try:
-        ctx.call(replace(subject, only=False, room=None).input(tokens))
-    except Failed as failure:
-        if {tokens, ctx.tokens} == {*sizes_in(failure.error)}:
-            words = {"tokens": tokens, "context": ctx.tokens, "error": told(failure.error)}
-            return found("context", "shorter", **words)
-    return skip
 
 
 def heads_divide(ctx: ProbeContext) -> Finding | None:

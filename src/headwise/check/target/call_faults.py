@@ -54,7 +54,7 @@ def known_sizes(subject: Target) -> set[int]:
     """The sizes that its tensors may have by right, whatever number of tokens it insists on."""
     known = [BATCH, TOKENS, subject.embed_dim, subject.num_heads, subject.head_dim, 1, 0]
     wide = {a * b * c for a in known for b in (1, 2, 3) for c in known if a and c}
-    return wide - {TOKENS**2, *areas_of(subject)}
+    return {*wide, subject.context_length or 0} - {TOKENS**2, *areas_of(subject)}
 
 
 def areas_of(subject: Target) -> list[int]:
