@@ -221,7 +221,7 @@ def _of_each_sequence(ctx: ProbeContext) -> Finding | None:
     """That positions which are written to be `[batch, seq]` do not go in so."""
     caller, x = ctx.exact.caller, ctx.x
     for name in caller.named("positions"):
-        said = [one for one in written_axes(caller.target, name) if "." not in one]
+        said = [*written_axes(caller.target, name)]
         batched = [one for one in said if re.fullmatch(AXES["B"], one[0])]
         if not said or len(batched) < len(said) or len(x) == ctx.exact.num_heads:
             continue

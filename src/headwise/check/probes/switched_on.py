@@ -53,7 +53,11 @@ def rotating(subject: Target) -> Iterator[dict[str, Any]]:
             made = home.get(name)
             if inspect.isclass(made) and issubclass(made, nn.Module) and name != "Module":
                 sizes = BuildSizes(subject.head_dim, 1, head_dim=subject.head_dim)
-                yield {one.name: build(made, (), {}, sizes)[0]}
+                try:
+                    rope = build(made, (), {}, sizes)[0]
+                except Exception:  # somebody's class, built on a guess
+                    continue
+                yield {one.name: rope}
 
 
 def _said(annotation: Any) -> str:
