@@ -388,3 +388,99 @@ class Counterpart(Parts):
 def test_an_argument_that_others_of_the_file_read() -> None:
     rules = [one.rule for one in check(Exchanged).errors]
     assert "mask" not in rules
+
+
+class TurnedTwice(Parts):
+    """Of numbers, 1 is made True where it hides, and turned once more; bools are taken as they
+    are."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.scores(x)
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                mask = mask == 0
+            scores = scores.masked_fill(mask == 0, -torch.inf)
+        return self.joined(scores.softmax(-1), x)
+
+
+class TurnedOnce(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.scores(x)
+        if mask is not None:
+            mask = mask if mask.dtype == torch.bool else mask != 0
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return self.joined(scores.softmax(-1), x)
+
+
+class FilledWithout(Parts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = mask == 0
+        return self.joined(self.scores(x).masked_fill(hidden, -1e9).softmax(-1), x)
+
+
+class Fresh(Parts):
+    """A dropout that is made in each call."""
+
+    def weigh(self, scores: Tensor, rate: float | None = None) -> Tensor:
+        weights = scores.softmax(-1)
+        return weights if rate is None else nn.Dropout(rate)(weights)
+
+    def forward(self, x: Tensor, rate: float | None = None) -> Tensor:
+        return self.joined(self.weigh(self.scores(x), rate), x)
+
+
+class InnerFunction(Parts):
+    """A function within forward, which is no method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def calc_attention(scores: Tensor) -> Tensor:
+            return scores.softmax(-1)
+
+        del calc_attention
+        return self.joined(self.calc_attention(self.scores(x)), x)  # type: ignore[operator]
+
+
+class RolledCaches(Parts):
+    """Two caches, each of which makes room."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.past_k, self.past_v = torch.zeros(2, 8, dim), torch.zeros(2, 8, dim)
+
+    def room(self, count: int) -> None:
+        self.past_k = torch.roll(self.past_k, shifts=-count, dims=1)
+        self.past_v = torch.roll(self.past_v, shifts=-count, dims=1)
+
+
+class OwnLinear(nn.Linear):
+    """A Linear that did not begin as one."""
+
+    def __init__(self, wide: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(wide, wide) / wide**0.5)
+        self.register_parameter("bias", None)
+
+
+class OfOwnLinear(Parts):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.w_q = OwnLinear(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(self.scores(x).softmax(-1), x)
+
+
+def test_masks_of_numbers_and_of_bools() -> None:
+    assert "the other way round" in check(TurnedTwice).findings[0].message
+    assert check(TurnedOnce).passed
+    assert check(FilledWithout).findings[0].rule == "runs"
+
+
+def test_layers_and_functions_that_are_made_within_a_call() -> None:
+    assert [one.rule for one in read_off(Fresh)] == ["dropout-in-eval"]
+    assert [one.rule for one in read_off(InnerFunction)] == ["runs"]
+    assert not [*read_off(RolledCaches)]
+
+
+def test_a_linear_that_has_no_sizes() -> None:
+    assert check(OfOwnLinear).passed

@@ -15,6 +15,8 @@ from ..files.syntax import Source, nodes, pairs
 from .call_lines import FUSED
 from .read_pieces import INNER, LAYERS, Known, Said, defaults_of, is_plain, of_self, word_of
 
+FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
+"""What makes a layer that drops."""
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
 
@@ -134,9 +136,13 @@ def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Sai
         asked = (*nodes(ast.Attribute, function), *nodes(ast.Name, function))
         if any("training" in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in asked):
             continue
+        at_once = {id(one.func) for one in nodes(ast.Call, function)}  # `nn.Dropout(p)(x)`
+        forward = function.name == "forward"
         for call in nodes(ast.Call, function):
             name = ast.unparse(call.func)
             given = {one.arg: one.value for one in call.keywords}
+            if method and FRESH.fullmatch(name) and (id(call) in at_once or forward):
+                yield "fresh", call.lineno, {"call": ast.unparse(call)}
             share = given.get("dropout_p" if name.endswith(FUSED) else "p")
             if method and name.endswith(FUSED) and isinstance(share, ast.Attribute):
                 what = f"`dropout_p={ast.unparse(share)} if self.training else 0.0`"

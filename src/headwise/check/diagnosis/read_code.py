@@ -279,7 +279,9 @@ def _set_for(kind: ast.ClassDef, source: Source) -> set[str]:
         if isinstance(one.ctx, ast.Store) and (not of_self(one) or id(one) not in strange)
     )
     words = {one.value for one in nodes(ast.Constant, source.tree) if isinstance(one.value, str)}
-    methods = {one.name for one in nodes(ast.FunctionDef, *family)}
+    every = [*nodes(ast.FunctionDef, *family)]
+    inner = {id(one) for each in every for one in nodes(ast.FunctionDef, *each.body)}
+    methods = {one.name for one in every if id(one) not in inner}
     return words | methods | names(*family, context=ast.Store) | {one.attr for one in stored}
 
 

@@ -7,8 +7,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..files.syntax import Source, names, nodes
-from .read_pieces import Known, Said, word_of
+from ..files.syntax import Source, nodes
+from .read_pieces import Known, Said, word_of, words_in
 
 FEATURES = re.compile(r"c|d|e|f|dh|hd|ch|dim|head_dim|chan\w*|feat\w*|qkv|three|kv|two|\d+")
 """What people call axes of features, which an output projection takes in any order."""
@@ -20,7 +20,7 @@ def shifted_twice(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
         rolled, made = dict[tuple[str, ...], set[str]](), dict[str, set[str]]()
         lines = sorted(nodes(ast.Assign, function), key=lambda one: one.lineno)
         for line in lines:
-            read, given = names(line.value), names(*line.targets)
+            read, given = (words_in(*one) - {"self"} for one in ([line.value], line.targets))
             origin = read.union(*(made.get(name, ()) for name in read))
             for name in given:
                 made[name] = origin

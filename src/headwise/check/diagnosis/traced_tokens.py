@@ -136,7 +136,7 @@ class Followed:
         one at a time, and no function that was called is one of neighbours."""
         module, tokens = self.subject.module, self.x.shape[1]
         parts = () if module is None else [*module.modules()]
-        widths = {one.in_features for one in parts if isinstance(one, nn.Linear)}
+        widths = {getattr(one, "in_features", 0) for one in parts if isinstance(one, nn.Linear)}
         shifts = {"cat", "getitem"} <= self.called
         weights = tokens not in widths and (module is None or is_pointwise(module))
         return weights and not shifts and self.called <= ALONE

@@ -80,6 +80,20 @@ def followed(ctx: ProbeContext) -> Iterator[MaskForm]:
             yield seen.form
 
 
+def otherwise(ctx: ProbeContext, form: MaskForm) -> MaskForm | None:
+    """The form of a mask of numbers that is followed as one of bools is, with 0 and 1 the other way
+    round."""
+    turned = {"may": "later", "hidden": "ones"}.get(form.kind)
+    if turned is None:
+        return None
+    other = MaskForm(form.argument, turned, form.shape)
+    with contextlib.suppress(Failed):
+        for alone in (True, False):
+            if effect(ctx, other, alone).right:
+                return other
+    return None
+
+
 def written_masks(ctx: ProbeContext) -> set[str]:
     """Arguments whose masks are others after a call."""
     caller = ctx.subject.caller

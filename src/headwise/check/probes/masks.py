@@ -23,7 +23,18 @@ from ..target.layouts import AXES as CALLED
 from ..target.layouts import written_axes
 from ..target.signatures import entry, is_read, signature, source_of
 from ..target.uses import SAID, said_of
-from .mask_effects import HIDDEN, KINDS, OF_KEYS, Effect, best, effect, followed, forms, hiding_one
+from .mask_effects import (
+    HIDDEN,
+    KINDS,
+    OF_KEYS,
+    Effect,
+    best,
+    effect,
+    followed,
+    forms,
+    hiding_one,
+    otherwise,
+)
 from .probe_context import NOTHING, Failed, ProbeContext, failing
 from .spans import spans
 
@@ -37,6 +48,8 @@ MIXES = re.compile(
     r"linear_?att|kernel|feature_?map|performer|favor|landmark"
 )
 """What code speaks of that hands tokens on to others beside attention, or may."""
+OF_NONE = re.compile(r"NoneType|'bool' object|got \(bool,")
+"""What is said where a mask is None, or `mask == 0`, which is a plain False then."""
 WRITTEN = {2: "[B, S]", 3: "[B, T, S]", 4: "[B, H, T, S]"}
 """Shapes of masks that begin with the batch, by the number of their axes."""
 
@@ -145,7 +158,7 @@ def _needed(ctx: ProbeContext) -> Finding | None:
         bare = replace(ctx.subject.unmasked(), open_form=None)
         bare.result(ctx.x.to(ctx.subject.dtype))
     except (AttributeError, TypeError) as error:
-        of_none = re.search("NoneType|'bool' object", str(error))  # `(mask == 0).view`
+        of_none = OF_NONE.search(str(error))
         if of_none and not refuses(error):
             return found("runs", "needed", name=form.argument, error=told(error))
     except Exception:  # another argument is at fault
@@ -187,7 +200,10 @@ def _bias(ctx: ProbeContext) -> Finding | None:
 
 
 def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
-    """That a mask hides what its author's own words say may be seen, or the other way round."""
+    """That a mask hides what its author's own words say may be seen, or the other way round; or
+    that one of numbers does what one of bools does not."""
+    if (other := otherwise(ctx, form)) is not None:
+        return found(rule, "twofold", form=form, other=other)
     target = ctx.subject.caller.target
     said = "\n".join(
         said_of(one, form.argument, True) for one in (entry(target), type(target))

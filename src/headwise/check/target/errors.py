@@ -71,7 +71,7 @@ def _had(line: str, known: Mapping[str, Any]) -> Iterator[str]:
             value = inside.get(part)  # a module whose __init__ was not called has none
         if isinstance(value, Tensor) and isinstance(value.shape, torch.Size):  # else unknown
             yield f"; {name} is {list(value.shape)}"
-        elif isinstance(value, nn.Linear):
+        elif isinstance(value, nn.Linear) and hasattr(value, "in_features"):
             yield f"; {name} takes {value.in_features} features"
 
 

@@ -290,7 +290,8 @@ def _others(target: Any, dim: int) -> Iterator[Fill]:
     yield lambda place: place.source
     yield lambda place: place.source[:, 0]
     parts = target.modules() if isinstance(target, torch.nn.Module) else ()
-    widths = {one.in_features for one in parts if isinstance(one, torch.nn.Linear)}
+    linear = [one for one in parts if isinstance(one, torch.nn.Linear)]
+    widths = {getattr(one, "in_features", 1) for one in linear}  # one of its own may have none
     for width in sorted(widths)[:WIDTHS] if len(widths) > 1 else ():
         yield lambda place, width=width: _as_wide(place.source, width)
     yield lambda place: place.source.mT

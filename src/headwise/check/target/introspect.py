@@ -300,7 +300,7 @@ def input_width(module: nn.Module) -> int | None:
     for child in module.modules():
         if isinstance(child, nn.LazyLinear):
             return None
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear) and hasattr(child, "in_features"):
             return child.in_features
         weight = getattr(child, "weight", None)
         if type(child).__name__ == "Conv1D" and isinstance(weight, torch.Tensor):
