@@ -311,8 +311,9 @@ def float_sizes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         every = [word_of(one.targets[0]) for one in lines]
         for line in lines:
             name, value = word_of(line.targets[0]), line.value
-            divides = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
-            plain = divides and all(map(word_of, (value.left, value.right)))
+            if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Div):
+                continue
+            plain = word_of(value.left) and word_of(value.right)
             if not plain or every.count(name) > 1:
                 continue
             for call in nodes(ast.Call, function):
