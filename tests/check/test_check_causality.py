@@ -73,6 +73,18 @@ class KeptAndCausal(Kept):
     causal = True
 
 
+class KeptWithMasks(Kept):
+    """Masks of several kinds, by name."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_masks: dict[str, Tensor] | None = None,
+        use_cache: bool = False,
+    ) -> Tensor:
+        return super().forward(x, use_cache)
+
+
 class Uncut(Causal):
     cut = False
 
@@ -109,7 +121,7 @@ def test_what_is_wrong(kind: type[nn.Module], rule: str, said: str) -> None:
     assert said in first.message
 
 
-@pytest.mark.parametrize("kind", [Causal, KeptAndCausal, Cut])
+@pytest.mark.parametrize("kind", [Causal, KeptAndCausal, KeptWithMasks, Cut])
 def test_what_is_right(kind: type[nn.Module]) -> None:
     verdict = check(kind)
     assert verdict.passed, verdict

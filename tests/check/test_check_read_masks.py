@@ -484,3 +484,16 @@ def test_layers_and_functions_that_are_made_within_a_call() -> None:
 
 def test_a_linear_that_has_no_sizes() -> None:
     assert check(OfOwnLinear).passed
+
+
+class Free(Parts):
+    """Takes what all layers of a library are called with."""
+
+    def forward(
+        self, x: Tensor, temp: float, attention_mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        return self.joined((self.scores(x) * temp).softmax(-1), x)
+
+
+def test_an_argument_that_a_library_hands_to_all() -> None:
+    assert check(Free).passed

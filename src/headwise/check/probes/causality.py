@@ -97,8 +97,10 @@ def _is_kept(ctx: ProbeContext) -> bool:
     tokens then see later ones, which they cannot where each has a call of its own."""
     caller = ctx.exact.caller
     keeps = caller.named("use_cache") or caller.named("cache")
-    others = (role for role in ("mask", "padding", "causal", "context") if caller.named(role))
-    return bool(keeps) and not any(others) and not caller.separate and caller.custom is None
+    others = any(caller.named(role) for role in ("padding", "causal", "context"))
+    masks = any("mask" in name.lower() or caller.roles[name] == "mask" for name in caller.roles)
+    own = not (others or masks or caller.separate or caller.custom is not None)
+    return bool(keeps) and own
 
 
 def _is_around(ctx: ProbeContext) -> bool:

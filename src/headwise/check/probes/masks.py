@@ -283,7 +283,8 @@ def _finding(ctx: ProbeContext, rule: str, name: str, seen: Effect) -> Finding:
         return skipped(rule, f"Only another input reaches {name}.")
     if not seen.any:
         one, target = found(rule, "ignored", name=name), ctx.subject.caller.target
-        unread = not is_read(target, name) and not _is_exchanged(target)
+        free = any(its.kind is its.VAR_KEYWORD for its in ctx.subject.caller.parameters.values())
+        unread = not is_read(target, name) and not free and not _is_exchanged(target)
         return replace(one, ground="any") if unread else one
     if ctx.subject.caller.streams:
         return skipped(rule, f"Which tokens it speaks of is not known: {name}.")
