@@ -162,8 +162,7 @@ class _Search:
     def _note(self, way: Way, error: Exception) -> None:
         self.errors.append(error)
         if way.layout.axes.endswith("E"):
-            line = next((one.line or "" for one in users_frames(error)[::-1]), "")
-            said = UNPACKS.search(str(error)) is not None and OF_SHAPES.search(line) is not None
+            said = UNPACKS.search(str(error)) is not None and _is_of_shape(error)
             self._unpacked.setdefault(len(way.layout.axes), []).append(said)
         if way == Way(self.usual, way.room, only=True) and _fills_window(self.subject, error):
             self._windowed.append((error, self.subject.most_tokens))
@@ -246,6 +245,12 @@ def _cut_short(errors: Sequence[BaseException]) -> bool:
     either."""
     single = errors[1] if len(errors) > 1 else None  # the second way to call is that
     return TWO.search(str(errors[0])) is not None and isinstance(single, RuntimeError)
+
+
+def _is_of_shape(error: BaseException) -> bool:
+    """Whether the line that failed takes the shape of something apart."""
+    frames = users_frames(error)
+    return bool(frames) and OF_SHAPES.search(frames[-1].line or "") is not None
 
 
 def _is_sure(subject: Target) -> bool:
