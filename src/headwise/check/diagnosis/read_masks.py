@@ -13,12 +13,12 @@ from ..target.uses import SAID
 from .call_lines import FUSED
 from .read_pieces import (
     HIDES,
-    PLAIN,
     WORKED_ON,
     Known,
     Said,
     defaults_of,
     goes_into_softmax,
+    in_order,
     is_mask,
     masked_product,
     number_of,
@@ -97,8 +97,7 @@ def zero_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Masks that scores or weights are multiplied with, and that hide nothing in any other way."""
     for function in nodes(ast.FunctionDef, part):
-        lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
-        lines.sort(key=lambda one: one.lineno)
+        lines = in_order(function)
         for number, line in enumerate(lines):
             if (product := masked_product(line)) is None:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ def built_of_self(part: ast.stmt) -> Iterator[str]:
     for target, value in (pair for node in nodes(ast.Assign, part) for pair in pairs(node)):
         if isinstance(value, ast.Call) and (name := of_self(target)):
             yield name
+
+
+def in_order(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Its plain statements, those of its blocks too, as they stand."""
+    lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
+    return sorted(lines, key=lambda one: one.lineno)
+
+
+def callables(
+    part: ast.stmt, known: Known, goes_by: Callable[[str], object]
+) -> Iterator[tuple[str, int, Callable[..., Any]]]:
+    """Functions and methods that go by such a name: with the line that they end on, and as they
+    are called without an object."""
+    home = known.get(getattr(part, "name", "")) if isinstance(part, ast.ClassDef) else None
+    for function in nodes(ast.FunctionDef, part):
+        if goes_by(function.name):
+            made = known.get(function.name) if home is None else getattr(home, function.name, None)
+            if callable(made):
+                bound = [None] * ([one.arg for one in function.args.args[:1]] == ["self"])
+                gives = [one.lineno for one in nodes(ast.Return, function)]
+                line = gives[-1] if gives else function.lineno
+                yield function.name, line, partial(made, *bound)
 
 
 def is_within(node: ast.AST, *whole: ast.stmt) -> bool:

@@ -297,7 +297,7 @@ def split_by_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
         given = [*call.args, *(one.value for one in call.keywords if one.arg != "dim")]
         last = any(one.arg == "dim" and ast.unparse(one.value) == "-1" for one in call.keywords)
         name = word_of(given[-1]) if given else ""
-        if not last or ast.unparse(call.func).split(".")[-1] != "split" or len(name) == 0:
+        if not last or ast.unparse(call.func).split(".")[-1] != "split" or not name:
             continue
         written = re.search(rf"\b{name} *:.*\b(number|num) of (attention )?heads", text)
         if building_role(name, needed=True) == "heads" or written:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ..files.syntax import Source, nodes
-from .read_pieces import PLAIN, Known, Said, goes_into_softmax, of_self, target_of, word_of
+from .read_pieces import (
+    Known,
+    Said,
+    callables,
+    goes_into_softmax,
+    in_order,
+    of_self,
+    target_of,
+    word_of,
+)
 
 OF_THREE = re.compile(r"\b(bmm|baddbmm)\(")
 """What makes tensors of three axes, and no others."""
@@ -22,28 +31,23 @@ NEIGHBOURS = re.compile(r"unfold|gather|index|expand|repeat|unsqueeze|scatter|st
 OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
 """Names of functions that compute a softmax and nothing else."""
 LARGEST = 1e-3
+"""Errors up to it may be rounding, or what keeps a sum from 0."""
 
 
 def own_softmaxes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Functions that go by that name, and give no softmax along the axis that they are told."""
-    home = known.get(getattr(part, "name", "")) if isinstance(part, ast.ClassDef) else None
-    for function in nodes(ast.FunctionDef, part):
-        if not OWN.search(function.name):
-            continue
-        made = known.get(function.name) if home is None else getattr(home, function.name, None)
-        bound = [None] * ([one.arg for one in function.args.args[:1]] == ["self"])
-        if callable(made) and _is_wrong(made, bound):
-            gives = [one.lineno for one in nodes(ast.Return, function)]
-            yield "own", gives[-1] if gives else function.lineno, {"name": function.name}
+    for name, line, softmax in callables(part, known, OWN.search):
+        if _is_wrong(softmax):
+            yield "own", line, {"name": name}
 
 
-def _is_wrong(softmax: Callable[..., Any], bound: list[None]) -> bool:
+def _is_wrong(softmax: Callable[..., Any]) -> bool:
     """Whether it takes rows, with or without an axis, and none of what it gives is a softmax."""
     x = torch.linspace(-1.0, 2.0, 24, dtype=torch.float64).sin().reshape(2, 3, 4)
     gave = list[bool]()
     for placed, named in (((), {"dim": -1}), ((), {"axis": -1}), ((-1,), {}), ((), {})):
         try:
-            out = softmax(*bound, x.clone(), *placed, **named)
+            out = softmax(x.clone(), *placed, **named)
         except Exception:  # it is called in another way
             continue
         if not isinstance(out, Tensor) or out.shape != x.shape or not out.isfinite().all():
@@ -89,8 +93,7 @@ def paired_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
     for function in nodes(ast.FunctionDef, part):
         if NEIGHBOURS.search(ast.unparse(function)):
             continue
-        lines = [one for one in ast.walk(function) if isinstance(one, PLAIN)]
-        lines.sort(key=lambda one: one.lineno)
+        lines = in_order(function)
         for number, line in enumerate(lines):
             equation = _equation(getattr(line, "value", None))
             sides = _sides(equation)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files.syntax import Source, nodes
+from ..files.syntax import Source
 from ..findings.rules import found
 from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
@@ -24,7 +24,7 @@ from ..target.errors import is_users
 from ..target.signatures import source_of
 from ..target.ways import table_options
 from .call_lines import quoted
-from .read_pieces import Known, Said
+from .read_pieces import Known, Said, callables
 
 HALF = re.compile(
     r"rotate_?(half|pair|every|interleav|adjacent|neighbou?r)|(half|pairs?)_?rotat|neg_half"
@@ -48,22 +48,17 @@ def quarter_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
     is lost, or stands on the wrong half."""
     if SIGNED.search(source.text):
         return
-    home = known.get(getattr(part, "name", "")) if isinstance(part, ast.ClassDef) else None
-    for function in nodes(ast.FunctionDef, part):
-        if HALF.search(function.name.lower()):
-            turn = known.get(function.name) if home is None else getattr(home, function.name, None)
-            bound = [None] * ([one.arg for one in function.args.args[:1]] == ["self"])
-            if turn is not None and _gives_back(turn, bound):
-                gives = [one.lineno for one in nodes(ast.Return, function)]
-                yield "half", gives[-1] if gives else function.lineno, {"name": function.name}
+    for name, line, turn in callables(part, known, lambda name: HALF.search(name.lower())):
+        if _gives_back(turn):
+            yield "half", line, {"name": name}
 
 
-def _gives_back(turn: Callable[..., Any], bound: list[None]) -> bool:
+def _gives_back(turn: Callable[..., Any]) -> bool:
     """Whether a function moves features and changes signs, and done twice does nothing."""
     x = torch.linspace(1.0, 2.0, 48, dtype=torch.float64).reshape(1, 2, 3, 8)
     try:
-        once = turn(*bound, x.clone())
-        twice = turn(*bound, once.clone())
+        once = turn(x.clone())
+        twice = turn(once.clone())
         moved = torch.equal(once.abs().sort(-1).values, x) and not torch.equal(once, x)
         return moved and torch.equal(twice, x)
     except Exception:  # it is called in another way

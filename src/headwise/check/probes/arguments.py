@@ -210,11 +210,17 @@ def _needs_positions(ctx: ProbeContext) -> Finding | None:
         try:
             replace(ctx.exact, caller=own).result(ctx.x)
         except RuntimeError as error:
-            if MISFIT.search(str(error)) and users_frames(error) and not refuses(error):
+            if _is_misfit(error):
                 return found("rotary", "needed", name=name, error=told(error))
         except Exception:  # another argument is at fault, or they are asked for
             return None
     return None
+
+
+def _is_misfit(error: RuntimeError) -> bool:
+    """Whether shapes do not meet in the layer's own code, which did not refuse them itself."""
+    own = bool(users_frames(error)) and not refuses(error)
+    return own and MISFIT.search(str(error)) is not None
 
 
 def _of_each_sequence(ctx: ProbeContext) -> Finding | None:
@@ -230,7 +236,7 @@ def _of_each_sequence(ctx: ProbeContext) -> Finding | None:
         try:
             ctx.exact.result(x, **given)
         except RuntimeError as error:
-            if MISFIT.search(str(error)) and users_frames(error) and not refuses(error):
+            if _is_misfit(error):
                 said_so = f"[{', '.join(said[0])}]"
                 return found("rotary", "rows", name=name, said=said_so, error=told(error))
         except Exception:  # another argument is at fault

@@ -206,13 +206,16 @@ def order(ctx: ProbeContext) -> Finding | None:
         return passed("order")
     module = ctx.subject.module
     names = names_in(module) if module is not None else ()
-    code = written_code(module) if module is not None else ""
     knows = named(ctx, POSITIONS) or any(SPEAKS_OF_ROPE.search(name.lower()) for name in names)
-    if knows and module is not None and is_pointwise(module):  # whatever it is called
+    knowing = skipped("order", "It knows positions, so the order of tokens counts.")
+    pointwise = module is not None and is_pointwise(module)
+    if ctx.exact.caller.tables or (knows and not pointwise):
+        return knowing
+    code = written_code(module) if module is not None else ""
+    if knows:  # whatever it is called
         code = re.sub(rf"{type(module).__name__}|\w*[Cc]onv\w*", "", code)
-        knows = not code or IN_ORDER.search(code) is not None
-    if ctx.exact.caller.tables or knows:
-        return skipped("order", "It knows positions, so the order of tokens counts.")
+        if not code or IN_ORDER.search(code):
+            return knowing
     return found("order", "counts" if not code or IN_ORDER.search(code) else "mixed")
 
 

@@ -26,6 +26,7 @@ from .paths import is_own
 from .probe_context import Failed, ProbeContext
 
 ROTARY = re.compile("rope|rotary")
+"""Names of what turns queries and keys."""
 _EMB = r"(_(embs?|embeddings?|pos|positions?|enc|encodings?))*$"
 SWITCHES = re.compile(rf"^((use|with|enable|has|add|apply|is)_(.*_)?)?(rope|rotary){_EMB}")
 """Names of what makes rotary positions, and of flags that switch them on."""

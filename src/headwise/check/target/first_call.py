@@ -48,6 +48,7 @@ TWO = re.compile(r"too many values to unpack \(expected 2\)")
 UNPACKS = re.compile(r"(?:too many|not enough) values to unpack \(expected \d")
 """What it says of any other number of axes."""
 OF_SHAPES = re.compile(r"\.(shape|size\(\))")
+"""Code that reads the shape of a tensor."""
 
 
 def first_call(subject: Target, widened: bool = False) -> None:
