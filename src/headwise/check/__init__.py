@@ -67,7 +67,7 @@ def check(
     from .diagnosis.static_checks import read_off
     from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
-    from .probes.options import guesses_that_count, options
+    from .probes.options import despite_guesses, guesses_that_count, options
     from .target.construct import name_of
     from .target.errors import Broken
     from .target.resolve import resolve
@@ -92,6 +92,7 @@ def check(
         named, probed = _diagnosed(subject), probe(subject)
         loose = any(one.severity == "error" and one.ground != "any" for one in (*named, *probed))
         built = [*(guesses_that_count(subject) if loose else ()), *subject.absent]
+        probed = despite_guesses(subject, probed) if built else probed
         results = joined(named, probed, subject.guesses, built)
         wrong = any(one.severity == "error" for one in results)
         kept = {"runs", *(one.rule for one in results if one.severity == "passed")}

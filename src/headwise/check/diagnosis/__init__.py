@@ -42,7 +42,7 @@ from .static_checks import (
     softmax_astray,
     softmax_missing,
 )
-from .traced_scale import is_scaled_right, traced_scale
+from .traced_scale import is_scaled_right, of_units, traced_scale
 from .traced_tokens import traced_tokens
 from .variants import Variant, error, rebuild
 
@@ -91,7 +91,7 @@ READ = {
     "softmax": {"softmax"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
-GIVEN = {"scale", "head-split", "definition", "rotary"}
+GIVEN = {"scale", "head-split", "definition", "rotary", "rotation"}
 """Those that the numbers answer, where the definition gives them and the line was reached."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""
@@ -276,6 +276,7 @@ def _seen_in_a_call(subject: Target) -> list[Finding]:
         or stretched(subject)
         or idle_turns(subject)
         or traced_scale(subject)
+        or of_units(subject)
     )
 
 

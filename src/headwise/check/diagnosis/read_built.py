@@ -13,7 +13,17 @@ from torch import nn
 
 from ..files.syntax import Source, nodes, pairs
 from .call_lines import FUSED
-from .read_pieces import INNER, LAYERS, Known, Said, defaults_of, is_plain, of_self, word_of
+from .read_pieces import (
+    INNER,
+    LAYERS,
+    Known,
+    Said,
+    called_of_self,
+    defaults_of,
+    is_plain,
+    of_self,
+    word_of,
+)
 
 FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
 """What makes a layer that drops."""
@@ -46,13 +56,17 @@ def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
 
 def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Layers with weights that a call makes and uses at once: `proj = nn.Linear(…)` in forward."""
+    start = source.function(f"{getattr(part, 'name', '')}.__init__")
+    built = {*called_of_self(start)}
     for function in nodes(ast.FunctionDef, part):
         used = {word_of(call.func) for call in nodes(ast.Call, function)} - {""}
         for node in nodes(ast.Assign, function) if function.name != "__init__" else ():
             for target, value in pairs(node):
                 made = isinstance(value, ast.Call) and LAYERS.fullmatch(ast.unparse(value.func))
-                if made and isinstance(target, ast.Name) and target.id in used:
-                    yield "anew", node.lineno, {"name": target.id}
+                always = node in function.body and function.name not in built
+                kept = isinstance(target, ast.Name) or always  # else once, perhaps
+                if made and kept and word_of(target) in used:
+                    yield "anew", node.lineno, {"name": word_of(target)}
 
 
 def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -107,6 +107,27 @@ def stored_once(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "once", branch.lineno, {"name": name}
 
 
+def stored_astray(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`self.cache_k[start : start + T] = k`, where `self.cache_k[:B, : start + T]` is read: what is
+    kept goes to other sequences of the batch, not to its place."""
+    read = dict[tuple[str, str], str]()
+    for one in nodes(ast.Subscript, kind):
+        match one:
+            case ast.Subscript(held, ast.Tuple([ast.Slice(), ast.Slice(upper=end), *_])):
+                if isinstance(one.ctx, ast.Load) and end is not None:
+                    read[of_self(held), ast.unparse(end)] = ast.unparse(one)
+            case _:
+                pass
+    for line in nodes(ast.Assign, kind):
+        match line.targets:
+            case [ast.Subscript(held, ast.Slice(lower=ast.expr(), upper=ast.expr() as end)) as to]:
+                code = read.get((of_self(held), ast.unparse(end)), "")
+                if code and of_self(held):
+                    yield "astray", line.lineno, {"code": ast.unparse(to), "read": code}
+            case _:
+                pass
+
+
 def _set_outside(name: str, kind: ast.ClassDef, source: Source) -> bool:
     """Whether something else of the file sets it to more than a constant: of another object, or a
     class that is made of this one."""

@@ -39,6 +39,7 @@ from .read_pieces import (
     products,
     qkv_of,
     target_of,
+    turns,
     word_of,
 )
 
@@ -130,26 +131,66 @@ def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
 def never_read(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Results that nothing reads afterwards: `x = self.norm(x)` behind the last x, scores or
     weights that are worked on for nothing, and triangles of a mask that hides nothing."""
+    unread = _never_read(part, source)
+    yield from (("never", line, {"name": name}) for name, value, line in unread if not turns(value))
+
+
+def unread_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Queries or keys that rotary positions turn behind the attention: nothing reads them."""
+    unread = _never_read(part, source)
+    yield from (("unread", line, {"name": name}) for name, value, line in unread if turns(value))
+
+
+def turned_values(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Values that are turned by their positions: `v = apply_rotary(v, …)`, and
+    `q, k, v = map(lambda t: apply_rotary(…, t), (q, k, v))`."""
+    for line in nodes(ast.Assign, part):
+        for target, value in pairs(line):
+            name = word_of(target)
+            match value:
+                case ast.Call(ast.Name("map"), [ast.Lambda(body=ast.Call() as call), *given]):
+                    every = {word_of(one) for part in given for one in getattr(part, "elts", ())}
+                    whole = turns(call) and name in every
+                case ast.Call(args=[*given]):
+                    whole = turns(value) and [word_of(one) for one in given].count(name) == 1
+                    whole = whole and not any(qkv_of(word_of(one)) in ("q", "k") for one in given)
+                case _:
+                    continue
+            if whole and qkv_of(name) == "v":
+                yield "values", line.lineno, {"name": name}
+
+
+def _never_read(part: ast.stmt, source: Source) -> Iterator[tuple[str, ast.expr, int]]:
+    """Names whose value nothing reads afterwards, with the value and the line."""
     for function in nodes(ast.FunctionDef, part):
         parts = [*ast.walk(function)][1:]
         inner = [one for one in parts if isinstance(one, (*INNER, ast.For, ast.While))]
         skipped = names(function if function.name == "__init__" else ast.Pass(), *inner)
+        shown = {
+            id(load)
+            for call in nodes(ast.Call, function)
+            if ast.unparse(call.func) == "print"
+            for load in nodes(ast.Name, call)
+        }
         loads = [one for one in nodes(ast.Name, function) if isinstance(one.ctx, ast.Load)]
+        loads = [one for one in loads if id(one) not in shown]
         within = range(function.lineno, (function.end_lineno or 0) + 1)
         lost = [name for name, line in source.unbound.items() if line in within]
         early = _read_early(function)
-        for one in nodes(ast.Assign, function):
-            name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else ""
-            if not name or name in skipped or not isinstance(one.value, ast.Call | ast.BinOp):
+        lines = ((one, *pair) for one in nodes(ast.Assign, function) for pair in pairs(one))
+        for one, target, value in lines:
+            single = value is not one.value or target is one.targets[0]  # of no call's several
+            name = target.id if isinstance(target, ast.Name) and single else ""
+            if not name or name in skipped or not isinstance(value, ast.Call | ast.BinOp):
                 continue
-            own = name in names(one.value) and bool(called_of_self(one.value))
+            own = name in names(one.value) and bool(called_of_self(value))
             read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]
             if get_close_matches(name, lost, 1, 0.85) or name in early:
                 continue  # another reader tells what is wrong with the name
-            meant = own or WORKED_ON.search(name.lower()) or _is_triangle(name, one.value)
+            meant = own or WORKED_ON.search(name.lower()) or _is_triangle(name, value)
             if not later and len(one.targets) == 1 and meant:
-                yield "never", one.lineno, {"name": name}
+                yield name, value, one.lineno
 
 
 def _is_triangle(name: str, value: ast.expr) -> bool:

@@ -7,8 +7,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..files.syntax import Source, nodes
-from .read_pieces import Known, Said, word_of, words_in
+from ..files.syntax import Source, nodes, pairs
+from .read_pieces import LAYERS, Known, Said, of_self, word_of, words_in
+from .read_sizes import sizes_of
 
 FEATURES = re.compile(r"c|d|e|f|dh|hd|ch|dim|head_dim|chan\w*|feat\w*|qkv|three|kv|two|\d+")
 """What people call axes of features, which an output projection takes in any order."""
@@ -62,6 +63,35 @@ def joined_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator[S
                 joined.setdefault(key, set()).add(said)
                 if key not in left and len(turned) != 2:
                     cut[key] = said
+
+
+def projected_maps(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`x = x.view(B, N, H * D)` and `self.proj(x).view(B, C, H, W)`, where proj gives C features:
+    tokens and features change places by a view alone."""
+    made = {
+        of_self(target): word_of(value.args[1])
+        for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node))
+        if isinstance(value, ast.Call)
+        and LAYERS.fullmatch(ast.unparse(value.func))
+        and len(value.args) > 1
+    }
+    for function in nodes(ast.FunctionDef, kind):
+        held = {
+            word_of(to): value for node in nodes(ast.Assign, function) for to, value in pairs(node)
+        }
+        for call in nodes(ast.Call, function):
+            match call.func:
+                case ast.Attribute(ast.Call(layer, [ast.Name(name)]), "view" | "reshape"):
+                    given, last = held.get(name), made.get(of_self(layer), "")
+                case _:
+                    continue
+            cut = getattr(getattr(given, "func", None), "attr", "") in ("view", "reshape")
+            sizes = sizes_of(given) if cut and isinstance(given, ast.Call) else []
+            before = [word_of(one) for one in sizes]
+            after = [word_of(one) for one in sizes_of(call)]
+            map_ = len(before) == 3 and len(after) == 4 and last and before[1] not in ("", last)
+            if map_ and after[:2] == [before[0], last] and before[1] not in after:
+                yield "map", call.lineno, {"name": ast.unparse(call.func.value), "last": last}
 
 
 def _pattern(call: ast.Call) -> str:

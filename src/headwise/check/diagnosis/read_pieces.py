@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.syntax import Source, names, nodes, pairs
+from ..target.introspect import SPEAKS_OF_ROPE
 from ..target.names import building_role, calling_role, parts_of
 
 Said = tuple[str, int, dict[str, str]]
@@ -202,6 +203,14 @@ def softmax_of(statement: ast.AST) -> set[str] | None:
             made = made or any(getattr(one.func, "attr", "") in PRODUCTS for one in calls)
             return set() if made else words_in(*said)
     return None
+
+
+def turns(*named: ast.AST) -> bool:
+    """Whether a name, or that of what is called, speaks of rotary positions, and not of a whole
+    attention."""
+    called = [getattr(one, "func", one) for one in named]
+    names = [getattr(one, "name", "") or ast.unparse(one).split(".")[-1] for one in called]
+    return any(SPEAKS_OF_ROPE.search(one.lower()) and "att" not in one.lower() for one in names)
 
 
 def is_mask(name: str) -> bool:

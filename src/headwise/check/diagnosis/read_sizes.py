@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ..files.syntax import Source, nodes, pairs
-from ..target.introspect import SPEAKS_OF_ROPE
 from ..target.layouts import AXES
 from ..target.names import building_role
-from .read_pieces import LAYERS, WORKED_ON, Known, Said, of_self, products, sized, word_of
+from .read_pieces import LAYERS, WORKED_ON, Known, Said, of_self, products, sized, turns, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
 PRODUCTS = re.compile(r"(matmul|bmm|einsum|baddbmm)\(| @ ")
+INVERSE = re.compile(
+    r"[\w.]+(?:\(\w+\))? ?\*\* ?\(?-(?:0?\.5|1 / 2)\)?|1(?:\.0?)? / (?:\w+\.)*sqrt\([^()]*\)"
+)
+"""One over a root, as `ast` writes it."""
 SCORES = re.compile(r"score|energy|logit|dots?$|sim$|att")
 """Names of products of queries and keys."""
 SCALES = re.compile(r"scal|norm_?fact|temper|inv_sqrt|sqrt_d")
 """Names of what scores are multiplied with or divided by."""
+OPEN = "-1"
+"""Stands for the name of an axis whose size a `view` works out."""
 SIDE = f"{AXES['H']}|{AXES['W']}"
 """Names of the height and the width of a map."""
 
@@ -40,6 +45,7 @@ def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     for target, value in given:  # which goes by the same name once it is divided
         if word_of(target) in wholes and word_of(value) != word_of(target):
             wholes.pop(word_of(target))
+    yield from _merged_roots(kind)
     loads = (one for one in nodes(ast.Attribute, source.tree) if isinstance(one.ctx, ast.Load))
     read = {one.attr for one in loads}
     for target, value in given:
@@ -50,7 +56,37 @@ def whole_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "whole", value.lineno, {"whole": whole, "one": wholes[whole]}
 
 
-def _root_of(value: ast.expr, among: dict[str, str]) -> str:
+def _merged_roots(kind: ast.ClassDef) -> Iterator[Said]:
+    """The same where heads come in apart: scores of `k.permute(0, 1, 3, 2)`, and a root of the
+    width that all heads have when they are merged."""
+    for function in nodes(ast.FunctionDef, kind):
+        cuts = [call for call in nodes(ast.Call, function) if len(sizes_of(call)) == 3]
+        cuts = [one for one in cuts if getattr(one.func, "attr", "") in ("view", "reshape")]
+        merged = {word_of(sizes_of(one)[2]): one.lineno for one in cuts} | {"": 0}
+        for one in nodes(ast.BinOp, function):
+            heads = re.search(r"permute\(0, 1, 3, 2\)", ast.unparse(one.left))
+            whole = _root_of(one.right, merged) if isinstance(one.op, ast.Div) and heads else ""
+            wide = building_role(whole) == "width" and PRODUCTS.search(ast.unparse(one.left))
+            if whole and wide and merged[whole] > one.lineno:
+                yield "whole", one.lineno, {"whole": whole, "one": "keys.shape[-1]"}
+
+
+def inverse_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scores / self.scale`, where that is one over a root already: `head_dim ** -0.5`."""
+    every = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
+    made = dict[str, list[str]]()
+    for target, value in every:
+        if value is not None:
+            made.setdefault(word_of(target), []).append(ast.unparse(value))
+    for one in nodes(ast.BinOp, kind):
+        by = word_of(one.right) if isinstance(one.op, ast.Div) else ""
+        scores = SCORES.search(word_of(one.left).lower()) or PRODUCTS.search(ast.unparse(one.left))
+        values = [value for value in made.get(by, ()) if value != "None"]
+        if by and scores and values and all(map(INVERSE.fullmatch, values)):
+            yield "inverse", one.lineno, {"code": ast.unparse(one), "value": values[0]}
+
+
+def _root_of(value: ast.expr, among: Collection[str]) -> str:
     """Which of some widths a root within an expression is taken of."""
     for node in nodes(ast.BinOp, value):
         half = ast.unparse(node.right).strip("()") in ("0.5", "-0.5", "1 / 2", "-1 / 2")
@@ -164,12 +200,27 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 def read_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`b, c, h, w = x.shape` and `x.view(b, h, w, c)`: axes in another order by a view alone; so
     is `x.view(-1, t, d)` of what `x.view(b, t, h, d)` made."""
-    yield from (said for said, turns in _read_on(part) if not turns)
+    yield from (said for said, turned in _read_on(part) if not turned and not _splits(said))
+
+
+def split_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """The same, of heads that get before the tokens so."""
+    yield from (said for said, turned in _read_on(part) if not turned and _splits(said))
+
+
+def _splits(said: Said) -> bool:
+    """Whether a `view` moves the heads, which stand last but one, to the front."""
+    axes, order = (said[2][name].split(", ") for name in ("axes", "order"))
+    return len(axes) == 4 and _is_of_heads(axes[2]) and order[1:3] == axes[2:0:-1]
+
+
+def _is_of_heads(name: str) -> bool:
+    return name in ("H", "h") or building_role(name) == "heads"
 
 
 def read_on_turned(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """The same, of what rotary positions turn: those of other tokens, then."""
-    yield from (said for said, turns in _read_on(part) if turns)
+    yield from (said for said, turned in _read_on(part) if turned)
 
 
 def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
@@ -178,7 +229,7 @@ def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
         given = [*nodes(ast.Assign, function)]
         shapes = dict(filter(None, map(_kept_shape, given)))
         branches = [{*ast.walk(one)} for one in nodes(ast.If, function) if not one.orelse]
-        turning = [{*ast.walk(one)} for one in nodes(ast.Call, function) if _turns(one.func)]
+        turning = [{*ast.walk(one)} for one in nodes(ast.Call, function) if turns(one.func)]
         padded = re.compile(r"\bpad\(|zero_?pad|ZeroPad")  # what a shift reads on, on purpose
         moved = {word_of(one.targets[0]) for one in given if padded.search(ast.unparse(one.value))}
         for call in nodes(ast.Call, function):
@@ -194,15 +245,9 @@ def _read_on(part: ast.stmt) -> Iterator[tuple[Said, bool]]:
                 again = {word_of(to) for one in later for to, _ in pairs(one)} & {name, *axes}
                 again |= {name} & moved
                 if len(axes) > 2 and not again and _is_other_order(_turned(axes), _turned(order)):
-                    turns = any(call in one for one in turning) or _turns(part, function)
-                    words = {"name": name, "axes": ", ".join(axes)}
-                    yield ("reread", call.lineno, words), turns
-
-
-def _turns(*named: ast.AST) -> bool:
-    """Whether a name speaks of rotary positions, and not of a whole attention."""
-    names = [getattr(one, "name", "") or ast.unparse(one).split(".")[-1] for one in named]
-    return any(SPEAKS_OF_ROPE.search(one.lower()) and "att" not in one.lower() for one in names)
+                    turned = any(call in one for one in turning) or turns(part, function)
+                    words = {"name": name, "axes": ", ".join(axes), "order": ", ".join(order)}
+                    yield ("reread", call.lineno, words), turned
 
 
 def idle_permutes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -235,8 +280,9 @@ def _named_axes(statement: ast.Assign, shapes: Mapping[str, str]) -> tuple[str, 
             name = of.id if isinstance(of, ast.Name) else shapes.get(word_of(value), "")
             return name, [word_of(one) for one in targets]
         case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(_, "view" | "reshape")) as call):
-            axes = [word_of(one) for one in sizes_of(call)]
-            return (name, axes) if len(axes) > 3 and all(axes) else ("", [])
+            axes = [OPEN if ast.unparse(one) == "-1" else word_of(one) for one in sizes_of(call)]
+            sure = len(axes) > 3 and all(axes) and axes.count(OPEN) < 2
+            return (name, axes) if sure else ("", [])
         case _:
             return "", []
 
@@ -246,7 +292,7 @@ def _whole(sizes: list[ast.expr], axes: list[str]) -> list[str]:
     words = [word_of(one) for one in sizes]
     rest = [one for one in axes if one not in words]
     for place, one in enumerate(sizes):
-        if ast.unparse(one) == "-1" and len(rest) > 1:
+        if ast.unparse(one) == "-1" and rest:
             words[place : place + 1] = rest
     return words
 

@@ -13,7 +13,7 @@ from .read_built import (
     set_on_condition,
     worn_out,
 )
-from .read_caches import misaligned, stored_once
+from .read_caches import misaligned, stored_astray, stored_once
 from .read_code import (
     empty_tests,
     gathered_keys,
@@ -28,11 +28,13 @@ from .read_code import (
     read_before,
     swapped,
     thrown_away,
+    turned_values,
     undefined_names,
     unread_roles,
+    unread_turns,
 )
 from .read_ends import masks_beside, positions_beside, returns_nothing
-from .read_maps import cut_otherwise, joined_otherwise, shifted_twice
+from .read_maps import cut_otherwise, joined_otherwise, projected_maps, shifted_twice
 from .read_masks import (
     asked_masks,
     crossed_masks,
@@ -53,9 +55,11 @@ from .read_sizes import (
     float_sizes,
     heads_apart,
     idle_permutes,
+    inverse_roots,
     read_on,
     read_on_turned,
     split_by_heads,
+    split_on,
     summed_apart,
     viewed_heads,
     whole_roots,
@@ -78,9 +82,9 @@ READERS: dict[str, tuple[Reader, ...]] = {
         empty_bands,
     ),
     "padding": (padded_blocks, of_queries_alone),
-    "cache": (misaligned, stored_once),
-    "scale": (powers, whole_roots),
-    "head-split": (viewed_heads, heads_apart, split_by_heads),
+    "cache": (misaligned, stored_once, stored_astray),
+    "scale": (powers, whole_roots, inverse_roots),
+    "head-split": (viewed_heads, heads_apart, split_by_heads, split_on),
     "definition": (
         read_on,
         summed_apart,
@@ -88,11 +92,12 @@ READERS: dict[str, tuple[Reader, ...]] = {
         shifted_twice,
         joined_otherwise,
         cut_otherwise,
+        projected_maps,
         diagonals,
     ),
     "softmax": (unsaid_axes, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
-    "rotation": (quarter_turns,),
+    "rotation": (quarter_turns, unread_turns, turned_values),
     "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),
     "shared-heads": (repeated_layers,),

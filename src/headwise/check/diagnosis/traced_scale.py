@@ -19,7 +19,7 @@ from ..findings.verdict import Finding, Ground
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.introspect import numbers_in
-from .call_lines import FUSED, bare_name, quoted, users_line
+from .call_lines import FUSED, bare_name, quoted, recorded, users_line
 from .faults import GROUPS
 from .search import SCALING
 from .variants import scale_of
@@ -35,6 +35,11 @@ KEEPS = set(
     ).split()
 )
 """Functions that multiply nothing: what they give has the number of what they take."""
+
+
+LARGE, HIDDEN = 1e3, -1e4
+"""By how much weights are made larger, to see whether scores follow; scores below this are
+hidden."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +256,26 @@ def traced_scale(subject: Target) -> list[Finding]:
     guessed = name != "nothing" and (subject.made_up or subject.absent)
     ground: Ground = "weights" if guessed else "any"
     return [Finding("scale", "error", message, hint + quoted(place), ground=ground)]
+
+
+def of_units(subject: Target) -> list[Finding]:
+    """Scores of queries and keys of length 1 that are divided by the root of their width as well:
+    none is larger than that, however large the weights are."""
+    large = subject.fresh()
+    if large.module is None or subject.head_dim is None or subject.head_dim < 4:
+        return []
+    with torch.no_grad():
+        for parameter in large.module.parameters():
+            if parameter.ndim > 1 and parameter.is_floating_point():
+                parameter.mul_(LARGE)
+    made = [call for call in recorded(large, large.input()) if call.scores is not None]
+    if len(made) != 1 or made[0].scores is None:
+        return []
+    scores, bound = made[0].scores.detach().double(), subject.head_dim**-0.5
+    most = float(scores[scores.isfinite() & (scores > HIDDEN)].abs().max())
+    if not 0.2 * bound < most < 1.001 * bound:
+        return []
+    return [found("scale", "unit", D=subject.head_dim, most=bound, line=quoted(made[0].place))]
 
 
 _ROWS = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 from pathlib import Path
@@ -78,7 +79,7 @@ def alone(path: Path, name: str, source: Source, why: str, of_another: bool) -> 
         return None
     module, lost = done
     known = vars(module)
-    every = source.definitions
+    every = {one: _without_calls(code, lost) for one, code in source.definitions.items()}
     spoken, used = (
         {one: sorted(_spoken(one, every, bases) & lost) for one in every} for bases in (True, False)
     )
@@ -107,6 +108,7 @@ def _run(
     known, lost = vars(module), set[str]()
     first = [one for one in tree.body if getattr(one, "module", "") == "__future__"]
     for statement in _single([one for one in tree.body if one not in first]):
+        statement = _without_calls(statement, lost)
         code = compile(ast.Module([*first, statement], []), str(path), "exec", dont_inherit=True)
         imports = isinstance(statement, ast.Import | ast.ImportFrom)
         given = set(_bound(statement))
@@ -126,6 +128,20 @@ def _run(
             known |= {one: _stand_in(one, error) for one in given if one != "*"}
         lost |= {one for one in given if isinstance(known.get(one), Absent)}
     return module, lost
+
+
+def _without_calls(statement: ast.stmt, lost: Collection[str]) -> ast.stmt:
+    """The same without calls of absent names whose result nothing takes: `debugpy.breakpoint()`."""
+
+    class Idle(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+            called = node.value.func if isinstance(node.value, ast.Call) else None
+            while isinstance(called, ast.Attribute):
+                called = called.value
+            idle = isinstance(called, ast.Name) and called.id in lost
+            return ast.copy_location(ast.Pass(), node) if idle else node
+
+    return Idle().visit(copy.deepcopy(statement)) if lost else statement
 
 
 def _stand_in(name: str, error: BaseException) -> Any:

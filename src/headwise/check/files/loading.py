@@ -24,13 +24,12 @@ from torch import nn
 
 from ..findings.rules import found
 from ..findings.verdict import Finding
-from ..target.errors import Broken, told, users_frames
+from ..target.errors import Broken, told, users_frames, wants_memory
 from ..target.functions import weights_taken
 from .alone import Absent, alone
 from .syntax import Source, names
 
 ATTENTION = re.compile(r"attention|attn|mha|multi_?head", re.IGNORECASE)
-NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)  # PyTorch's words
 MARKS = (".git", "pyproject.toml")
 """What lies in the uppermost folder of a repository."""
 ABOVE = 5
@@ -96,7 +95,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
         leaves, of_another = isinstance(error, SystemExit), _of_another(error, path)
         if leaves and not of_another:
             raise Broken(left(error, path, IMPORTING)) from None
-        if NO_MEMORY.search(str(error)):
+        if wants_memory(error):
             raise MemoryError from error
         module = None
         if code is None and not isinstance(error, KeyboardInterrupt):
@@ -138,7 +137,11 @@ def _above(path: Path, libraries: set[str]) -> Iterator[str]:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(top) is None:
                 folders = path.parents[1:ABOVE]
-                yield from (str(one) for one in folders if (one / top).is_dir())
+                yield from (
+                    str(one)
+                    for one in folders
+                    if (one / top).is_dir() or (one / f"{top}.py").is_file()
+                )
 
 
 def _of_another(error: BaseException, path: Path) -> bool:

@@ -23,7 +23,7 @@ from ...layers.kv_cache import KVCache
 from ..target.call_adapter import Caller
 from ..target.checked_target import Target
 from ..target.construct import build
-from ..target.fills import FILLS, Fill
+from ..target.fills import FILLS, Fill, Place
 from ..target.names import parts_of
 from ..target.signatures import signature
 from ..target.sizes import BuildSizes
@@ -143,6 +143,8 @@ def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]
         yield Way(filled(subject, lambda: {name: KVCache()}, {}, {}))
     else:
         yield Way(lambda: handed_back(subject.fresh(), name, None, flags), grows=True)
+        nothing = (None, None)
+        yield Way(lambda: handed_back(subject.fresh(), name, nothing, flags), grows=True)
         yield Way(filled(subject, lambda: {name: {}}, {}, flags))
         yield Way(filled(subject, lambda: {name: []}, {}, flags), False)
     for kind in _own_caches(subject):
@@ -196,6 +198,20 @@ def _placed(subject: Target) -> Iterator[tuple[Target, bool]]:
     for fill in FILLS["positions"](caller.target, caller.head_dim) if own else ():
         yield subject.with_fills(fills | dict.fromkeys(own, fill)), not guessed
     yield subject.with_fills(fills), not guessed and not own
+    if fills and caller.tables:  # which the layer cuts from there on itself
+        whole = {name: _from_first(fill) for name, fill in caller.tables.items()}
+        yield subject.with_fills(fills | whole), not guessed and not own
+
+
+def _from_first(fill: Fill) -> Fill:
+    """A table with rows of all positions so far."""
+
+    def whole(place: Place) -> Any:
+        *lead, tokens, wide = place.x.shape
+        x = place.x.new_zeros(*lead, place.start + tokens, wide)
+        return fill(replace(place, x=x, start=0))
+
+    return whole
 
 
 # --- caches of the layer's own --------------------------------------------------------------------

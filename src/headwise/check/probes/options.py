@@ -94,7 +94,8 @@ def _found(
     yield from ((changes, _turned(subject, changes)) for changes in rotating(subject))
     shown = subject.caller.custom is not None  # and may be made for these sizes
     if not shown and ("definition" in kept or "scale" in kept):
-        yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
+        other = chain(_inner(subject), _head_widths(subject))
+        yield from ((changes, _misscaled(subject, changes)) for changes in other)
     end = time.process_time() + SECONDS
     sizes = () if shown else _sizes(subject)
     tried = chain(zip(_options(subject), repeat(False)), zip(sizes, repeat(True)))
@@ -110,6 +111,43 @@ def guesses_that_count(subject: Target) -> list[str]:
     own = {n for n, v in subject.made_up.items() if isinstance(v, str) and v in words_of(kind, n)}
     made_up = {n: v for n, v in subject.made_up.items() if n not in own}
     return [f"{n}={v!r}" for n, v in made_up.items() if not _is_idle(subject, n, v)]
+
+
+def despite_guesses(subject: Target, probed: list[Finding]) -> list[Finding]:
+    """The findings; one that comes as well where other numbers were made up to build the layer
+    stands on none of them."""
+    made_up = subject.made_up
+    numbers = {name: n for name, n in made_up.items() if type(n) is int and n > 0}
+    if subject.guesses or len(numbers) < len(made_up) or not numbers:
+        return probed
+    others = [other for name, n in numbers.items() if (other := _other(subject, {name: 2 * n}))]
+    if not others:
+        return probed
+
+    def stands(one: Finding) -> Finding:
+        if one.severity != "error" or one.ground != "call":
+            return one
+        again = [_found_again(one, other) for other in others]
+        return replace(one, ground="any") if all(again) else one
+
+    return [*map(stands, probed)]
+
+
+def _other(subject: Target, changes: dict[str, Any]) -> Target | None:
+    """The layer with other numbers; None where it wants these."""
+    with contextlib.suppress(ValueError, Broken):
+        return subject.rebuilt(**changes)
+    return None
+
+
+def _found_again(one: Finding, other: Target) -> bool:
+    """Whether a layer breaks the same rule with other numbers."""
+    from . import PROBES
+
+    with contextlib.suppress(Failed):
+        again = PROBES[one.rule](ProbeContext(other))
+        return again is not None and again.severity == "error"
+    return False
 
 
 def _is_idle(subject: Target, name: str, value: Any) -> bool:
@@ -234,6 +272,14 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     own = [name for name in wide if OWN_WIDTHS.search(name.lower())]
     if own and len(own) < len(wide):
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
+
+
+def _head_widths(subject: Target) -> Iterator[dict[str, Any]]:
+    """The width of a head, where it has a name of its own, with another."""
+    names = [parameter.name for parameter in signature(type(subject.module))]
+    own = [name for name in names if building_role(name, beside=names) == "head_dim"]
+    if own and subject.head_dim is not None:
+        yield dict.fromkeys(own, subject.head_dim + 4)
 
 
 def _in_blocks(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:

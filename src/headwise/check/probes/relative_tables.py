@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ def pairs(subject: Target) -> Iterator[Pair]:
     if tables:
         yield Pair(subject, zeroed(subject, tables), tables)
         return
+    if not names and (makers := _makers(subject)):
+        yield Pair(subject, _without(subject, makers))
     said = any(SAYS.search(name.lower()) for name in names) or _says_relative(subject)
     if not names or not said:
         return
@@ -88,6 +91,35 @@ def _is_table(path: str, module: nn.Module) -> bool:
     parts = {parts_of(layer_of(name)) for name, _ in module.named_parameters()}
     said = SAYS.search(name.lower()) or OF_CLASS.search(kind)
     return bool(path and said) and not parts & {"q", "qk", "qkv"}
+
+
+def _makers(subject: Target) -> list[str]:
+    """Parts that make relative positions of their own, without weights: what they give hangs on
+    the number of tokens alone."""
+    own = subject.fresh()
+    assert own.module is not None
+    parts = {path: one for path, one in own.module.named_modules() if _is_table(path, one)}
+    parts = {path: one for path, one in parts.items() if not any(True for _ in one.parameters())}
+    made = {path: list[Any]() for path in parts}
+    for path, one in parts.items():
+        one.register_forward_hook(lambda *call, path=path: made[path].append(call[-1]))
+    with torch.no_grad():
+        for x in (own.input(), own.input().flip(-1)):
+            own(x)
+    return [
+        path
+        for path, (one, two) in ((path, found) for path, found in made.items() if len(found) == 2)
+        if isinstance(one, Tensor) and one.is_floating_point() and torch.equal(one, two)
+    ]
+
+
+def _without(subject: Target, makers: Sequence[str]) -> Target:
+    """The same layer with zeros for what some of its parts give."""
+    own = subject.fresh()
+    assert own.module is not None
+    for path in makers:
+        own.module.get_submodule(path).register_forward_hook(lambda *call: call[-1] * 0)
+    return own
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

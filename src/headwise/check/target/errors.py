@@ -80,6 +80,12 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
 
 
+def wants_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory, in PyTorch's words or in Python's."""
+    said = re.search(r"can't allocate memory|not enough memory", str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or said is not None
+
+
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor ours."""

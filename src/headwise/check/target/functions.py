@@ -137,6 +137,17 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
     return chosen
 
 
+def called_at_once(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The function of q, k and v that a class is which holds them, built and called."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        return kind(*args, **more)()
+
+    call.__name__, call.__module__ = kind.__name__, kind.__module__
+    call.__dict__["__signature__"] = inspect.signature(kind)
+    return call
+
+
 # --- functions that are handed their weights ------------------------------------------------------
 
 _WEIGHT = re.compile(r"weight|proj|(^|_)w(_|$|[qkvo]+$)", re.IGNORECASE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -44,6 +45,23 @@ def is_function_of_x(thing: Any, width: int, arguments: dict[str, Any]) -> bool:
         return any(True for _ in tensors_in(thing(torch.zeros(BATCH, TOKENS, width))))
     except Exception:  # a factory chokes on a tensor
         return False
+
+
+def holds_qkv(thing: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a class is built with queries, keys and values, and its forward wants nothing more.
+
+    >>> class Attention(nn.Module):
+    ...     def __init__(self, q, k, v): super().__init__()
+    ...     def forward(self): return 0
+    >>> holds_qkv(Attention, {})
+    True
+    """
+    if not inspect.isclass(thing) or not issubclass(thing, nn.Module):
+        return False
+    roles = [calling_role(p.name) for p in signature(thing)[:3] if p.name not in arguments]
+    return (
+        roles == ["query", "key", "value"] and len(inspect.signature(thing.forward).parameters) < 2
+    )
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -123,6 +123,11 @@ def learn(subject: Target, also: Collection[str] = ()) -> dict[str, Fill] | None
         fills = {n: options[n][place] for n, place in places.items() if n in options}
         if len(fills) == len(names) and _steps(subject, fills) == math.inf:
             return fills
+    failed = _FAILED.setdefault(_kind(caller.target), {})
+    if (known := failed.get(str(caller.layout))) and {*known[0]} == {*names}:
+        fills = {name: options[name][place] for name, place in known[0].items()}
+        if _steps(subject, fills) == known[1]:  # other sizes lead no further
+            return None
     best = {name: caller.fill(name) for name in names}
     most, before, calls = _steps(subject, best), -1.0, 0
     until = time.process_time() + SECONDS
@@ -136,15 +141,19 @@ def learn(subject: Target, also: Collection[str] = ()) -> dict[str, Fill] | None
                 steps, calls = _steps(subject, trial := {**best, name: fill}), calls + 1
                 most, best = max((most, best), (steps, trial), key=lambda pair: pair[0])
     caller.fills = best
-    if most < math.inf:
-        return None
     if all(best[name] in options[name] for name in names):
-        kept[str(caller.layout)] = {name: options[name].index(best[name]) for name in names}
-    return best
+        places = {name: options[name].index(best[name]) for name in names}
+        if most < math.inf:
+            failed[str(caller.layout)] = (places, most)
+        else:
+            kept[str(caller.layout)] = places
+    return best if most == math.inf else None
 
 
 _LEARNT: WeakKeyDictionary[Any, dict[str, dict[str, int]]] = WeakKeyDictionary()
 """Which of its candidates each argument got, by the class that is called and the layout of x."""
+_FAILED: WeakKeyDictionary[Any, dict[str, tuple[dict[str, int], float]]] = WeakKeyDictionary()
+"""The same where nothing goes through: which led furthest, and after how many steps it failed."""
 
 
 def _kind(target: Any) -> Any:

@@ -18,9 +18,9 @@ from .call_adapter import OF_DICTS, Caller
 from .checked_target import Target
 from .construct import build, name_of
 from .copies import copied
-from .errors import Broken, told
+from .errors import Broken, told, wants_memory
 from .first_call import first_call
-from .functions import holding, of_function, weights_taken
+from .functions import called_at_once, holding, of_function, weights_taken
 from .introspect import (
     facts,
     input_width,
@@ -30,7 +30,13 @@ from .introspect import (
     names_called,
     own_sizes,
 )
-from .kinds import is_factory, is_function_of_qkv, is_function_of_x, is_object
+from .kinds import (
+    holds_qkv,
+    is_factory,
+    is_function_of_qkv,
+    is_function_of_x,
+    is_object,
+)
 from .masking import MASKS, learn_causality, shows_next
 from .memory import marked, unset_in
 from .names import building_role
@@ -111,6 +117,8 @@ def _of_callable(
     width = sizes.embed_dim or 24
     if request.call is not None and not arguments and not is_factory(thing):
         return _of_instance(thing, replace(request, sizes=replace(sizes, embed_dim=width)))
+    if holds_qkv(thing, arguments):
+        thing = called_at_once(thing)
     if weights_taken(thing, arguments):
         return _of_weights(thing, arguments, request)
     if is_function_of_qkv(thing, arguments):
@@ -277,6 +285,13 @@ def _of_factory(
         name = f"{label}({shown(named)})"
         try:
             subject = _settled(target, name, width, heads, known, request, roles)
+        except (RuntimeError, MemoryError) as error:
+            if not wants_memory(error):
+                raise
+            raise ValueError(
+                f"check({name}): with these sizes it takes more memory than there is; give smaller "
+                f"ones: hw.check({label}, {asked_for(factory)})"
+            ) from error
         except Broken as broken:
             if guessed and is_apart(broken.__cause__, made_up.values()):
                 broken.finding = replace(broken.finding, ground="any")

@@ -77,10 +77,12 @@ class BuildSizes:
     def value(self, role: str) -> Any:
         """What an argument of this role gets; `Unknown` where nothing can be said."""
         embed, heads = self.embed_dim or 24, self.num_heads or 3
+        groups = self.num_kv_heads or (heads // 2 if heads % 2 == 0 else heads)
         sizes = {
             **dict.fromkeys(("width", "out_width", "kv_width"), embed),
             "heads": heads,
-            "kv_heads": self.num_kv_heads or (heads // 2 if heads % 2 == 0 else heads),
+            "kv_heads": groups,
+            "repeats": heads // groups,
             "head_dim": self.head_dim or max(1, embed // heads),
             "rotary_width": max(2, (self.head_dim or embed // heads) // 4 * 2),
             "context": self.context_length or CONTEXT,
