@@ -80,6 +80,7 @@ READ = {
     "cache": {"causal-mask", "mask-fill"},
     "scale": {"scale"},
     "head-split": {"head-split"},
+    "head-merge": {"head-merge"},
     "shared-heads": {"shared-heads"},
     "definition": set(),
     "rotary": set(),
@@ -91,7 +92,7 @@ READ = {
     "softmax": {"softmax"},
 }
 """Rules that are read off the code where none of these, or none at all, was seen in the numbers."""
-GIVEN = {"scale", "head-split", "definition", "rotary", "rotation"}
+GIVEN = {"scale", "head-split", "head-merge", "definition", "rotary", "rotation"}
 """Those that the numbers answer, where the definition gives them and the line was reached."""
 SIZELESS = {"√T", "T", "√B", "√D √T", "queries", "heads", "batch", "both", "twice"}
 """Mistakes that no number given to the constructor makes, a guessed one neither."""

@@ -30,6 +30,8 @@ BEFORE = re.compile(r"past|cache|prev|history")
 """Names of what was kept of tokens before."""
 OF_TABLES = re.compile(r"rope|rot|freq|cos|sin|mask|bias|pos")
 """Names of caches of something else."""
+OF_WINDOWS = re.compile(r"^(?!.*[=>] 1\b).*window")
+"""Tests that ask for a window, and not for the number of new tokens."""
 Setting = ast.Assign | ast.AugAssign | ast.AnnAssign
 SETS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 TRIANGLES = {"triu", "tril"}
@@ -79,7 +81,9 @@ def misaligned(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 if like and used and WORKED_ON.search(like[1].lower()):
                     yield "aligned", call.lineno, {"way": way, "name": used[0]}
                 elif first and joined.lines and _sides(first, joined) == ("new", "whole"):
-                    yield "aligned", call.lineno, {"way": way, "name": joined.cached}
+                    spans = "self." in ast.unparse(call).split("diagonal")[-1]
+                    which = "span" if spans else "aligned"
+                    yield which, call.lineno, {"way": way, "name": joined.cached}
             for cut in nodes(ast.Subscript, statement) if joined.lines else ():
                 if _is_table(cut) and _from_start(cut, joined):
                     code = ast.unparse(cut)
@@ -207,6 +211,9 @@ def _learn_lengths(
     if (owner := sized(value)) is not None:
         if word_of(owner) in inputs and len(targets) == 3 and isinstance(targets[1], ast.Name):
             found.new.add(targets[1].id)
+        if found.lines and len(targets) == 4 and WORKED_ON.search(word_of(owner).lower()):
+            found.new |= {word_of(targets[2])} - {""}
+            found.whole |= {word_of(targets[3])} - {""}
     elif len(targets) == 1 and isinstance(targets[0], ast.Name):
         name, axis = _axis_of(value)
         kind = "new" if name in inputs and axis in (1, -2) else found.length(value)
@@ -247,7 +254,7 @@ def _triangle(call: ast.Call) -> tuple[str, ast.expr | None]:
     if isinstance(call.func, ast.Attribute) and word_of(call.func.value) != "torch":
         given.insert(0, call.func.value)
     given += [one.value for one in call.keywords if one.arg == "diagonal"]
-    fixed = all(isinstance(one, ast.Constant) for one in given[1:])
+    fixed = all(re.fullmatch(r"-?(\d+|self\.\w+)", ast.unparse(one)) for one in given[1:])
     return (way, given[0]) if given and fixed else ("", None)
 
 
@@ -283,6 +290,8 @@ def _always(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _always(one.body)
         elif _chooses_kernel(one):
             yield from _always([*one.body, *one.orelse])
+        elif OF_WINDOWS.search(ast.unparse(one.test)):
+            yield from _always(one.body)
 
 
 def _chooses_kernel(branch: ast.If) -> bool:

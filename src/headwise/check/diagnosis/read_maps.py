@@ -76,22 +76,88 @@ def projected_maps(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
         and len(value.args) > 1
     }
     for function in nodes(ast.FunctionDef, kind):
-        held = {
-            word_of(to): value for node in nodes(ast.Assign, function) for to, value in pairs(node)
-        }
         for call in nodes(ast.Call, function):
             match call.func:
                 case ast.Attribute(ast.Call(layer, [ast.Name(name)]), "view" | "reshape"):
-                    given, last = held.get(name), made.get(of_self(layer), "")
+                    last = made.get(of_self(layer), "")
                 case _:
                     continue
-            cut = getattr(getattr(given, "func", None), "attr", "") in ("view", "reshape")
-            sizes = sizes_of(given) if cut and isinstance(given, ast.Call) else []
-            before = [word_of(one) for one in sizes]
+            given = _given(function, name, call.lineno)
+            before = [word_of(one) for one in _cut_into(given)]
             after = [word_of(one) for one in sizes_of(call)]
             map_ = len(before) == 3 and len(after) == 4 and last and before[1] not in ("", last)
             if map_ and after[:2] == [before[0], last] and before[1] not in after:
                 yield "map", call.lineno, {"name": ast.unparse(call.func.value), "last": last}
+
+
+def _given(function: ast.FunctionDef, name: str, line: int) -> ast.expr | None:
+    """What a name was given last before a line."""
+    every = (pair for node in nodes(ast.Assign, function) for pair in pairs(node))
+    before = [(to.lineno, value) for to, value in every if word_of(to) == name and value]
+    return max((one for one in before if one[0] < line), key=lambda one: one[0], default=(0, None))[
+        1
+    ]
+
+
+def _cut_into(value: ast.expr | None) -> list[ast.expr]:
+    """The sizes that a `view` or `reshape` gives; nothing of another call."""
+    cut = getattr(getattr(value, "func", None), "attr", "") in ("view", "reshape")
+    return sizes_of(value) if cut and isinstance(value, ast.Call) else []
+
+
+def unfolded_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`unfold(x, k).permute(0, 2, 1).reshape(B, H, W, k * k, C)`: the features of each place come
+    as C × k², and are read on as k² × C."""
+    for function in nodes(ast.FunctionDef, part):
+        for call in nodes(ast.Call, function):
+            sizes, chain = _cut_into(call), ast.unparse(call.func)
+            root = re.match(r"\w+", chain)
+            made = _given(function, root[0], call.lineno) if sizes and root else None
+            named = ast.unparse(made.func).split(".")[-1] if isinstance(made, ast.Call) else ""
+            if named != "unfold" or len(sizes) < 4:
+                continue
+            turned = re.search(
+                r"\.(permute\(0, 2, 1\)|transpose\((1, 2|2, 1|-1, -2|-2, -1)\)|mT)", chain
+            )
+            area, features = sizes[-2:] if turned else sizes[1:3]
+            if _is_area(area, function, call.lineno) and not _is_area(
+                features, function, call.lineno
+            ):
+                words = {"area": ast.unparse(area), "features": ast.unparse(features)}
+                yield "unfolded", call.lineno, words
+
+
+def _is_area(size: ast.expr, function: ast.FunctionDef, line: int) -> bool:
+    """Whether a size is that of a window: `k * k`, `k ** 2`, or a name for it."""
+    value = _given(function, size.id, line) if isinstance(size, ast.Name) else size
+    match value:
+        case ast.BinOp(left, ast.Mult(), right):
+            return ast.unparse(left) == ast.unparse(right)
+        case ast.BinOp(_, ast.Pow(), ast.Constant(2)):
+            return True
+        case _:
+            return False
+
+
+def regions_astray(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`mask = torch.zeros(1, 1, H, W)` and `mask[:, h, w, :] = n`: regions of a map that are written
+    on an axis of one place."""
+    for function in nodes(ast.FunctionDef, part):
+        for line in nodes(ast.Assign, function):
+            match line.targets:
+                case [ast.Subscript(ast.Name(name), ast.Tuple([ast.Slice(), row, _, ast.Slice()]))]:
+                    made = _given(function, name, line.lineno)
+                case _:
+                    continue
+            table = isinstance(made, ast.Call) and ast.unparse(made.func) == "torch.zeros"
+            sizes = sizes_of(made) if table and isinstance(made, ast.Call) else []
+            single = len(sizes) == 4 and ast.unparse(sizes[1]) == "1" != ast.unparse(sizes[2])
+            if single and not isinstance(row, ast.Constant | ast.Slice):
+                yield (
+                    "regions",
+                    line.lineno,
+                    {"name": name, "sizes": ast.unparse(made).partition("(")[2][:-1].strip("()")},
+                )
 
 
 def _pattern(call: ast.Call) -> str:

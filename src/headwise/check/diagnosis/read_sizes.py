@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ..files.syntax import Source, nodes, pairs
 from ..target.layouts import AXES
 from ..target.names import building_role
+from .call_lines import FUSED
 from .read_pieces import LAYERS, WORKED_ON, Known, Said, of_self, products, sized, turns, word_of
 
 ROOTS = re.compile(r"(\w+\.)?(sqrt|rsqrt)")
@@ -187,7 +188,8 @@ def summed_apart(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         if not arrow or len(axes) != 3 or "..." in equation:
             continue
         apart = [axes[0] - axes[1] - axes[2], axes[1] - axes[0] - axes[2]]
-        if all(len(one) == 1 for one in apart):
+        shared = axes[0] & axes[1] - axes[2]
+        if all(len(one) == 1 for one in apart) or (all(apart) and not shared):
             one, two = (min(axis) for axis in apart)
             yield "apart", call.lineno, {"equation": equation, "one": one, "two": two}
         for name, lone, kept in zip(call.args[1:], apart, axes[1::-1], strict=False):
@@ -333,6 +335,29 @@ def _axes(side: str) -> set[str]:
     """The axes of one side of an equation: words, as `einops` has them, or letters."""
     words = side.split()
     return set(words) if any(len(one) > 1 for one in words) and len(words) > 1 else {*side} - {" "}
+
+
+def fused_merges(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`F.scaled_dot_product_attention(q, k, v).view(B, T, E)` of `[B, H, T, D]`: heads that are
+    merged without a transpose."""
+    for function in nodes(ast.FunctionDef, part):
+        text = ast.unparse(function)
+        heads = re.search(
+            r"transpose\((1, 2|2, 1|2, 3|-2, -3|-3, -2)\)|permute\(0, 2, 1, 3\)|b h \w d", text
+        )
+        single = re.search(r"unsqueeze\((dim=)?1\)|\[:, None\]", text)
+        for call in nodes(ast.Call, function) if heads and not single else ():
+            views = getattr(call.func, "attr", "") in ("view", "reshape")
+            sizes, made = sizes_of(call) if views else [], getattr(call.func, "value", None)
+            while isinstance(made, ast.Call) and getattr(made.func, "attr", "") in (
+                "contiguous",
+                "to",
+            ):
+                made = getattr(made.func, "value", None)
+            fused = isinstance(made, ast.Call) and ast.unparse(made.func).split(".")[-1] == FUSED
+            plain = len(sizes) == 3 and (word_of(sizes[0]) or getattr(sizes[0], "id", ""))
+            if fused and plain:
+                yield "fused", call.lineno, {}
 
 
 def split_by_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -34,7 +34,14 @@ from .read_code import (
     unread_turns,
 )
 from .read_ends import masks_beside, positions_beside, returns_nothing
-from .read_maps import cut_otherwise, joined_otherwise, projected_maps, shifted_twice
+from .read_maps import (
+    cut_otherwise,
+    joined_otherwise,
+    projected_maps,
+    regions_astray,
+    shifted_twice,
+    unfolded_otherwise,
+)
 from .read_masks import (
     asked_masks,
     crossed_masks,
@@ -53,6 +60,7 @@ from .read_parts import crossed_parts, unread_parts
 from .read_pieces import Reader
 from .read_sizes import (
     float_sizes,
+    fused_merges,
     heads_apart,
     idle_permutes,
     inverse_roots,
@@ -80,6 +88,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         crossed_masks,
         masks_beside,
         empty_bands,
+        regions_astray,
     ),
     "padding": (padded_blocks, of_queries_alone),
     "cache": (misaligned, stored_once, stored_astray),
@@ -93,8 +102,10 @@ READERS: dict[str, tuple[Reader, ...]] = {
         joined_otherwise,
         cut_otherwise,
         projected_maps,
+        unfolded_otherwise,
         diagonals,
     ),
+    "head-merge": (fused_merges,),
     "softmax": (unsaid_axes, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),

@@ -94,8 +94,8 @@ def _found(
     yield from ((changes, _turned(subject, changes)) for changes in rotating(subject))
     shown = subject.caller.custom is not None  # and may be made for these sizes
     if not shown and ("definition" in kept or "scale" in kept):
-        other = chain(_inner(subject), _head_widths(subject))
-        yield from ((changes, _misscaled(subject, changes)) for changes in other)
+        yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
+        yield from ((changes, _scaled_alone(subject, changes)) for changes in _head_widths(subject))
     end = time.process_time() + SECONDS
     sizes = () if shown else _sizes(subject)
     tried = chain(zip(_options(subject), repeat(False)), zip(sizes, repeat(True)))
@@ -311,6 +311,19 @@ def _rebuilt(layer: Target, name: str) -> Target | None:
     """The same for a layer, with its weights."""
     built = layer.rebuilt(**{name: BLOCK})
     return None if built is None or built.module is None else layer.alike(built.module)
+
+
+def _scaled_alone(subject: Target, changes: dict[str, Any]) -> Finding | None:
+    """What is wrong with the scale where a head is said to be of another width, and only the scale
+    follows."""
+    from ..diagnosis import run as diagnose
+
+    other = _other(subject, changes)
+    named = [] if other is None or other.guesses else diagnose(other)
+    scales = named and {one.rule for one in named if one.severity in ("error", "warning")} == {
+        "scale"
+    }
+    return replace(named[0], severity="error") if scales else None
 
 
 def _misscaled(subject: Target, changes: dict[str, Any]) -> Finding | None:
