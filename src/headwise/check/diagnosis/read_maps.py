@@ -140,8 +140,8 @@ def _is_area(size: ast.expr, function: ast.FunctionDef, line: int) -> bool:
 
 
 def regions_astray(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`mask = torch.zeros(1, 1, H, W)` and `mask[:, h, w, :] = n`: regions of a map that are written
-    on an axis of one place."""
+    """Regions of a map that are written on an axis of one place: `mask = torch.zeros(1, 1, H, W)`
+    and `mask[:, h, w, :] = n`."""
     for function in nodes(ast.FunctionDef, part):
         for line in nodes(ast.Assign, function):
             match line.targets:
@@ -153,11 +153,8 @@ def regions_astray(part: ast.stmt, source: Source, known: Known) -> Iterator[Sai
             sizes = sizes_of(made) if table and isinstance(made, ast.Call) else []
             single = len(sizes) == 4 and ast.unparse(sizes[1]) == "1" != ast.unparse(sizes[2])
             if single and not isinstance(row, ast.Constant | ast.Slice):
-                yield (
-                    "regions",
-                    line.lineno,
-                    {"name": name, "sizes": ast.unparse(made).partition("(")[2][:-1].strip("()")},
-                )
+                said = ", ".join(map(ast.unparse, sizes))
+                yield "regions", line.lineno, {"name": name, "sizes": said}
 
 
 def _pattern(call: ast.Call) -> str:

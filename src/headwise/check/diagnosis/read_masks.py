@@ -38,6 +38,13 @@ PADS = re.compile("pad|valid|mask|^ok$|keep|real|present")
 """Names of what tells real tokens from padding."""
 PAIRS = re.compile(r"[\[(](?!Tensor|torch|bool)([A-Za-z_]\w*), ?([A-Za-z_]\w*)[\])]")
 """Two axes, as people write them."""
+FOLDED = re.compile(
+    r"transpose\(1, 2\)(\.contiguous\(\))?\.(view|reshape)\((\w+\.)*\w+ \* (\w+\.)*\w+, |"
+    r"\(b h\) \w+ \w+"
+)
+"""Code that folds heads into the batch, `[B · H, T, D]`, sequence by sequence."""
+UNFOLDED = re.compile(r"permute\(2, 0, 1, 3\)|\(h b\)|torch\.cat\([^()]*\.(split|chunk)\(")
+"""Code that does so head by head."""
 COLUMN = re.compile(
     r"\[:, None, :, None\]$|\.unsqueeze\(1\)\.unsqueeze\((3|-1)\)$|"
     r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
@@ -179,16 +186,19 @@ def crossed_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
 
 
 def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Masks for PyTorch's own layer, which counts [B · H] sequence by sequence, that are repeated
-    head by head: `mask.repeat(self.num_heads, 1, 1)`."""
-    if not isinstance(kind, ast.ClassDef) or "nn.MultiheadAttention(" not in ast.unparse(kind):
+    """Masks of [B · H] sequences that are repeated head by head, `mask.repeat(num_heads, 1, 1)`.
+    PyTorch's own layer counts them sequence by sequence, and so do heads folded into the batch."""
+    code = ast.unparse(kind)
+    folds = FOLDED.search(code) and not UNFOLDED.search(code)
+    if not isinstance(kind, ast.ClassDef) or not (folds or "nn.MultiheadAttention(" in code):
         return
     for call in nodes(ast.Call, kind):
         sizes = [ast.unparse(one) for one in call.args]
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
         repeats = owner is not None and getattr(call.func, "attr", "") == "repeat"
         heads = building_role(sizes[0].split(".")[-1], needed=True) if sizes else None
-        masks = [*filter(is_mask, sorted(words_in(owner)))] if repeats and owner else []
+        words = sorted(words_in(owner)) if repeats and owner else []
+        masks = [one for one in words if is_mask(one) or PADS.fullmatch(one.lower())]
         if masks and heads == "heads" and sizes[1:] == ["1", "1"]:
             yield "tiled", call.lineno, {"name": masks[0]}
 

@@ -87,6 +87,17 @@ def inverse_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
             yield "inverse", one.lineno, {"code": ast.unparse(one), "value": values[0]}
 
 
+def scaled_biases(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A bias that is scaled as the product is: `torch.baddbmm(bias, q, k, beta=scale,
+    alpha=scale)`."""
+    for call in nodes(ast.Call, part):
+        said = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        by = said.get("beta", "1")
+        same = by == said.get("alpha") and not re.fullmatch(r"[\d.]+", by)
+        if same and call.args and ast.unparse(call.func).endswith("baddbmm"):
+            yield "bias", call.lineno, {"bias": ast.unparse(call.args[0]).split(".")[0], "by": by}
+
+
 def _root_of(value: ast.expr, among: Collection[str]) -> str:
     """Which of some widths a root within an expression is taken of."""
     for node in nodes(ast.BinOp, value):

@@ -18,6 +18,7 @@ from .read_pieces import (
     callables,
     goes_into_softmax,
     in_order,
+    number_of,
     of_self,
     target_of,
     word_of,
@@ -28,6 +29,8 @@ OF_THREE = re.compile(r"\b(bmm|baddbmm)\(")
 NEIGHBOURS = re.compile(r"unfold|gather|index|expand|repeat|unsqueeze|scatter|stack|roll|None\b")
 """Code that may lay each query beside the keys of its neighbours, or take these apart."""
 
+NO_KEYS = re.compile(r"b|bs|bsz|batch([ _]?size)?|(n|num|number of)?[ _]?heads?|h")
+"""What people call the axes of sequences and of heads."""
 OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
 """Names of functions that compute a softmax and nothing else."""
 LARGEST = 1e-3
@@ -66,6 +69,54 @@ def diagonals(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         twice = [one for one in sides if len({*one} - {"."}) < len(one.replace(".", ""))]
         if len(sides) == 2 and twice:
             yield "diagonal", call.lineno, {"equation": equation, "side": twice[0]}
+
+
+def said_axes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`F.softmax(scores, dim=1)` of which is written `# scores = [src len, batch]`: over sequences,
+    or over heads."""
+    for function in nodes(ast.FunctionDef, part):
+        for call in nodes(ast.Call, function):
+            taken, axis = _taken(call)
+            name = word_of(taken)
+            axes = _written(name, call.lineno, function, source) if name else []
+            if axis is None or not -len(axes) <= axis < len(axes):
+                continue
+            if NO_KEYS.fullmatch(over := axes[axis]):
+                yield "said", call.lineno, {"name": name, "axes": ", ".join(axes), "axis": over}
+
+
+def _taken(call: ast.Call) -> tuple[ast.expr | None, int | None]:
+    """What a softmax is taken of, and along which axis."""
+    match call:
+        case ast.Call(
+            ast.Attribute(ast.Name("F" | "torch" | "functional"), "softmax"), [taken, *more]
+        ):
+            pass
+        case ast.Call(ast.Attribute(taken, "softmax"), more):
+            pass
+        case _:
+            return None, None
+    said = [one.value for one in call.keywords if one.arg == "dim"] or more
+    axis = number_of(said[0], {}) if said else None
+    return taken, None if axis is None else int(axis)
+
+
+def _written(name: str, line: int, function: ast.FunctionDef, source: Source) -> list[str]:
+    """The axes that a comment gives a tensor which goes by a name on a line; none where it is moved
+    behind the comment."""
+    code = source.text.splitlines()
+    given = [one for one in in_order(function) if target_of(one) == name and one.lineno < line]
+    for one in reversed(given):
+        end = min((other.lineno for other in given if other.lineno > one.lineno), default=line)
+        here, *below = code[(one.end_lineno or one.lineno) - 1 : end - 1]
+        texts = [f"# {name}: {here.partition('#')[2].strip()}", *below]
+        for text in texts:
+            if said := re.search(rf"#[ \t]*{name}\b[ :=]*[\[(]([^\[\]()]+)[\])]", text):
+                axes = [axis.strip().lower() for axis in said[1].split(",")]
+                return axes if len(axes) > 1 else []
+        if not re.search(rf"\b{name} ?[*/+-]|{name}\.(masked_fill|div|mul|add)", ast.unparse(one)):
+            return []
+    return []
 
 
 def unsaid_axes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -66,13 +66,14 @@ from .read_sizes import (
     inverse_roots,
     read_on,
     read_on_turned,
+    scaled_biases,
     split_by_heads,
     split_on,
     summed_apart,
     viewed_heads,
     whole_roots,
 )
-from .read_softmax import diagonals, own_softmaxes, paired_alone, unsaid_axes
+from .read_softmax import diagonals, own_softmaxes, paired_alone, said_axes, unsaid_axes
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
@@ -92,7 +93,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     ),
     "padding": (padded_blocks, of_queries_alone),
     "cache": (misaligned, stored_once, stored_astray),
-    "scale": (powers, whole_roots, inverse_roots),
+    "scale": (powers, whole_roots, inverse_roots, scaled_biases),
     "head-split": (viewed_heads, heads_apart, split_by_heads, split_on),
     "definition": (
         read_on,
@@ -106,7 +107,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         diagonals,
     ),
     "head-merge": (fused_merges,),
-    "softmax": (unsaid_axes, paired_alone, own_softmaxes),
+    "softmax": (said_axes, unsaid_axes, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),
     "registered": (moved_parameters,),

@@ -131,7 +131,8 @@ def softmax_astray(subject: Target) -> list[Finding]:
     """That a softmax runs over another axis than the keys, whatever its scores are made of."""
     made = recorded(subject, subject.input())
     for way, call in (("axis" if one.astray else "single", one) for one in made):
-        if call.astray or (call.single and (subject.vectors or not subject.guesses)):
+        single = call.single and (subject.vectors or not subject.guesses)
+        if call.astray or (single and "H" not in subject.caller.layout.axes):  # a map of one column
             return [found("softmax", way, line=quoted(call.place))]
     return []
 

@@ -272,7 +272,8 @@ def of_units(subject: Target) -> list[Finding]:
     if len(made) != 1 or made[0].scores is None:
         return []
     scores, bound = made[0].scores.detach().double(), subject.head_dim**-0.5
-    most = float(scores[scores.isfinite() & (scores > HIDDEN)].abs().max())
+    seen = scores[scores.isfinite() & (scores > HIDDEN)].abs()
+    most = float(seen.max()) if seen.numel() else 0.0
     if not 0.2 * bound < most < 1.001 * bound:
         return []
     return [found("scale", "unit", D=subject.head_dim, most=bound, line=quoted(made[0].place))]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import Result, tensors_in
-from ..target.checked_target import Target
+from ..target.checked_target import TOKENS, Target
 from ..target.construct import source_of
 from ..target.introspect import (
     SPEAKS_OF_ROPE,
@@ -91,7 +91,10 @@ def past_used(ctx: ProbeContext) -> Finding | None:
     """Non-zeros of the Jacobian."""
     if named(ctx, re.compile("window")):
         return skipped("past-used", "A window hides tokens that are far away.")
-    influence = ctx.influence.nan_to_num(1.0)
+    influence, narrow = ctx.influence.nan_to_num(1.0), _in_one_line(ctx)
+    if narrow:
+        with failing("a map of 6 tokens"):
+            influence = ctx.exact.influence(0.1 * ctx.exact.input(6, 1)).nan_to_num(1.0)
     if one_attends(influence):
         return skipped("past-used", "One token alone attends to the others.")
     unseen = influence <= NOTHING * influence.max()
@@ -100,14 +103,22 @@ def past_used(ctx: ProbeContext) -> Finding | None:
         return passed("past-used")
     if _is_band(unseen) and named(ctx, REACHES):
         return skipped("past-used", "A band hides tokens that are far away.")
-    total = ctx.tokens * (ctx.tokens + 1) // 2 if ctx.subject.causal else unseen.numel()
+    tokens = len(unseen)
+    total = tokens * (tokens + 1) // 2 if ctx.subject.causal else unseen.numel()
     i, j = pairs[0]
     which = f"token {j} ({len(pairs)} such pairs of {total})"
     if all(a == b for a, b in pairs):
         which = "its own token"
-    elif len(pairs) >= total - ctx.tokens:
+    elif len(pairs) >= total - tokens:
         which = "any other token"
+    elif narrow:
+        return skipped("past-used", "It attends along one side of a map.")
     return found("past-used", "unseen", i=i, which=which)
+
+
+def _in_one_line(ctx: ProbeContext) -> bool:
+    """Whether its tokens lie in a map of one column, in which nothing has neighbours to a side."""
+    return {*"HW"} <= {*ctx.exact.caller.layout.axes} and ctx.tokens == TOKENS
 
 
 def _is_band(unseen: Tensor) -> bool:

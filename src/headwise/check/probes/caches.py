@@ -30,7 +30,7 @@ WINDOW = re.compile(r"^(sliding_|attention_|attn_|local_)?window(_size|_len(gth)
 """Arguments of a constructor for how many tokens are seen."""
 NARROW = 3
 """Tokens of a window that is narrower than what goes in."""
-PROVEN = ("chunks", "refused", "reset")
+PROVEN = ("chunks", "refused", "reset", "single")
 """Mistakes that show beside numbers that are right, so that the cache is surely used as meant."""
 
 
@@ -56,7 +56,8 @@ def cache(ctx: ProbeContext) -> Finding | None:
             sure = way.sure and way.grows and _remembers(ctx, way)
         else:
             sure = way.sure or (way.named and _remembers(ctx, way))
-        if (kind in PROVEN and not way.loose) or (sure and kind != "chunks"):
+        proven = kind in PROVEN and (not way.loose or _remembers(ctx, way))
+        if proven or (sure and kind != "chunks"):
             told_so = f"With {way.switch}: {finding.message}" if way.switch else finding.message
             wrong.setdefault(kind, replace(finding, message=told_so))
     if wrong:
@@ -113,6 +114,8 @@ def _tried(ctx: ProbeContext, way: Way, x: Tensor) -> tuple[str, Finding]:
             return "refused", found("cache", "refused", error=told(error))
         raise
     if _is_whole(ctx, outs):
+        if not _is_whole(ctx, _in_chunks(way.make().step, x, SINGLE)):
+            return "single", found("cache", "single")
         wrong = not _is_emptied(ctx, way, x)
         return ("reset", found("cache", "reset")) if wrong else ("passed", passed("cache"))
     return _compared(ctx, way, x, outs)

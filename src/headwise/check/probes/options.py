@@ -92,6 +92,7 @@ def _found(
     if "definition" in kept:
         yield from _in_blocks(subject)
     yield from ((changes, _turned(subject, changes)) for changes in rotating(subject))
+    yield from _widths_of_keys(subject)
     shown = subject.caller.custom is not None  # and may be made for these sizes
     if not shown and ("definition" in kept or "scale" in kept):
         yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
@@ -280,6 +281,30 @@ def _head_widths(subject: Target) -> Iterator[dict[str, Any]]:
     own = [name for name in names if building_role(name, beside=names) == "head_dim"]
     if own and subject.head_dim is not None:
         yield dict.fromkeys(own, subject.head_dim + 4)
+
+
+def _widths_of_keys(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:
+    """Widths of another sequence that a constructor takes for the inputs of its layers, and that no
+    layer gets: with `context_dim=32` none takes inputs so wide."""
+    assert subject.module is not None
+    kind, wide = type(subject.module), subject.embed_dim + 8
+    names = [one.name for one in signature(kind) if building_role(one.name) == "kv_width"]
+    for name in names:
+        if not makes_inputs(kind, name):
+            continue
+        with contextlib.suppress(Exception):  # the constructor may refuse it
+            built = kind(**{**subject.arguments, name: wide})
+            shapes = [tuple(one.shape) for one in built.parameters()]
+            if not any(wide in shape for shape in shapes):
+                yield {name: wide}, found("cross", "width", name=name, wide=wide)
+
+
+def makes_inputs(kind: type[nn.Module], name: str) -> bool:
+    """Whether a constructor always makes a layer that takes inputs of the width of that name."""
+    return (
+        re.search(rf"^ {{8}}self\.\w+ = (\w+\.)*Linear\(\s*{name},", source_of(kind), re.M)
+        is not None
+    )
 
 
 def _in_blocks(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:

@@ -77,6 +77,10 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         given, kept = [ctx.x], [x]
         with failing(f"x {list(x.shape)}"), torch.no_grad():
             subject.caller(x, **subject.mask_for(x))
+        for name in subject.caller.named("lengths"):  # what is padded may be set to 0
+            full = torch.full((len(x),), x.shape[1])
+            with contextlib.suppress(Exception), torch.no_grad():
+                subject.caller(x, **subject.mask_for(x), **{name: full - 2})
     if not all(torch.equal(a, b) for a, b in zip(kept, given, strict=True)):
         return found("input-kept", "x" if subject.projections is None else "qkv")
     if written := written_masks(ctx.unflagged):

@@ -38,6 +38,11 @@ _OTHER_MASKS = re.compile(
 _OF_KEYS = {"key_dim", "value_dim", "val_dim", "k_dim", "v_dim"}
 _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_width".split())
 
+_LENGTHS = re.compile(
+    r"(xs?|src|enc(oder)?|inputs?|kv|keys?|mem(ory)?|sources?|text|tokens?|audio|speech|wave?|feats?|"
+    r"features?|frames?|hidden|valid|real|true|batch)_(lens?|lengths?)"
+)
+"""Names in a call of how many tokens of each sequence are real."""
 _CACHES = {
     "use_cache": r"^(use|return|enable|with|store|save|update|output)_(kv_|past_|present_)*"
     r"(cache|past|present|kv)(_kv)?$",
@@ -122,6 +127,8 @@ def calling_role(name: str) -> str | None:
         return "rotary"
     if bare not in _CALL and re.search(r"freqs?_(cis|complex)|complex_freq", bare):
         return "complex"
+    if bare not in _CALL and _LENGTHS.fullmatch(bare):
+        return "lengths"
     for role, pattern in _CACHES.items() if bare not in _CALL else ():
         if re.search(pattern, bare):
             return role

@@ -62,7 +62,7 @@ def ways(caller: Caller) -> Iterator[Way]:
         yield Way(layout, None, form)
     for fills, form in product(given[0], forms):
         yield Way(usual, None, form, fills)
-    for room, form in product(dict.fromkeys((4, 2, caller.heads)), forms):
+    for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
     if caller.named("height") or caller.named("grid"):
         yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
