@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding, Ground
@@ -44,7 +45,7 @@ from .static_checks import (
 )
 from .traced_scale import is_scaled_right, of_units, traced_scale
 from .traced_tokens import traced_tokens
-from .variants import Variant, error, rebuild
+from .variants import Variant, error, rebuild, weights_of
 
 OTHER_INGREDIENTS = re.compile(
     r"rope|rotary|rot_?emb|freqs?|(^|_)(cos|sin)(_|$)|alibi|slope|relative|rel_pos|pos_?bias|"
@@ -183,6 +184,7 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
             return findings + leaks
         beside = [*empty_triangle(subject), *idle_turns(subject)]
         beside += no_output_projection(subject, case.reading)
+        beside += _other_weights(case, right)
         return [_passed(case.reading, right), *leaks, *beside]
     sure = subject.causal_from not in ("seen", "unknown")
     mistaken = named(case, bases, sure)
@@ -203,6 +205,30 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
     by_scores = named_by_scores(case, bases, sure)
     named_alone = [_finding(case, subject, None, one) for one in by_scores]
     return named_alone or [_unexplained(case, subject, bases[0])]
+
+
+def _other_weights(case: Case, base: Variant) -> list[Finding]:
+    """Whether weights come back that are not those which make the output, of all heads or on
+    average."""
+    x, caller = case.inputs[-1], case.subject.caller
+    try:
+        asked = dict.fromkeys(caller.named("weights") if caller.custom is None else (), True)
+        given = case.subject.result(x, **asked).weights
+        used = weights_of(case.reading, x, base)
+    except Exception:  # what is checked may raise anything; the probes say what and where
+        return []
+    if given is None or given.shape[-1] != x.shape[1] or not _is_near(given.sum(-1), 1.0):
+        return []
+    for made in (used, used.mean(1)):
+        if made.numel() == given.numel():
+            alike = _is_near(made.flatten().sort()[0], given.detach().flatten().sort()[0])
+            return [] if alike else [found("weights", "others")]
+    return []
+
+
+def _is_near(one: Tensor, other: Tensor | float) -> bool:
+    """Whether all numbers are the same but for rounding."""
+    return bool((one - other).abs().max() < FITS)
 
 
 def _case(subject: Target, drops: bool) -> Case:

@@ -216,6 +216,13 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     return q, k, v
 
 
+def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
+    """`[B, H, T, S]`: what the values are weighted with."""
+    q, k, _ = heads_of(reading, x, variant)
+    allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
+    return _weights(q, k, allowed, scale_of(variant.scale, sizes_of(reading, x)), variant)
+
+
 def _is_of_heads(norm: nn.Module, width: int) -> bool:
     """Whether a norm is of single heads: its gains have their width, or an axis for the heads."""
     gains = [*norm.parameters()]

@@ -84,6 +84,8 @@ def build(
     roles = by_role(made.under_roles(flat(named)), made.names)
     for name, value in made.under_roles(asked(named)):
         role = building_role(name, True, made.names) or ""
+        if isinstance(value, bool) and role in SIZES:
+            continue  # `norm_context=True` is no length
         if role == "window" or not isinstance(value, list | tuple | dict):
             roles.setdefault(role, value)
     for config in (value for value in named.values() if isinstance(value, Config)):
@@ -112,6 +114,8 @@ SET_ALWAYS = {"width", "heads", "context", "dropout", "batch_first", "out_width"
 """Roles whose defaults give way: sizes of our own show more, and no chance hides a mistake."""
 
 
+SIZES = {"width", "heads", "kv_heads", "head_dim", "context", "out_width", "kv_width"}
+"""Roles of numbers, which no flag is."""
 GUESSED = ("once", "temperature", "head_dim", "sides", "count")
 """Roles whose values are guesses where a name is only like a usual one."""
 GUESSES = (str, int, enum.Enum, nn.Embedding, nn.Identity)

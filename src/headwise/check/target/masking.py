@@ -22,7 +22,7 @@ FILL, EVEN = 0.02, 1.5
 """A later token that has less than this share of an earlier one's influence, and no other later
 token more than so many times as much, was hidden by one number that is too small."""
 
-CAUSAL = re.compile(r"(?<!non-)(?<!non)(?<!not )\b(causal|auto-?regressive)\b")
+CAUSAL = re.compile(r"(?<!non-)(?<!non )(?<!non)(?<!not )\b(causal|auto-?regressive)\b")
 OPEN = re.compile(
     r"\b(optional(ly)?|if|or|either|whether|both|can be|bidirectional|cross|masks?|supports?)\b"
 )

@@ -1,0 +1,211 @@
+"""Readers of single lines: what each of them says of a mistake, and nothing of the same put right."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from headwise.check.diagnosis.read_built import made_anew
+from headwise.check.diagnosis.read_caches import misaligned, stored_astray
+from headwise.check.diagnosis.read_code import never_read, turned_values, unread_turns
+from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
+from headwise.check.diagnosis.read_masks import tiled_masks
+from headwise.check.diagnosis.read_pieces import Reader
+from headwise.check.diagnosis.read_sizes import (
+    fused_merges,
+    inverse_roots,
+    read_on,
+    scaled_biases,
+    split_on,
+    summed_apart,
+    whole_roots,
+)
+from headwise.check.diagnosis.read_softmax import said_axes
+from headwise.check.files.syntax import Source
+
+
+def said(reader: Reader, code: str) -> list[str]:
+    """The ways in which a class breaks its rule."""
+    source = Source(textwrap.dedent(code), "layer.py")
+    return [way for way, _, _ in reader(source.tree.body[-1], source, {})]
+
+
+SPLIT = """
+class Layer(nn.Module):
+    def forward(self, x):
+        q = self.q(x).view(batch, nodes, self.n_heads, -1)
+        return self.attend(q.{call})
+"""
+FUSED = """
+class Layer(nn.Module):
+    def forward(self, x):
+        b, t, e = x.shape
+        q, k, v = (one.view(b, t, self.heads, -1).transpose(1, 2) for one in self.three(x))
+        out = F.scaled_dot_product_attention(q, k, v){then}.reshape(b, t, e)
+        return out
+"""
+ROOT = """
+class Layer(nn.Module):
+    def __init__(self, dim):
+        self.scale = self.head_dim ** -0.5
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).mT
+        return (scores {op} self.scale).softmax(-1)
+"""
+HANDED = """
+class Layer(nn.Module):
+    def forward(self, q, k, v):
+        scores = torch.matmul(q, k.permute(0, 1, 3, 2)) / math.sqrt({width})
+        out = torch.matmul(scores.softmax(-1), v).permute(0, 2, 1, 3)
+        return out.reshape(q.shape[0], q.shape[2], self.d_model)
+"""
+TURNED = """
+class Layer(nn.Module):
+    def forward(self, x):
+        q, k, v = self.three(x)
+        {turn}
+        return self.attend(q, k, v)
+"""
+TABLE = """
+class Layer(nn.Module):
+    def forward(self, x):
+        query, key = self.q(x), self.k(x)
+        {first}
+        out = self.attend(query, key, self.v(x))
+        query, key = self.rope(query), self.rope(key)
+        print(query.shape, key.shape)
+        return {back}
+"""
+ROLLED = """
+class Layer(nn.Module):
+    def forward(self, x):
+        x = torch.roll(x, (-2, -2), (1, 2))
+        out = self.attend(x)
+        {name} = torch.roll({name}, (2, 2), (1, 2))
+        return out
+"""
+KEPT = """
+class Layer(nn.Module):
+    def forward(self, x, start_pos):
+        self.cache_k[{rows}start_pos : start_pos + t] = self.k(x)
+        keys = self.cache_k[:b, : start_pos + t]
+        return keys
+"""
+WINDOW = """
+class Layer(nn.Module):
+    def forward(self, x, kv_cache=None):
+        q, k, v = self.three(x)
+        if kv_cache is not None:
+            past_k, past_v = kv_cache
+            k = torch.cat([past_k, k], dim=2)
+            v = torch.cat([past_v, v], dim=2)
+        scores = q @ k.mT
+        _, _, q_len, kv_len = scores.shape
+        if kv_len > self.sliding_window:
+            far = torch.tril(torch.ones(q_len, kv_len), diagonal={diagonal})
+            scores = scores.masked_fill(far.bool(), -math.inf)
+        return scores.softmax(-1) @ v
+"""
+PROJECTED = """
+class Layer(nn.Module):
+    def __init__(self, channels):
+        self.proj = nn.Linear(self.inner, channels)
+
+    def forward(self, x):
+        out = x.view(b, n, self.heads * self.d)
+        return self.proj(out){then}.view(b, {sizes})
+"""
+UNFOLDED = """
+class Layer(nn.Module):
+    def forward(self, x):
+        area = self.k * self.k
+        parts = F.unfold(self.key(x), self.k)
+        return parts.permute(0, 2, 1).reshape(b, h, w, {sizes})
+"""
+REGIONS = """
+class Layer(nn.Module):
+    def regions(self, size):
+        mask = torch.zeros(({sizes}))
+        for h in slices:
+            for w in slices:
+                mask[:, h, w, :] = number
+"""
+FOLDED = """
+class Layer(nn.Module):
+    def forward(self, x, lengths):
+        q = self.q(x).view(b, t, self.h, d).transpose(1, 2).reshape(b * self.h, t, d)
+        pad = (torch.arange(t) >= lengths[:, None]).unsqueeze(1)
+        return q, pad.{repeat}
+"""
+WRITTEN = """
+class Layer(nn.Module):
+    def forward(self, hidden, outputs):
+        scores = self.v(torch.tanh(outputs)).squeeze(2)
+        # scores = [src len, batch size]
+        scores = scores.masked_fill(hidden == 0, -1e9)
+        return F.softmax(scores, dim={dim})
+"""
+MADE = """
+class Layer(nn.Module):
+    def {method}(self, x):
+        {line}
+        return self.Q(x)
+"""
+RIGHT_TURN = "q, k = map(lambda t: apply_rotary(positions, t), (q, k))"
+WRONG_TURN = "q, k, v = map(lambda t: apply_rotary(positions, t), (q, k, v))"
+BIAS = "class Layer:\n    def forward(self, q, k):\n        "
+BIAS += "return torch.baddbmm(alibi, q, k, beta={beta}, alpha=self.scale)"
+EINSUM = "class Layer:\n    def forward(self, q):\n        return torch.einsum('{equation}', q, self.r)"
+
+
+@pytest.mark.parametrize(
+    ("reader", "code", "wrong", "right"),
+    [
+        (split_on, SPLIT, "reshape(batch, self.n_heads, nodes, -1)", "transpose(1, 2)"),
+        (read_on, SPLIT, "view(batch, self.n_heads, -1, nodes)", "permute(0, 2, 3, 1)"),
+        (fused_merges, FUSED, ".contiguous()", ".transpose(1, 2)"),
+        (inverse_roots, ROOT, "/", "*"),
+        (whole_roots, HANDED, "self.d_model", "self.d_k"),
+        (turned_values, TURNED, WRONG_TURN, RIGHT_TURN),
+        (turned_values, TURNED, "v = self.rotary(v)", "v = self.drop(v)"),
+        (never_read, ROLLED, "x", "out"),
+        (stored_astray, KEPT, "", ":b, "),
+        (misaligned, WINDOW, "-self.sliding_window", "kv_len - q_len - self.sliding_window"),
+        (projected_maps, PROJECTED, ("", "channels, h, w"), (".mT", "channels, h, w")),
+        (projected_maps, PROJECTED, ("", "channels, h, w"), ("", "h, w, channels")),
+        (unfolded_otherwise, UNFOLDED, "area, -1", "-1, area"),
+        (regions_astray, REGIONS, "1, 1, H, W", "1, H, W, 1"),
+        (tiled_masks, FOLDED, "repeat(self.h, 1, 1)", "repeat_interleave(self.h, 0)"),
+        (said_axes, WRITTEN, "1", "0"),
+        (made_anew, MADE, ("forward", "self.Q = nn.Linear(8, 8)"), ("__init__", "self.Q = nn.Linear(8, 8)")),
+        (made_anew, MADE, ("forward", "self.Q = Linear(8, 8)"), ("forward", "if self.Q is None: self.Q = Linear(8, 8)")),
+        (scaled_biases, BIAS, "self.scale", "1.0"),
+        (summed_apart, EINSUM, "bhxydz,cij->bhxyij", "bhxydz,dij->bhxyij"),
+    ],
+    ids=lambda one: getattr(one, "__name__", "-"),
+)  # fmt: skip
+def test_a_line(reader: Reader, code: str, wrong: object, right: object) -> None:
+    def filled(value: object) -> str:
+        for one in value if isinstance(value, tuple) else (value,):
+            yield_to = code_parts.pop(0)
+            parts.append((yield_to, str(one)))
+        return code.format(**dict(parts))
+
+    import string
+
+    answers = []
+    for value in (wrong, right):
+        code_parts = list(dict.fromkeys(n for _, n, _, _ in string.Formatter().parse(code) if n))
+        parts: list[tuple[str, str]] = []
+        answers.append(said(reader, filled(value)))
+    assert answers[0]
+    assert not answers[1]
+
+
+def test_rotations_that_nothing_reads() -> None:
+    late = TABLE.format(first="pass", back="out")
+    early = TABLE.format(first="query, key = self.rope(query), self.rope(key)", back="out, query, key")
+    assert said(unread_turns, late) == ["unread", "unread"]
+    assert not said(unread_turns, early)
