@@ -284,27 +284,22 @@ def _head_widths(subject: Target) -> Iterator[dict[str, Any]]:
 
 
 def _widths_of_keys(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:
-    """Widths of another sequence that a constructor takes for the inputs of its layers, and that no
-    layer gets: with `context_dim=32` none takes inputs so wide."""
+    """Widths of another sequence that a constructor takes, and that no matrix gets, whatever its
+    flags are: with `context_dim=32` none takes inputs so wide."""
     assert subject.module is not None
     kind, wide = type(subject.module), subject.embed_dim + 8
-    names = [one.name for one in signature(kind) if building_role(one.name) == "kv_width"]
-    for name in names:
-        if not makes_inputs(kind, name):
+    taken = signature(kind) if subject.caller.named("context") else ()
+    flags = {one.name: True for one in taken if one.default is False}
+    for name in [one.name for one in taken if building_role(one.name) == "kv_width"]:
+        shapes = list[tuple[int, ...]]()
+        try:
+            for more in ({}, flags):
+                built = kind(**{**subject.arguments, **more, name: wide})
+                shapes += [tuple(one.shape) for one in built.parameters()]
+        except Exception:  # the constructor refuses it, or its flags
             continue
-        with contextlib.suppress(Exception):  # the constructor may refuse it
-            built = kind(**{**subject.arguments, name: wide})
-            shapes = [tuple(one.shape) for one in built.parameters()]
-            if not any(wide in shape for shape in shapes):
-                yield {name: wide}, found("cross", "width", name=name, wide=wide)
-
-
-def makes_inputs(kind: type[nn.Module], name: str) -> bool:
-    """Whether a constructor always makes a layer that takes inputs of the width of that name."""
-    return (
-        re.search(rf"^ {{8}}self\.\w+ = (\w+\.)*Linear\(\s*{name},", source_of(kind), re.M)
-        is not None
-    )
+        if not any(wide in shape for shape in shapes if len(shape) > 1):
+            yield {name: wide}, found("cross", "width", name=name, wide=wide)
 
 
 def _in_blocks(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]:

@@ -154,6 +154,8 @@ class _Search:
             raise UnusableResult("runs with as many tokens as heads")
         if subject.vectors and not gives_vectors(subject):
             raise UnusableResult("takes more than vectors")
+        if _gives_weights(subject, result):
+            raise UnusableResult("gives one number for each token, weights perhaps, and no output")
         other = way.layout is not self.usual or way.learnt
         astray = other and mixes(subject) != (True, False)
         if astray or (subject.caller.pooled and not mixes(subject)[0]):
@@ -281,6 +283,16 @@ def _tried(subject: Target) -> Result:
     subject.module.requires_grad_(False)
     subject.notes.append("its kernel has no backward here, so gradients were not tried")
     return subject.result(subject.input())
+
+
+def _gives_weights(subject: Target, result: Result) -> bool:
+    """Whether what comes out is as wide as there are tokens, however many these are."""
+    tokens = subject.input().shape[1]
+    if result.out.shape[-1] != tokens or tokens == subject.embed_dim or subject.only:
+        return False
+    with contextlib.suppress(Exception):  # it may take no other number
+        return subject(subject.input(tokens=tokens - 2)).shape[-1] == tokens - 2
+    return False
 
 
 def _fault(subject: Target) -> Exception | None:
