@@ -113,7 +113,8 @@ def run(subject: Target) -> list[Finding]:
         dropping, drops = dropout_in_eval(subject)
         # modules that PyTorch does not know of never hear of eval mode, and drop for that
         thing = subject.caller.target
-        judged = _run(subject, bool(lists), drops)
+        read = [*read_off(thing, *READ)]
+        judged = _run(subject, bool(lists), drops, not read)
         guessed = _guessed(judged)
         if guessed and any(True for _ in read_off(thing, "definition")):  # which names the line
             judged = [one for one in judged if one not in guessed]
@@ -124,7 +125,6 @@ def run(subject: Target) -> list[Finding]:
         findings = [*early, *judged, *dropping] if wrong else [*early, *dropping, *judged]
         done = {one.rule for one in findings if one.severity == "error"}
         right = _is_right(findings)
-        read = [*read_off(thing, *READ)]
         if right and any(one.rule in GIVEN for one in read):
             known = lines_run(subject)  # which can do no harm
             of = ((rule, known if rule in GIVEN else ()) for rule in READ)
@@ -164,7 +164,14 @@ def _is_right(findings: list[Finding]) -> bool:
     return any((one.rule, one.severity) == ("definition", "passed") for one in findings)
 
 
-def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
+def _run(subject: Target, unread: bool, drops: bool, twice: bool) -> list[Finding]:
+    """What the numbers tell.
+
+    Args:
+        unread: whether there are layers that PyTorch does not know of.
+        drops: whether numbers are dropped in eval mode.
+        twice: whether two mistakes at once are looked for.
+    """
     try:
         case = _case(subject, drops)
     except Unreadable as reason:
@@ -187,7 +194,7 @@ def _run(subject: Target, unread: bool, drops: bool) -> list[Finding]:
         beside += _other_weights(case, right)
         return [_passed(case.reading, right), *leaks, *beside]
     sure = subject.causal_from not in ("seen", "unknown")
-    mistaken = named(case, bases, sure)
+    mistaken = named(case, bases, sure, twice)
     if mistaken is not None:
         base, faults = mistaken
         odd = len(faults) > 1 or any(one.parts not in "qkv" for one in case.reading.sources)

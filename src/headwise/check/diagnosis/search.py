@@ -94,17 +94,19 @@ Known = Mapping[Variant, Sequence[Fault]]  # the faults that can be made on each
 Explained = tuple[Variant, list[Fault]]
 
 
-def named(case: Case, bases: Sequence[Variant], sure: bool) -> Explained | None:
+def named(case: Case, bases: Sequence[Variant], sure: bool, twice: bool = True) -> Explained | None:
     """Find the base and the faults, one or two, that give the subject's output.
 
     Args:
         sure: whether it is known that it must be causal, or must not be.
+        twice: whether two are looked for, which takes seconds.
     """
     bases = bases[:BASES]
     known = {base: list(faults(case.reading, base, sure)) for base in bases}
     if not _fills(case):
         known = {b: [one for one in rows if "fill" not in one.change] for b, rows in known.items()}
-    return single(known, case.fits) or _solved(case, bases) or double(known, case.fits)
+    one = single(known, case.fits) or _solved(case, bases)
+    return one or (double(known, case.fits) if twice else None)
 
 
 def _fills(case: Case) -> bool:

@@ -292,6 +292,8 @@ def _widths_of_keys(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]
     flags = {one.name: True for one in taken if one.default is False}
     for name in [one.name for one in taken if building_role(one.name) == "kv_width"]:
         shapes = list[tuple[int, ...]]()
+        if not re.search(rf"(Linear|Norm)\([^()]*\b{name}\b", source_of(kind)):
+            continue  # it may only say that there is another sequence
         try:
             for more in ({}, flags):
                 built = kind(**{**subject.arguments, **more, name: wide})
