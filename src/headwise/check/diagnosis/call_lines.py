@@ -89,9 +89,9 @@ class Calls(TorchFunctionMode):
 
     def _is_single(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a softmax over tokens runs over an axis of one number."""
-        return (
-            self.tokens > 1 and self.tokens in shape and shape[self._axis(shape, args, kwargs)] == 1
-        )
+        axis = self._axis(shape, args, kwargs)
+        first = axis in (0, -len(shape)) and len(shape) > 1  # tokens may come before sequences
+        return self.tokens > 1 and self.tokens in shape and shape[axis] == 1 and not first
 
     def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a softmax over rows of keys runs over heads, sequences, or all rows at once."""

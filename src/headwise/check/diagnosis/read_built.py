@@ -22,13 +22,26 @@ from .read_pieces import (
     defaults_of,
     is_plain,
     of_self,
+    root_of,
     word_of,
 )
 
 FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
 """What makes a layer that drops."""
+MISSPELT = re.compile(r"_*in[it]{1,3}_*|_*inti_*|_*ini_+")
+"""Names that stand for `__init__`."""
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
+
+
+def misspelt(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`def __int__(self, dim)`, where a constructor was meant: nothing calls it."""
+    methods = [one for one in getattr(kind, "body", ()) if isinstance(one, ast.FunctionDef)]
+    named = {one.name for one in methods}
+    for one in methods if isinstance(kind, ast.ClassDef) and "__init__" not in named else ():
+        sets = any(of_self(to) for node in nodes(ast.Assign, one) for to, _ in pairs(node))
+        if MISSPELT.fullmatch(one.name) and sets:
+            yield "misspelt", one.lineno, {"name": one.name}
 
 
 def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -164,6 +177,7 @@ def always_dropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Sai
             elif name in ("F.dropout", "torch.nn.functional.dropout", "functional.dropout"):
                 share = call.args[1] if len(call.args) > 1 else share
                 told = len(call.args) > 2 or (call.keywords and "p" not in given)
+                share = root_of(share) if share is not None else None  # `self.rates[0]`
                 if not told and (share is None or (method and isinstance(share, ast.Attribute))):
                     owner = "self.training" if method else "training"
                     words = {"call": "F.dropout", "what": f"`training={owner}`"}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files.syntax import Source, nodes
+from ..files.syntax import Source, nodes, pairs
 from .read_pieces import (
     Known,
     Said,
@@ -29,6 +29,13 @@ OF_THREE = re.compile(r"\b(bmm|baddbmm)\(")
 NEIGHBOURS = re.compile(r"unfold|gather|index|expand|repeat|unsqueeze|scatter|stack|roll|None\b")
 """Code that may lay each query beside the keys of its neighbours, or take these apart."""
 
+ONE = re.compile(
+    r"^(\w+\.)*Linear\((.*, 1|.*out_features=1)(, bias=\w+)?\)$|"
+    r"Sequential\(.*Linear\([^()]*, 1(, bias=\w+)?\)\)$"
+)
+"""Layers that give one number."""
+AT_ONCE = re.compile(r"Linear\([^()]*, 1(, bias=\w+)?\), (\w+\.)*Softmax\((dim=)?-1\)")
+"""Such a layer with a softmax of that number behind it."""
 NO_KEYS = re.compile(r"b|bs|bsz|batch([ _]?size)?|(n|num|number of)?[ _]?heads?|h")
 """What people call the axes of sequences and of heads."""
 OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
@@ -83,6 +90,35 @@ def said_axes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                 continue
             if NO_KEYS.fullmatch(over := axes[axis]):
                 yield "said", call.lineno, {"name": name, "axes": ", ".join(axes), "axis": over}
+
+
+def single_numbers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`F.softmax(self.score(x), dim=-1)` where score gives one number for each token: it becomes
+    1."""
+    made = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
+    scores = {of_self(to) for to, value in made if value and ONE.search(ast.unparse(value))} - {""}
+    axes = {
+        of_self(to): int(said[1])
+        for to, value in made
+        if value and (said := re.fullmatch(r"(?:\w+\.)*Softmax\(dim=(-?\d)\)", ast.unparse(value)))
+    }
+    for to, value in made:
+        if value is not None and of_self(to) and AT_ONCE.search(ast.unparse(value)):
+            yield "number", to.lineno, {"name": f"self.{of_self(to)}"}
+    for function in nodes(ast.FunctionDef, kind):
+        three = re.search(r"\w+, \w+, \w+ = \w+\.(shape|size\(\))\n", ast.unparse(function))
+        lines = [one for one in in_order(function) if isinstance(one, ast.Assign)]
+        for call in nodes(ast.Call, function):
+            taken, axis = _taken(call)
+            if of_self(call.func) in axes and call.args:
+                taken, axis = call.args[0], axes[of_self(call.func)]
+            if isinstance(taken, ast.Name):
+                before = [one for one in lines if one.lineno < call.lineno]
+                given = [one.value for one in before if target_of(one) == taken.id]
+                taken = given[-1] if given else None
+            score = of_self(taken.func) if isinstance(taken, ast.Call) else ""
+            if score in scores and (axis == -1 or (axis == 2 and three)):
+                yield "number", call.lineno, {"name": f"self.{score}"}
 
 
 def _taken(call: ast.Call) -> tuple[ast.expr | None, int | None]:

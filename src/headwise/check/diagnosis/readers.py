@@ -7,6 +7,7 @@ from .read_built import (
     handed_up,
     listed_layers,
     made_anew,
+    misspelt,
     moved_parameters,
     on_a_gpu,
     repeated_layers,
@@ -73,11 +74,18 @@ from .read_sizes import (
     viewed_heads,
     whole_roots,
 )
-from .read_softmax import diagonals, own_softmaxes, paired_alone, said_axes, unsaid_axes
+from .read_softmax import (
+    diagonals,
+    own_softmaxes,
+    paired_alone,
+    said_axes,
+    single_numbers,
+    unsaid_axes,
+)
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (worn_out, handed_up),
+    "builds": (misspelt, worn_out, handed_up),
     "shape": (returns_nothing,),
     "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
@@ -107,7 +115,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         diagonals,
     ),
     "head-merge": (fused_merges,),
-    "softmax": (said_axes, unsaid_axes, paired_alone, own_softmaxes),
+    "softmax": (said_axes, unsaid_axes, single_numbers, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),
     "registered": (moved_parameters,),

@@ -413,6 +413,7 @@ def words_of(factory: Callable[..., Any], name: str) -> list[str] | list[int]:
     spoken = rf"(?<!\w)(?:{'|'.join(map(re.escape, [name, *kept]))}){folded}"
     pattern = rf"{spoken} ?(?:[=!]=|(?:not )?in) ?[(\[{{]?[\"'](\w+)[\"']"
     words = re.findall(pattern, code)
+    words += re.findall(rf"[\"'](\w+)[\"'] in {spoken}(?![\w.])", code)
     for cases in re.findall(rf"match {spoken} *:((?:\s*\n.*)+)", code):
         words += re.findall(r"^\s*case [\"'](\w+)[\"']", cases, re.MULTILINE)
     numbers = re.findall(rf"\b(?:if|and|or|not|assert) {spoken} ?== ?(\d+)\b", code)

@@ -213,6 +213,8 @@ def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -
     of_none = "'NoneType' object has no attribute" in str(fault)
     if of_none and is_users(line.filename) and not spoken & {*re.findall(r"\w+", line.line or "")}:
         return True  # of something that its own defaults leave out
+    if "as child module" in str(fault):
+        return True  # a name that holds a module already
     module = "'module' object is not callable" in str(fault) and is_users(line.filename)
     if of_key or module or UNMADE.search(str(fault)) or isinstance(fault, NameError):
         return True

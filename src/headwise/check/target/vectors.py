@@ -19,6 +19,10 @@ FEATURES = re.compile(r"dim|feat|hidden|emb|channel|size|width|^[cdeh]$")
 """What people call the second axis of vectors."""
 
 
+SEQUENCES = re.compile(r"states|outputs|seq|memory|enc|keys|values|bank|hiddens|context")
+"""Names of what has an axis of tokens."""
+
+
 def takes_vectors(target: Any, name: str) -> bool:
     """Whether its author writes of an input `x: [batch, features]`, and of no other axes.
 
@@ -58,6 +62,8 @@ class _Singles(TorchFunctionMode):
 def gives_vectors(subject: Target) -> bool:
     """Whether all that its call is given beside x are vectors, too: no axis of keys was made up."""
     caller, x = subject.caller, subject.input()[0]
+    if any(SEQUENCES.search(name.lower()) for name in caller.made_up):
+        return False
     others = [caller.fill(name)(Place(x, x)) for name in caller.made_up]
     return all(one.ndim == x.ndim for one in others if isinstance(one, Tensor))
 
