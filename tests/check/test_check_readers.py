@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from headwise.check.diagnosis.read_built import made_anew
+from headwise.check.diagnosis.read_built import made_anew, misspelt
 from headwise.check.diagnosis.read_caches import misaligned, stored_astray
 from headwise.check.diagnosis.read_code import never_read, turned_values, unread_turns
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
@@ -21,8 +21,15 @@ from headwise.check.diagnosis.read_sizes import (
     summed_apart,
     whole_roots,
 )
-from headwise.check.diagnosis.read_softmax import said_axes
+from headwise.check.diagnosis.read_softmax import said_axes, single_numbers
 from headwise.check.files.syntax import Source
+
+
+Filling = str | tuple[str, ...]
+
+
+def filled(code: str, parts: Filling) -> str:
+    return code.format(*((parts,) if isinstance(parts, str) else parts))
 
 
 def said(reader: Reader, code: str) -> list[str]:
@@ -35,14 +42,14 @@ SPLIT = """
 class Layer(nn.Module):
     def forward(self, x):
         q = self.q(x).view(batch, nodes, self.n_heads, -1)
-        return self.attend(q.{call})
+        return self.attend(q.{0})
 """
 FUSED = """
 class Layer(nn.Module):
     def forward(self, x):
         b, t, e = x.shape
         q, k, v = (one.view(b, t, self.heads, -1).transpose(1, 2) for one in self.three(x))
-        out = F.scaled_dot_product_attention(q, k, v){then}.reshape(b, t, e)
+        out = F.scaled_dot_product_attention(q, k, v){0}.reshape(b, t, e)
         return out
 """
 ROOT = """
@@ -52,12 +59,12 @@ class Layer(nn.Module):
 
     def forward(self, x):
         scores = self.q(x) @ self.k(x).mT
-        return (scores {op} self.scale).softmax(-1)
+        return (scores {0} self.scale).softmax(-1)
 """
 HANDED = """
 class Layer(nn.Module):
     def forward(self, q, k, v):
-        scores = torch.matmul(q, k.permute(0, 1, 3, 2)) / math.sqrt({width})
+        scores = torch.matmul(q, k.permute(0, 1, 3, 2)) / math.sqrt({0})
         out = torch.matmul(scores.softmax(-1), v).permute(0, 2, 1, 3)
         return out.reshape(q.shape[0], q.shape[2], self.d_model)
 """
@@ -65,31 +72,31 @@ TURNED = """
 class Layer(nn.Module):
     def forward(self, x):
         q, k, v = self.three(x)
-        {turn}
+        {0}
         return self.attend(q, k, v)
 """
 TABLE = """
 class Layer(nn.Module):
     def forward(self, x):
         query, key = self.q(x), self.k(x)
-        {first}
+        {0}
         out = self.attend(query, key, self.v(x))
         query, key = self.rope(query), self.rope(key)
         print(query.shape, key.shape)
-        return {back}
+        return {1}
 """
 ROLLED = """
 class Layer(nn.Module):
     def forward(self, x):
         x = torch.roll(x, (-2, -2), (1, 2))
         out = self.attend(x)
-        {name} = torch.roll({name}, (2, 2), (1, 2))
+        {0} = torch.roll({0}, (2, 2), (1, 2))
         return out
 """
 KEPT = """
 class Layer(nn.Module):
     def forward(self, x, start_pos):
-        self.cache_k[{rows}start_pos : start_pos + t] = self.k(x)
+        self.cache_k[{0}start_pos : start_pos + t] = self.k(x)
         keys = self.cache_k[:b, : start_pos + t]
         return keys
 """
@@ -104,7 +111,7 @@ class Layer(nn.Module):
         scores = q @ k.mT
         _, _, q_len, kv_len = scores.shape
         if kv_len > self.sliding_window:
-            far = torch.tril(torch.ones(q_len, kv_len), diagonal={diagonal})
+            far = torch.tril(torch.ones(q_len, kv_len), diagonal={0})
             scores = scores.masked_fill(far.bool(), -math.inf)
         return scores.softmax(-1) @ v
 """
@@ -115,19 +122,19 @@ class Layer(nn.Module):
 
     def forward(self, x):
         out = x.view(b, n, self.heads * self.d)
-        return self.proj(out){then}.view(b, {sizes})
+        return self.proj(out){0}.view(b, {1})
 """
 UNFOLDED = """
 class Layer(nn.Module):
     def forward(self, x):
         area = self.k * self.k
         parts = F.unfold(self.key(x), self.k)
-        return parts.permute(0, 2, 1).reshape(b, h, w, {sizes})
+        return parts.permute(0, 2, 1).reshape(b, h, w, {0})
 """
 REGIONS = """
 class Layer(nn.Module):
     def regions(self, size):
-        mask = torch.zeros(({sizes}))
+        mask = torch.zeros(({0}))
         for h in slices:
             for w in slices:
                 mask[:, h, w, :] = number
@@ -137,7 +144,7 @@ class Layer(nn.Module):
     def forward(self, x, lengths):
         q = self.q(x).view(b, t, self.h, d).transpose(1, 2).reshape(b * self.h, t, d)
         pad = (torch.arange(t) >= lengths[:, None]).unsqueeze(1)
-        return q, pad.{repeat}
+        return q, pad.{0}
 """
 WRITTEN = """
 class Layer(nn.Module):
@@ -145,19 +152,35 @@ class Layer(nn.Module):
         scores = self.v(torch.tanh(outputs)).squeeze(2)
         # scores = [src len, batch size]
         scores = scores.masked_fill(hidden == 0, -1e9)
-        return F.softmax(scores, dim={dim})
+        return F.softmax(scores, dim={0})
 """
 MADE = """
 class Layer(nn.Module):
-    def {method}(self, x):
-        {line}
+    def {0}(self, x):
+        {1}
         return self.Q(x)
 """
 RIGHT_TURN = "q, k = map(lambda t: apply_rotary(positions, t), (q, k))"
 WRONG_TURN = "q, k, v = map(lambda t: apply_rotary(positions, t), (q, k, v))"
 BIAS = "class Layer:\n    def forward(self, q, k):\n        "
-BIAS += "return torch.baddbmm(alibi, q, k, beta={beta}, alpha=self.scale)"
-EINSUM = "class Layer:\n    def forward(self, q):\n        return torch.einsum('{equation}', q, self.r)"
+BIAS += "return torch.baddbmm(alibi, q, k, beta={0}, alpha=self.scale)"
+EINSUM = "class Layer:\n    def forward(self, q):\n        return torch.einsum('{0}', q, self.r)"
+
+
+SCORED = """
+class Layer(nn.Module):
+    def __init__(self, dim):
+        self.score = nn.Linear(dim, 1)
+
+    def forward(self, x):
+        scores = self.score(x)
+        return (F.softmax(scores, dim={0}) * x).sum(1)
+"""
+BUILT = """
+class Layer(nn.Module):
+    def {0}(self, dim):
+        self.q = nn.Linear(dim, dim)
+"""
 
 
 @pytest.mark.parametrize(
@@ -186,26 +209,22 @@ EINSUM = "class Layer:\n    def forward(self, q):\n        return torch.einsum('
     ],
     ids=lambda one: getattr(one, "__name__", "-"),
 )  # fmt: skip
-def test_a_line(reader: Reader, code: str, wrong: object, right: object) -> None:
-    def filled(value: object) -> str:
-        for one in value if isinstance(value, tuple) else (value,):
-            yield_to = code_parts.pop(0)
-            parts.append((yield_to, str(one)))
-        return code.format(**dict(parts))
-
-    import string
-
-    answers = []
-    for value in (wrong, right):
-        code_parts = list(dict.fromkeys(n for _, n, _, _ in string.Formatter().parse(code) if n))
-        parts: list[tuple[str, str]] = []
-        answers.append(said(reader, filled(value)))
-    assert answers[0]
-    assert not answers[1]
+def test_a_line(reader: Reader, code: str, wrong: Filling, right: Filling) -> None:
+    assert said(reader, filled(code, wrong))
+    assert not said(reader, filled(code, right))
 
 
 def test_rotations_that_nothing_reads() -> None:
-    late = TABLE.format(first="pass", back="out")
-    early = TABLE.format(first="query, key = self.rope(query), self.rope(key)", back="out, query, key")
-    assert said(unread_turns, late) == ["unread", "unread"]
-    assert not said(unread_turns, early)
+    early = "query, key = self.rope(query), self.rope(key)"
+    assert said(unread_turns, filled(TABLE, ("pass", "out"))) == ["unread", "unread"]
+    assert not said(unread_turns, filled(TABLE, (early, "out, query, key")))
+
+
+def test_a_softmax_of_one_number() -> None:
+    assert said(single_numbers, filled(SCORED, "-1")) == ["number"]
+    assert not said(single_numbers, filled(SCORED, "1"))
+
+
+def test_a_constructor_that_nothing_calls() -> None:
+    assert said(misspelt, filled(BUILT, "__int__")) == ["misspelt"]
+    assert not said(misspelt, filled(BUILT, "__init__"))
