@@ -1,4 +1,4 @@
-"""Readers of single lines: what each of them says of a mistake, and nothing of the same put right."""
+"""Readers of single lines: what they say of a mistake, and nothing of the same put right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from headwise.check.diagnosis.read_sizes import (
 )
 from headwise.check.diagnosis.read_softmax import said_axes, single_numbers
 from headwise.check.files.syntax import Source
-
 
 Filling = str | tuple[str, ...]
 
@@ -160,6 +159,7 @@ class Layer(nn.Module):
         {1}
         return self.Q(x)
 """
+ANEW = "self.Q = nn.Linear(8, 8)"
 RIGHT_TURN = "q, k = map(lambda t: apply_rotary(positions, t), (q, k))"
 WRONG_TURN = "q, k, v = map(lambda t: apply_rotary(positions, t), (q, k, v))"
 BIAS = "class Layer:\n    def forward(self, q, k):\n        "
@@ -202,8 +202,8 @@ class Layer(nn.Module):
         (regions_astray, REGIONS, "1, 1, H, W", "1, H, W, 1"),
         (tiled_masks, FOLDED, "repeat(self.h, 1, 1)", "repeat_interleave(self.h, 0)"),
         (said_axes, WRITTEN, "1", "0"),
-        (made_anew, MADE, ("forward", "self.Q = nn.Linear(8, 8)"), ("__init__", "self.Q = nn.Linear(8, 8)")),
-        (made_anew, MADE, ("forward", "self.Q = Linear(8, 8)"), ("forward", "if self.Q is None: self.Q = Linear(8, 8)")),
+        (made_anew, MADE, ("forward", ANEW), ("__init__", ANEW)),
+        (made_anew, MADE, ("forward", ANEW), ("forward", f"if self.Q is None: {ANEW}")),
         (scaled_biases, BIAS, "self.scale", "1.0"),
         (summed_apart, EINSUM, "bhxydz,cij->bhxyij", "bhxydz,dij->bhxyij"),
     ],
