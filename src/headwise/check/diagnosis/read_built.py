@@ -28,7 +28,7 @@ from .read_pieces import (
 
 FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
 """What makes a layer that drops."""
-MISSPELT = re.compile(r"_*in[it]{1,3}_*|_*inti_*|_*ini_+")
+MISSPELT = re.compile(r"__(int|inti|ini|innit|intit|nit|it)__|_init__|__init_|_init_")
 """Names that stand for `__init__`."""
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
@@ -40,7 +40,8 @@ def misspelt(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     named = {one.name for one in methods}
     for one in methods if isinstance(kind, ast.ClassDef) and "__init__" not in named else ():
         sets = any(of_self(to) for node in nodes(ast.Assign, one) for to, _ in pairs(node))
-        if MISSPELT.fullmatch(one.name) and sets:
+        called = f".{one.name}(" in source.text
+        if MISSPELT.fullmatch(one.name) and sets and not called:
             yield "misspelt", one.lineno, {"name": one.name}
 
 

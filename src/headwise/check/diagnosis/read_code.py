@@ -144,7 +144,10 @@ def unread_turns(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
 def turned_values(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Values that are turned by their positions: `v = apply_rotary(v, …)`, and
     `q, k, v = map(lambda t: apply_rotary(…, t), (q, k, v))`."""
+    asked = [one for one in nodes(ast.If, part) if re.search("value|qkv", ast.unparse(one.test))]
     for line in nodes(ast.Assign, part):
+        if is_within(line, *asked):
+            continue  # an option, as RoFormer has it
         for target, value in pairs(line):
             name = word_of(target)
             match value:

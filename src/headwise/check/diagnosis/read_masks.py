@@ -199,6 +199,9 @@ def tiled_masks(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         heads = building_role(sizes[0].split(".")[-1], needed=True) if sizes else None
         words = sorted(words_in(owner)) if repeats and owner else []
         masks = [one for one in words if is_mask(one) or PADS.fullmatch(one.lower())]
+        if folds:  # [B, 1, T], and none of later tokens alone
+            batched = r"\b{0}\b[^\n]*(unsqueeze\((dim=)?1\)|\[:, None)"
+            masks = [one for one in masks if re.search(batched.format(one), code)]
         if masks and heads == "heads" and sizes[1:] == ["1", "1"]:
             yield "tiled", call.lineno, {"name": masks[0]}
 

@@ -24,6 +24,8 @@ SCORES = re.compile(r"score|energy|logit|dots?$|sim$|att")
 """Names of products of queries and keys."""
 SCALES = re.compile(r"scal|norm_?fact|temper|inv_sqrt|sqrt_d")
 """Names of what scores are multiplied with or divided by."""
+FOUR = re.compile(r"(view|reshape)\(\[?[^()\[\]]+(,[^()\[\]]+){3,}\]?\)|unflatten|b h \w \w")
+"""Code that cuts a tensor into four axes, or more."""
 OPEN = "-1"
 """Stands for the name of an axis whose size a `view` works out."""
 SIDE = f"{AXES['H']}|{AXES['W']}"
@@ -79,12 +81,23 @@ def inverse_roots(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
     for target, value in every:
         if value is not None:
             made.setdefault(word_of(target), []).append(ast.unparse(value))
+    code = ast.unparse(kind)
     for one in nodes(ast.BinOp, kind):
         by = word_of(one.right) if isinstance(one.op, ast.Div) else ""
         scores = SCORES.search(word_of(one.left).lower()) or PRODUCTS.search(ast.unparse(one.left))
         values = [value for value in made.get(by, ()) if value != "None"]
+        if isinstance(one.right, ast.Name) and not re.search(rf"[(,=] ?self\.{by}\b", code):
+            values = [v for n, v in _local(kind, one) if n == by]  # another thing of that name
         if by and scores and values and all(map(INVERSE.fullmatch, values)):
             yield "inverse", one.lineno, {"code": ast.unparse(one), "value": values[0]}
+
+
+def _local(kind: ast.stmt, within: ast.AST) -> Iterator[tuple[str, str]]:
+    """What the function around a node gives its own names, each as it stands."""
+    for function in nodes(ast.FunctionDef, kind):
+        if any(one is within for one in ast.walk(function)):
+            for node in nodes(ast.Assign, function):
+                yield from ((word_of(to), ast.unparse(v)) for to, v in pairs(node) if v)
 
 
 def scaled_biases(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -338,7 +351,7 @@ def _turned(axes: list[str]) -> list[str]:
 def _is_other_order(axes: list[str], order: list[str]) -> bool:
     """Whether the same axes stand in another order, or `[B, N, C]` is read as `[B, C, H, W]`."""
     if len(axes) == 3 and order[:2] == [axes[0], axes[2]] and "" not in order[:2]:
-        return len(order) > 2 and axes[1] not in order
+        return len(order) > 2 and (axes[1] not in order or len(order) == 3)
     return "" not in order and sorted(axes) == sorted(order) and axes != order
 
 
@@ -356,15 +369,13 @@ def fused_merges(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         heads = re.search(
             r"transpose\((1, 2|2, 1|2, 3|-2, -3|-3, -2)\)|permute\(0, 2, 1, 3\)|b h \w d", text
         )
+        cut = FOUR.search(text)  # else there may be one head, in three axes
         single = re.search(r"unsqueeze\((dim=)?1\)|\[:, None\]", text)
-        for call in nodes(ast.Call, function) if heads and not single else ():
+        for call in nodes(ast.Call, function) if heads and cut and not single else ():
             views = getattr(call.func, "attr", "") in ("view", "reshape")
             sizes, made = sizes_of(call) if views else [], getattr(call.func, "value", None)
-            while isinstance(made, ast.Call) and getattr(made.func, "attr", "") in (
-                "contiguous",
-                "to",
-            ):
-                made = getattr(made.func, "value", None)
+            if made is not None and re.search(r"\)\.(contiguous|to)\([^()]*\)$", ast.unparse(made)):
+                made = getattr(getattr(made, "func", None), "value", None)
             fused = isinstance(made, ast.Call) and ast.unparse(made.func).split(".")[-1] == FUSED
             plain = len(sizes) == 3 and (word_of(sizes[0]) or getattr(sizes[0], "id", ""))
             if fused and plain:

@@ -36,7 +36,9 @@ ONE = re.compile(
 """Layers that give one number."""
 AT_ONCE = re.compile(r"Linear\([^()]*, 1(, bias=\w+)?\), (\w+\.)*Softmax\((dim=)?-1\)")
 """Such a layer with a softmax of that number behind it."""
-NO_KEYS = re.compile(r"b|bs|bsz|batch([ _]?size)?|(n|num|number of)?[ _]?heads?|h")
+CUT = re.compile(r"unsqueeze|expand|None|repeat_interleave|(view|reshape|unflatten)\(")
+"""Code that may give a tensor other axes."""
+NO_KEYS = re.compile(r"b|bs|bsz|batch([ _]?size)?|(n|num|number of)?[ _]?heads?")
 """What people call the axes of sequences and of heads."""
 OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
 """Names of functions that compute a softmax and nothing else."""
@@ -117,7 +119,8 @@ def single_numbers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
                 given = [one.value for one in before if target_of(one) == taken.id]
                 taken = given[-1] if given else None
             score = of_self(taken.func) if isinstance(taken, ast.Call) else ""
-            if score in scores and (axis == -1 or (axis == 2 and three)):
+            plain = three and not CUT.search("\n".join(map(ast.unparse, lines)).split("softmax")[0])
+            if score in scores and (axis == -1 or (axis == 2 and plain)):
                 yield "number", call.lineno, {"name": f"self.{score}"}
 
 

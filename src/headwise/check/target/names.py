@@ -39,8 +39,9 @@ _OF_KEYS = {"key_dim", "value_dim", "val_dim", "k_dim", "v_dim"}
 _NOT_OF_HEADS = set("query_dim q_dim head_dim d_head dim_head head_size head_width".split())
 
 _LENGTHS = re.compile(
-    r"(xs?|src|enc(oder)?|inputs?|kv|keys?|mem(ory)?|sources?|text|tokens?|audio|speech|wave?|feats?|"
-    r"features?|frames?|hidden|valid|real|true|batch)_(lens?|lengths?)"
+    r"(xs?|src|enc(oder)?|inputs?|kv|keys?|mem(ory)?|sources?|texts?|tokens?|audio|speech|wave?|"
+    r"feats?|features?|frames?|hidden|valid|real|true|batch)_(lens|lengths)|"
+    r"(xs|src|enc|input|text|memory)_len(gth)?"
 )
 """Names in a call of how many tokens of each sequence are real."""
 _CACHES = {
