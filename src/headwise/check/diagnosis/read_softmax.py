@@ -119,7 +119,8 @@ def single_numbers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
                 given = [one.value for one in before if target_of(one) == taken.id]
                 taken = given[-1] if given else None
             score = of_self(taken.func) if isinstance(taken, ast.Call) else ""
-            plain = three and not CUT.search("\n".join(map(ast.unparse, lines)).split("softmax")[0])
+            code = "\n".join(ast.unparse(one) for one in lines if one.lineno < call.lineno)
+            plain = three and not CUT.search(code)
             if score in scores and (axis == -1 or (axis == 2 and plain)):
                 yield "number", call.lineno, {"name": f"self.{score}"}
 
