@@ -20,6 +20,7 @@ from ..files.syntax import quoted as line_said
 from ..findings.rules import ALL
 from ..target.checked_target import Target
 from ..target.errors import is_users
+from ..target.vectors import softmax_axis
 
 CHECK = str(Path(__file__).parents[1])
 FUSED = "scaled_dot_product_attention"
@@ -82,20 +83,15 @@ class Calls(TorchFunctionMode):
         self.made.append(LineCall(name, line, square, drops, scores, astray, empty, single))
         return result
 
-    @staticmethod
-    def _axis(shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> int:
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return (0 if len(shape) in (1, 3) else 1) if axis is None else axis  # PyTorch's own choice
-
     def _is_single(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a softmax over tokens runs over an axis of one number."""
-        axis = self._axis(shape, args, kwargs)
+        axis = softmax_axis(shape, args, kwargs)
         first = axis in (0, -len(shape)) and len(shape) > 1  # tokens may come before sequences
         return self.tokens > 1 and self.tokens in shape and shape[axis] == 1 and not first
 
     def _is_astray(self, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a softmax over rows of keys runs over heads, sequences, or all rows at once."""
-        axis = self._axis(shape, args, kwargs)
+        axis = softmax_axis(shape, args, kwargs)
         rows = len(shape) > 1 and shape[-1] == self.tokens and shape[-2] % self.tokens == 0
         return rows and shape[axis] != self.tokens
 

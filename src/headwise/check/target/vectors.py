@@ -4,7 +4,7 @@ they attend to are those of other inputs, or one alone."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,12 @@ def _are_of_vectors(axes: Sequence[str]) -> bool:
     return features and re.fullmatch(AXES["B"], first) is not None
 
 
+def softmax_axis(shape: Sequence[int], args: Any, kwargs: Mapping[str, Any]) -> int:
+    """The axis of a softmax, by its call; PyTorch's own choice where it says none."""
+    axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return (0 if len(shape) in (1, 3) else 1) if axis is None else axis
+
+
 class _Singles(TorchFunctionMode):
     """Notes whether a softmax runs over an axis of one number."""
 
@@ -54,8 +60,7 @@ class _Singles(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "softmax" and result.ndim > 1:
-            axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            self.seen |= axis is not None and result.shape[axis] == 1
+            self.seen |= result.shape[softmax_axis(result.shape, args, kwargs)] == 1
         return result
 
 
