@@ -295,3 +295,23 @@ def test_weights_that_another_file_may_set_are_advice(tmp_path: Path) -> None:
 def test_weights_that_the_constructor_sets(tmp_path: Path) -> None:
     begun = UNSET.replace("torch.empty(dim))", "torch.empty(dim).uniform_())")
     assert check(load(write(tmp_path, layer=begun)).Attention)["init"].severity == "passed"
+
+
+def test_calls_of_what_is_absent_do_nothing_where_nothing_takes_their_result(
+    tmp_path: Path,
+) -> None:
+    text = "import nowhere\n" + RIGHT.replace(
+        "        heads = (q", "        nowhere.debug.breakpoint()\n        heads = (q"
+    )
+    path = write(tmp_path, layer=text)
+    assert check(chosen(load(path), path, None), 24, 3).passed
+
+
+def test_a_module_beside_its_package_is_found(tmp_path: Path) -> None:
+    text = "import tools_of_this_test as tools\n" + RIGHT.replace(
+        "x).chunk", "tools.same(x)).chunk"
+    )
+    path = write(tmp_path, layer=text)
+    (tmp_path / "tools_of_this_test.py").write_text("def same(x):\n    return x\n")
+    (path.parent / "__init__.py").unlink()
+    assert check(chosen(load(path), path, None), 24, 3).passed

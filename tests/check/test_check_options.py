@@ -411,3 +411,23 @@ class Listed(MaskInPlace):
 
 def test_a_dropout_that_is_no_number_is_left_alone() -> None:
     assert check(Listed, 24, 3).passed
+
+
+class ScaleOfItsOwn(nn.Module):
+    """The width of a head is worked out, and its scale goes by another that may be given."""
+
+    def __init__(self, embed_dim: int, heads: int, dim_head: int = 8) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, dim_head**-0.5
+        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_scale_that_alone_follows_the_width_of_a_head() -> None:
+    first = check(ScaleOfItsOwn).errors[0]
+    assert (first.rule, "With dim_head=12" in first.message) == ("scale", True)
