@@ -138,12 +138,13 @@ def run(subject: Target) -> list[Finding]:
 
 
 def _guessed(judged: list[Finding]) -> list[Finding]:
-    """Two mistakes that explain the numbers together, or weights that are not summed where they
-    add up to 1: one line may be all that is wrong."""
+    """Two mistakes that explain the numbers together, numbers that none explains, or weights that
+    are not summed where they add up to 1: one line may be all that is wrong."""
     errors = [one for one in judged if one.severity == "error"]
     shown = [one for one in errors if one.example is not None]
     traced = [one for one in errors if one.rule == "softmax" and one.example is None]
-    return [*(shown if len(shown) > 1 else ()), *traced]
+    unexplained = [one for one in errors if one.rule == "definition"]
+    return [*(shown if len(shown) > 1 else unexplained), *traced]
 
 
 def _unused(subject: Target, judged: list[Finding]) -> list[Finding]:
