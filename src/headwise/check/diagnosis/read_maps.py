@@ -92,11 +92,10 @@ def projected_maps(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
 
 def _given(function: ast.FunctionDef, name: str, line: int) -> ast.expr | None:
     """What a name was given last before a line."""
-    every = (pair for node in nodes(ast.Assign, function) for pair in pairs(node))
-    before = [(to.lineno, value) for to, value in every if word_of(to) == name and value]
-    return max((one for one in before if one[0] < line), key=lambda one: one[0], default=(0, None))[
-        1
-    ]
+    lines = sorted(nodes(ast.Assign, function), key=lambda one: one.lineno)
+    every = (pair for one in lines if one.lineno < line for pair in pairs(one))
+    given = [value for to, value in every if word_of(to) == name]
+    return given[-1] if given else None
 
 
 def _cut_into(value: ast.expr | None) -> list[ast.expr]:
