@@ -8,7 +8,12 @@ import pytest
 
 from headwise.check.diagnosis.read_built import made_anew, misspelt
 from headwise.check.diagnosis.read_caches import misaligned, stored_astray
-from headwise.check.diagnosis.read_code import never_read, turned_values, unread_turns
+from headwise.check.diagnosis.read_code import (
+    never_read,
+    no_methods,
+    turned_values,
+    unread_turns,
+)
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
 from headwise.check.diagnosis.read_masks import tiled_masks
 from headwise.check.diagnosis.read_pieces import Reader
@@ -228,3 +233,9 @@ def test_a_softmax_of_one_number() -> None:
 def test_a_constructor_that_nothing_calls() -> None:
     assert said(misspelt, filled(BUILT, "__int__")) == ["misspelt"]
     assert not said(misspelt, filled(BUILT, "__init__"))
+
+
+def test_words_that_are_kept_are_no_scores() -> None:
+    code = "class Layer:\n    def forward(self, {0}):\n        return {0}.items()"
+    assert said(no_methods, filled(code, "attn_weights")) == ["method"]
+    assert not said(no_methods, filled(code, "attn_kwargs"))

@@ -378,6 +378,7 @@ def no_methods(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         name, made = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
         given = getattr(made.func, "attr", "") if isinstance(made, ast.Call) else ""
         score = isinstance(made, ast.Name) and WORKED_ON.search(made.id.lower())
+        score = score and not re.search(r"args|dict|config|cfg|params|opts", word_of(made).lower())
         if not (given in NO_EFFECT or score) or name in own or hasattr(Tensor, name):
             continue
         if word_of(made) in {*named, *known}:  # `**kwargs`, a class
