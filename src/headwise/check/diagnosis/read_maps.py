@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ..files.syntax import Source, nodes, pairs
-from .read_pieces import LAYERS, Known, Said, of_self, word_of, words_in
+from .read_pieces import LAYERS, Known, Said, given_before, of_self, word_of, words_in
 from .read_sizes import sizes_of
 
 FEATURES = re.compile(r"c|d|e|f|dh|hd|ch|dim|head_dim|chan\w*|feat\w*|qkv|three|kv|two|\d+")
@@ -82,20 +82,12 @@ def projected_maps(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
                     last = made.get(of_self(layer), "")
                 case _:
                     continue
-            given = _given(function, name, call.lineno)
+            given = given_before(function, name, call.lineno)
             before = [word_of(one) for one in _cut_into(given)]
             after = [word_of(one) for one in sizes_of(call)]
             map_ = len(before) == 3 and len(after) == 4 and last and before[1] not in ("", last)
             if map_ and after[:2] == [before[0], last] and before[1] not in after:
                 yield "map", call.lineno, {"name": ast.unparse(call.func.value), "last": last}
-
-
-def _given(function: ast.FunctionDef, name: str, line: int) -> ast.expr | None:
-    """What a name was given last before a line."""
-    lines = sorted(nodes(ast.Assign, function), key=lambda one: one.lineno)
-    every = (pair for one in lines if one.lineno < line for pair in pairs(one))
-    given = [value for to, value in every if word_of(to) == name]
-    return given[-1] if given else None
 
 
 def _cut_into(value: ast.expr | None) -> list[ast.expr]:
@@ -111,7 +103,7 @@ def unfolded_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator
         for call in nodes(ast.Call, function):
             sizes, chain = _cut_into(call), ast.unparse(call.func)
             root = re.match(r"\w+", chain)
-            made = _given(function, root[0], call.lineno) if sizes and root else None
+            made = given_before(function, root[0], call.lineno) if sizes and root else None
             named = ast.unparse(made.func).split(".")[-1] if isinstance(made, ast.Call) else ""
             if named != "unfold" or len(sizes) < 4:
                 continue
@@ -128,7 +120,7 @@ def unfolded_otherwise(part: ast.stmt, source: Source, known: Known) -> Iterator
 
 def _is_area(size: ast.expr, function: ast.FunctionDef, line: int) -> bool:
     """Whether a size is that of a window: `k * k`, `k ** 2`, or a name for it."""
-    value = _given(function, size.id, line) if isinstance(size, ast.Name) else size
+    value = given_before(function, size.id, line) if isinstance(size, ast.Name) else size
     match value:
         case ast.BinOp(left, ast.Mult(), right):
             return ast.unparse(left) == ast.unparse(right)
@@ -145,7 +137,7 @@ def regions_astray(part: ast.stmt, source: Source, known: Known) -> Iterator[Sai
         for line in nodes(ast.Assign, function):
             match line.targets:
                 case [ast.Subscript(ast.Name(name), ast.Tuple([ast.Slice(), row, _, ast.Slice()]))]:
-                    made = _given(function, name, line.lineno)
+                    made = given_before(function, name, line.lineno)
                 case _:
                     continue
             table = isinstance(made, ast.Call) and ast.unparse(made.func) == "torch.zeros"

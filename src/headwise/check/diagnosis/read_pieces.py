@@ -65,6 +65,14 @@ def in_order(function: ast.FunctionDef) -> list[ast.stmt]:
     return sorted(lines, key=lambda one: one.lineno)
 
 
+def given_before(function: ast.FunctionDef, name: str, line: int) -> ast.expr | None:
+    """What a name was given last before a line."""
+    lines = sorted(nodes(ast.Assign, function), key=lambda one: one.lineno)
+    every = (pair for one in lines if one.lineno < line for pair in pairs(one))
+    given = [value for to, value in every if word_of(to) == name]
+    return given[-1] if given else None
+
+
 def callables(
     part: ast.stmt, known: Known, goes_by: Callable[[str], object]
 ) -> Iterator[tuple[str, int, Callable[..., Any]]]:

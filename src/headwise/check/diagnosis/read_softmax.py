@@ -16,6 +16,7 @@ from .read_pieces import (
     Known,
     Said,
     callables,
+    given_before,
     goes_into_softmax,
     in_order,
     number_of,
@@ -115,9 +116,7 @@ def single_numbers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sai
             if of_self(call.func) in axes and call.args:
                 taken, axis = call.args[0], axes[of_self(call.func)]
             if isinstance(taken, ast.Name):
-                before = [one for one in lines if one.lineno < call.lineno]
-                given = [one.value for one in before if target_of(one) == taken.id]
-                taken = given[-1] if given else None
+                taken = given_before(function, taken.id, call.lineno)
             score = of_self(taken.func) if isinstance(taken, ast.Call) else ""
             code = "\n".join(ast.unparse(one) for one in lines if one.lineno < call.lineno)
             plain = three and not CUT.search(code)

@@ -146,7 +146,8 @@ def _found_again(one: Finding, other: Target) -> bool:
     from . import PROBES
 
     with contextlib.suppress(Failed):
-        again = PROBES[one.rule](ProbeContext(other))
+        probe = PROBES.get(one.rule)
+        again = None if probe is None else probe(ProbeContext(other))
         return again is not None and again.severity == "error"
     return False
 

@@ -100,6 +100,8 @@ def _makers(subject: Target) -> list[str]:
     assert own.module is not None
     parts = {path: one for path, one in own.module.named_modules() if _is_table(path, one)}
     parts = {path: one for path, one in parts.items() if not any(True for _ in one.parameters())}
+    if not parts:
+        return []
     made = {path: list[Any]() for path in parts}
     for path, one in parts.items():
         one.register_forward_hook(lambda *call, path=path: made[path].append(call[-1]))
