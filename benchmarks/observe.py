@@ -1,10 +1,11 @@
 """What seeing costs: `observe()` beside the plain forward and beside materialised weights.
 
     python benchmarks/observe.py [--rounds N] [--no-record]
+    python benchmarks/observe.py --device cuda --dtype bfloat16 --batch 4 --length 8192
 
-Self-attention, causal, float32, B 1, H 12, T 2048, D 64, on the CPU. All contenders take turns in
-every round; equality is asserted before the clock starts. Peak memory is that of a process of its
-own, above what it held before the call.
+Causal self-attention, by default in float32 at B 1, H 12, T 2048, D 64 on the CPU. All contenders
+take turns in every round; equality is asserted before the clock starts. Peak memory is above what
+was held before the call: on the CPU that of a process of its own, on CUDA the allocator's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,24 @@ import headwise as hw
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"
-HEADS, DIM, LENGTH = 12, 64, 2048
+HEADS = 12
+FITS = 4096  # the longest context of which the T×T matrix is made
 SET = "lse, entropy, first, previous, self"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, and where."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+    length: int = 2048
+    dim: int = 64
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"B {self.batch}, H {HEADS}, T {self.length}, D {self.dim}, causal, {dtype}"
 
 
 def statistics() -> list[Any]:
@@ -41,12 +59,12 @@ def statistics() -> list[Any]:
 def materialised(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """The same figures as a user would write them, from the T×T matrix."""
     length = q.shape[2]
-    scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = ((q @ k.mT) * q.shape[-1] ** -0.5).float()
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(later, -torch.inf)
     weights = scores.softmax(-1)
     return {
-        "out": weights @ v,
+        "out": weights.to(v.dtype) @ v,
         "lse": scores.logsumexp(-1),
         "entropy": torch.special.entr(weights).sum(-1),
         "first": weights[..., 0],
@@ -55,32 +73,40 @@ def materialised(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     }
 
 
-def inputs(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(on: Case, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Random q, k and v."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, HEADS, length, DIM)
+    shape = 3, on.batch, HEADS, length or on.length, on.dim
+    q, k, v = torch.randn(shape, device=on.device, dtype=on.dtype)
     return q, k, v
 
 
-def assert_equal() -> None:
-    """`observe()` and the materialised figures agree, and observing leaves the output alone."""
-    q, k, v = inputs()
-    seen = hw.observe(q, k, v, *statistics(), mask=hw.Causal())
+def assert_equal(on: Case) -> None:
+    """`observe()` and the definition in float64 agree; observing leaves the output alone."""
+    q, k, v = (x[:1, :2] for x in inputs(on, min(on.length, 2048)))
+    seen = hw.observe(q, k, v, *statistics(), hw.Distance(), hw.MaxLogit(), mask=hw.Causal())
     assert torch.equal(seen.out, hw.attend(q, k, v, mask=hw.Causal()))
-    for name, want in materialised(q, k, v).items():
+    exact = materialised(q.double(), k.double(), v.double())
+    near = 1e-4 if on.dtype == torch.float32 else 2e-2
+    for name, want in exact.items():
         got = seen.out if name == "out" else seen[name]
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(got.to(want), want, rtol=near, atol=near, msg=name)
 
 
-def contenders() -> dict[str, Callable[[], Any]]:
+def contenders(on: Case) -> dict[str, Callable[[], Any]]:
     """Everything that takes a turn, by the name in the table."""
-    q, k, v = inputs()
+    q, k, v = inputs(on)
     mask = hw.Causal()
 
     def observing(*chosen: Any) -> Callable[[], Any]:
-        return lambda: hw.observe(q, k, v, *chosen, mask=mask)
+        def work() -> None:
+            seen = hw.observe(q, k, v, *chosen, mask=mask)
+            for name in seen.readings:  # figures are made when they are first read
+                seen[name]
 
-    return {
+        return work
+
+    found: dict[str, Callable[[], Any]] = {
         "attend": lambda: hw.attend(q, k, v, mask=mask),
         "F.scaled_dot_product_attention": lambda: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True
@@ -91,12 +117,26 @@ def contenders() -> dict[str, Callable[[], Any]]:
         "observe: first, previous, self": observing(*statistics()[2:]),
         "observe: distance": observing(hw.Distance()),
         "observe: max logit": observing(hw.MaxLogit()),
-        "materialised weights": lambda: materialised(q, k, v),
+        "observe: received": observing(hw.Received()),
     }
+    if on.length <= FITS:
+        found["materialised weights"] = lambda: materialised(q, k, v)
+    return found
 
 
-def peak(kind: str, length: int) -> int:
-    """Bytes that a call adds to the peak of a fresh process."""
+CALLS: dict[str, Callable[..., Any]] = {
+    "attend": lambda *x: hw.attend(*x, mask=hw.Causal()),
+    "observe": lambda *x: hw.observe(*x, *statistics(), mask=hw.Causal()),
+    "materialised": materialised,
+}
+
+
+def peak(kind: str, on: Case, length: int) -> int:
+    """Bytes that a call adds to the peak: on the CPU, of a fresh process."""
+    if on.device == "cuda":
+        CALLS[kind](*inputs(on, 64))
+        q, k, v = inputs(on, length)
+        return timing.peak_bytes(lambda: CALLS[kind](q, k, v), "cuda")
     done = subprocess.run(
         [sys.executable, __file__, "--peak", kind, "--length", str(length)],
         capture_output=True,
@@ -106,20 +146,14 @@ def peak(kind: str, length: int) -> int:
     return int(done.stdout)
 
 
-def measure_peak(kind: str, length: int) -> int:
+def measure_peak(kind: str, on: Case) -> int:
     """In the fresh process: run once, and say by how much the peak rose."""
-    small = inputs(64)
-    q, k, v = inputs(length)
-    run = {
-        "attend": lambda *x: hw.attend(*x, mask=hw.Causal()),
-        "observe": lambda *x: hw.observe(*x, *statistics(), mask=hw.Causal()),
-        "materialised": materialised,
-    }[kind]
+    small, (q, k, v) = inputs(on, 64), inputs(on)
     with torch.no_grad():
-        run(*small)  # what is loaded only once must not count
+        CALLS[kind](*small)  # what is loaded only once must not count
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         before = resident("VmRSS")
-        run(q, k, v)
+        CALLS[kind](q, k, v)
     return resident("VmHWM") - before
 
 
@@ -134,45 +168,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--batch", type=int, default=Case.batch)
+    parser.add_argument("--length", type=int, nargs="+", default=[Case.length])
+    parser.add_argument("--dim", type=int, default=Case.dim)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, default=LENGTH, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    dtype = getattr(torch, chosen.dtype)
+    cases = [Case(chosen.device, dtype, chosen.batch, n, chosen.dim) for n in chosen.length]
     if chosen.peak:
-        print(measure_peak(chosen.peak, chosen.length))
+        print(measure_peak(chosen.peak, cases[0]))
         return
 
-    assert_equal()
+    rows: list[dict[str, Any]] = []
+    for on in cases:
+        rows += timed(on, chosen.rounds)
+    rows += memory(cases[0])
+    if not chosen.no_record:
+        settings = {"rounds": chosen.rounds, "device": chosen.device, "dtype": chosen.dtype}
+        name = "observe" if chosen.device == "cpu" else f"observe_{chosen.device}"
+        print(f"kept in {timing.record(name, settings, rows, RESULTS, chosen.device)}")
+
+
+def timed(on: Case, rounds: int) -> list[dict[str, Any]]:
+    """The times of all contenders, as a table and as rows of the record."""
+    assert_equal(on)
     with torch.no_grad():
-        taken = timing.interleaved(contenders(), rounds=chosen.rounds)
+        taken = timing.interleaved(contenders(on), rounds=rounds)
     rows, lines = [], []
     for name, seconds in taken.items():
         time, beside = timing.Spread.of(seconds), timing.ratio(taken, name, "attend")
-        rows.append({"contender": name, "seconds": time, "beside_attend": beside})
+        rows.append({"case": str(on), "contender": name, "seconds": time, "beside_attend": beside})
         spread = f"{beside.median:.2f} ({beside.low:.2f} to {beside.high:.2f})"
-        lines.append([name, f"{1e3 * time.median:.1f}", spread])
-    seen = f"observe: {SET}"
-    gain = timing.ratio(taken, "materialised weights", seen)
-    rows.append({"contender": "materialised / observe", "ratio": gain})
-    timing.show(
-        f"B 1, H {HEADS}, T {LENGTH}, D {DIM}, causal, float32",
-        ["", "ms", "× attend"],
-        lines,
-    )
-    print(f"the same from materialised weights takes {gain.median:.1f} × as long as {seen}")
+        lines.append([name, f"{1e3 * time.median:.2f}", spread])
+    timing.show(str(on), ["", "ms", "× attend"], lines)
+    if "materialised weights" in taken:
+        seen = f"observe: {SET}"
+        gain = timing.ratio(taken, "materialised weights", seen)
+        rows.append({"case": str(on), "contender": "materialised / observe", "ratio": gain})
+        print(f"the same from materialised weights takes {gain.median:.1f} × as long as {seen}")
+    return rows
 
+
+def memory(on: Case) -> list[dict[str, Any]]:
+    """The peaks at several lengths, as a table and as rows of the record."""
     lengths = [1024, 2048, 4096, 8192]
-    memory = []
-    for kind in ("attend", "observe", "materialised"):
-        sizes = [peak(kind, n) for n in (lengths if kind != "materialised" else lengths[:3])]
-        memory.append([kind, *(f"{size / 2**20:.0f}" for size in sizes)])
-        rows.append({"peak_bytes": kind, "lengths": lengths, "bytes": sizes})
+    rows, lines = [], []
+    for kind in CALLS:
+        within = [n for n in lengths if kind != "materialised" or n <= FITS]
+        sizes = [peak(kind, on, n) for n in within]
+        lines.append([kind, *(f"{size / 2**20:.0f}" for size in sizes)])
+        rows.append({"peak_bytes": kind, "lengths": within, "bytes": sizes})
     timing.show(
         "peak memory above the inputs, MiB",
         ["T", *map(str, lengths)],
-        [[*line, *[""] * (5 - len(line))] for line in memory],
+        [[*line, *[""] * (5 - len(line))] for line in lines],
     )
-    if not chosen.no_record:
-        print(f"kept in {timing.record('observe', {'rounds': chosen.rounds}, rows, RESULTS)}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The native CPU kernel: every figure of every head in the pass that makes the output.
+"""The native kernels: every figure of every head in the pass that makes the output.
 
-One pass over the scores gives output, log-sum-exp, largest score, entropy, distance and the masses
-of the first, previous and own key; without values it gives the same figures for an output that
-somebody else made. Masks become flags, ranges of keys or tables (`native_masks.py`).
+There is one in C++ for CPUs, and one in Triton for CUDA. One pass over the scores gives output,
+log-sum-exp, largest score, entropy, distance and the masses of the first, previous and own key;
+without values it gives the same figures for an output that somebody else made. Masks become flags,
+ranges of keys or tables (`native_masks.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -17,23 +20,30 @@ from ..core.call import Call
 from ..core.dropout import dropped_of
 from ..core.modes import forward_derivatives, transformed
 from ..kernels import ctypes_api as cpu
-from ..kernels import torch_ops as cpu_ops
+from ..kernels import torch_ops as native_ops
+from ..kernels import triton_api as cuda
 from ..kernels.interface import Problem
 from .base import Figures, OnePass
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .recompute import again
+from .sdpa import Sdpa
+from .tiles import whole
 
 
 class Native(OnePass):
-    """The C++ kernel of headwise on CPUs; float32, bfloat16 and float16."""
+    """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
+
+    On CUDA the output of a call without a mask, or with a causal one that is square, is that of
+    PyTorch's fused kernel, which is faster still; the figures come from a pass without values.
+    """
 
     name = "native"
 
     def refuse(self, call: Call) -> list[str]:
-        device = call.q.device
-        if device.type != "cpu":
-            return [f"a kernel for CPUs, and this call is on {device.type}"]
-        missing = cpu.why_not()
+        device = call.q.device.type
+        if device not in ("cpu", "cuda"):
+            return [f"kernels for CPUs and CUDA, and this call is on {device}"]
+        missing = cpu.why_not() if device == "cpu" else cuda.why_not()
         if missing:
             return [missing]
         reasons = []
@@ -52,7 +62,9 @@ class Native(OnePass):
             reasons.append(f"a scale beyond float32 ({call.scale})")
         if call.softcap is not None and not cpu.SOFTCAPS[0] <= call.softcap <= cpu.SOFTCAPS[1]:
             reasons.append(f"a softcap of extreme size ({call.softcap})")
-        size = table_bytes(call.mask, extent, device)
+        if device == "cuda" and call.dropout and not _fused(call):
+            reasons.append("the Triton kernel has no dropout")
+        size = table_bytes(call.mask, extent, call.q.device)
         if size > TABLE_LIMIT:
             reasons.append(
                 f"the mask would need a table of {size / 2**20:.0f} MiB "
@@ -61,22 +73,32 @@ class Native(OnePass):
         return reasons
 
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        out, lse = cpu_ops.compute(_problem(call, call.v), cpu_ops.BIT["lse"], again)[:2]
+        if _fused(call):
+            return Sdpa().run(call, lse_gradient)
+        out, lse = native_ops.compute(_problem(call, call.v), native_ops.BIT["lse"], again)[:2]
         assert out is not None
         assert lse is not None
         return out, lse
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        found = cpu_ops.output(_problem(call, call.v))
+        if _fused(call):
+            return Sdpa().run(call)
+        found = native_ops.output(_problem(call, call.v))
         return self.run(call) if found is None else (found, None)
 
     def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
         """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
-        return Figures(*cpu_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
+        if _fused(call):
+            wishes = tuple(wishes)
+            out, lse = Sdpa().run(call, gradients and not wishes)
+            with nullcontext() if gradients else torch.no_grad():
+                given = self.figures(call, wishes) if wishes else Figures(None, lse)
+            return replace(given, out=out)
+        return Figures(*native_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
 
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
         """The same without the output; the values are not read."""
-        return Figures(*cpu_ops.compute(_problem(call, None), _bits(wishes), again))
+        return Figures(*native_ops.compute(_problem(call, None), _bits(wishes), again))
 
     def received(
         self,
@@ -85,7 +107,7 @@ class Native(OnePass):
         weight: Float[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B H S"]:
         """`Σ_i weight_i p_ij`: what each key received, given the LSE. No gradient."""
-        found, _ = cpu_ops.sums(_problem(call, None), lse, weight, True, None)
+        found, _ = native_ops.sums(_problem(call, None), lse, weight, True, None)
         assert found is not None
         return found
 
@@ -103,9 +125,18 @@ class Native(OnePass):
         `query_block` and `key_block` say in ascending order which of `blocks` each belongs to.
         """
         asked = (query_block, key_block, blocks)
-        _, found = cpu_ops.sums(_problem(call, None), lse, weight, False, asked)
+        _, found = native_ops.sums(_problem(call, None), lse, weight, False, asked)
         assert found is not None
         return found
+
+
+def _fused(call: Call) -> bool:
+    """Whether PyTorch's fused kernel makes the output: on CUDA, where no mask keeps it from it."""
+    if not call.q.is_cuda or call.sinks is not None or call.softcap is not None or call.scale <= 0:
+        return False
+    if whole(call.mask, call.extent, call.q.device) is None:
+        return False
+    return not Sdpa().refuse(call)
 
 
 def faster(call: Call) -> bool:
@@ -113,13 +144,18 @@ def faster(call: Call) -> bool:
 
     Where nothing was measured, it is taken for faster.
     """
-    if torch.compiler.is_compiling():  # a traced choice would be for ever
+    if torch.compiler.is_compiling() or call.q.is_cuda:  # a traced choice would be for ever
         return True
     return (_speed(call) or 1.0) >= 1.0
 
 
 def measured(call: Call) -> str:
-    """How fast the kernel was in the calls most like this one, by which unit, on what, and when."""
+    """How fast the kernel was in the calls most like this one, by which unit, on what, and when.
+
+    Empty on CUDA, for which there is no table.
+    """
+    if call.q.is_cuda:
+        return ""
     unit, table, speed = cpu.unit(call.q.dtype), cpu.table(), _speed(call)
     assert table is not None
     if speed is None:
@@ -149,7 +185,7 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
 
 
 def _bits(wishes: Iterable[str]) -> int:
-    bits = cpu_ops.BIT["lse"]
+    bits = native_ops.BIT["lse"]
     for wish in wishes:
-        bits |= cpu_ops.BIT[wish]
+        bits |= native_ops.BIT[wish]
     return bits

@@ -21,7 +21,7 @@ from ..core.modes import forward_derivatives, readable, transformed
 from ..core.shapes import statistics_dtype
 from .base import Backend
 from .blocked import block_rows, gradients_again
-from .tiles import Tile, bias_size, cut, flag, tiles, whole
+from .tiles import Tile, bias_size, cut, flag, tiles, whole, with_bias
 
 BIAS_LIMIT = 256 * 2**20
 """Bytes of bias that the kernels get in one call where it cannot be cut into tiles."""
@@ -57,6 +57,10 @@ class Sdpa(Backend):
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         only = _only(call)
+        if only is None and needs_grad and not on_cpu:
+            # Tiles are merged by log-sum-exps, and the kernels of CUDA give these no gradient.
+            every = slice(0, call.extent.queries), slice(0, call.extent.keys)
+            only = with_bias(call.mask, call.extent, q, *every)
         # Compilers differentiate the kernel itself, where that will do.
         compiled = torch.compiler.is_compiling() and only is not None and not through_lse
         if on_cpu and needs_grad and not compiled:
@@ -359,10 +363,7 @@ def _cuda_efficient(
         out, lse = _cuda_efficient(q, k, v, bias, causal, call)
         return out.to(dtype), lse
     if bias is not None:
-        # The kernel wants rows that start at multiples of 16 bytes.
-        bias = F.pad(bias.expand(-1, -1, q.shape[2], k.shape[2]), (0, -k.shape[2] % 8))
-        bias = bias[..., : k.shape[2]]
-        bias = bias.expand(e.batch, e.heads, -1, -1)
+        bias = bias.expand(e.batch, e.heads, q.shape[2], k.shape[2])
     if e.group > 1:
         # The kernel knows no groups: each key/value head becomes a batch row whose heads all read
         # it, with a stride of 0 instead of copies.
@@ -370,9 +371,23 @@ def _cuda_efficient(
         k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, e.group, -1, -1) for x in (k, v))
         if bias is not None:
             bias = bias.unflatten(1, (e.kv_heads, e.group)).flatten(0, 1)
+    if bias is not None:
+        bias = _aligned(bias)
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, call.dropout, causal, scale=call.scale
     )
     if e.group > 1:
         out, lse = (x.unflatten(0, (e.batch, e.kv_heads)).flatten(1, 2) for x in (out, lse))
     return out, lse
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The bias with rows that start at multiples of 16 bytes, as the kernel wants them."""
+    keys = bias.shape[3]
+    if keys % 8 == 0 and all(step % 8 == 0 for step in bias.stride()[:3]) and bias.stride(3) == 1:
+        return bias
+    shared = [
+        n > 1 and step == 0 for n, step in zip(bias.shape[:2], bias.stride()[:2], strict=True)
+    ]
+    once = bias[: 1 if shared[0] else None, : 1 if shared[1] else None]
+    return F.pad(once, (0, -keys % 8))[..., :keys].expand_as(bias)

@@ -1,7 +1,8 @@
-"""The native CPU kernel with its gradient: under autograd, and as operators that compile whole.
+"""The native kernels with their gradient: under autograd, and as operators that compile whole.
 
-Eager calls take the shortest way to the library; under `torch.compile` the same computation is the
-operators `headwise::native_forward`, `native_backward` and `native_sums`.
+Eager calls take the shortest way to the library, which is in C++ for CPUs and in Triton for CUDA;
+under `torch.compile` the same computation is the operators `headwise::native_forward`,
+`native_backward` and `native_sums`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ctypes_api as cpu
+from . import triton_api as cuda
 from .interface import FIGURES, Images, Problem, Terms
 
 BIT = {name: 1 << bit for bit, name in enumerate(FIGURES)}
@@ -47,7 +49,7 @@ def compute(
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
     if _differentiated(problem):
         return list(_Attention.apply(*problem, *wishes_kept, again))
-    return cpu.forward(problem, wishes)
+    return _library(problem).forward(problem, wishes)
 
 
 def output(problem: Problem) -> Tensor | None:
@@ -58,7 +60,7 @@ def output(problem: Problem) -> Tensor | None:
     """
     if _followed(problem) or _differentiated(problem):
         return None
-    return cpu.output(problem)
+    return _library(problem).output(problem)
 
 
 def sums(
@@ -74,11 +76,16 @@ def sums(
     sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
     problem = Problem(q, k, None, sinks, terms, scale, softcap)
     if not _observed() and _plain(*problem[:4], *terms[:6], lse, weight):
-        return cpu.sums(problem, lse, weight, received, blocks)
+        return _library(problem).sums(problem, lse, weight, received, blocks)
     columns, table = torch.ops.headwise.native_sums(
         q, k, sinks, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
     )
     return columns if received else None, None if blocks is None else table
+
+
+def _library(problem: Problem) -> Any:
+    """What computes a problem, where its tensors are."""
+    return cuda if problem.q.is_cuda else cpu
 
 
 def _differentiated(problem: Problem) -> bool:
@@ -131,7 +138,7 @@ class _Attention(torch.autograd.Function):
         again: Again,
     ) -> tuple[Tensor | None, ...]:
         problem = Problem(q, k, v, sinks, terms, scale, softcap, dropped, seed, images)
-        found = cpu.forward(problem, wishes)
+        found = _library(problem).forward(problem, wishes)
         ctx.set_materialize_grads(False)
         figures = _kept(found[1:], kept, ctx)
         ctx.save_for_backward(q, k, v, sinks, seed, *terms[:6], found[0], *figures)
@@ -154,7 +161,8 @@ class _Attention(torch.autograd.Function):
             figures, gradients = (
                 dict(zip(DIFFERENTIABLE, x, strict=True)) for x in (rest[7:], incoming[1:])
             )
-            found = cpu.backward(problem, rest[6], figures, incoming[0], gradients, needed)
+            library = _library(problem)
+            found = library.backward(problem, rest[6], figures, incoming[0], gradients, needed)
         return (*found, *(None,) * 9)
 
 
@@ -235,7 +243,8 @@ def _filled(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     schema=f"({_READ}, {_DROPOUT}, int wishes, int kept) -> ({_EIGHT})",
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _filled(cpu.forward(_problem(args), args[17]), args[0])
+    problem = _problem(args)
+    return _filled(_library(problem).forward(problem, args[17]), args[0])
 
 
 @_forward.register_fake
@@ -284,7 +293,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     (out, *figures), (grad_out, *grads), needed = args[17:24], args[24:31], args[31]
     kept = dict(zip(DIFFERENTIABLE, figures, strict=True))
     incoming = dict(zip(DIFFERENTIABLE, grads, strict=True))
-    found = cpu.backward(_problem(args), out, kept, grad_out, incoming, tuple(needed))
+    problem = _problem(args)
+    found = _library(problem).backward(problem, out, kept, grad_out, incoming, tuple(needed))
     return _filled(found, args[0])
 
 
@@ -319,7 +329,7 @@ def _sums(*args: Any) -> tuple[Tensor, ...]:
     problem = _problem((*args[:2], None, *args[2:14]))
     lse, weight, received, *blocks = args[14:]
     asked = None if blocks[0] is None else (blocks[0], blocks[1], blocks[2])
-    return _filled(list(cpu.sums(problem, lse, weight, received, asked)), args[0])
+    return _filled(list(_library(problem).sums(problem, lse, weight, received, asked)), args[0])
 
 
 @_sums.register_fake

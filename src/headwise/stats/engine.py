@@ -96,8 +96,7 @@ class Engine:
             if self.every is not None and self.every.given is not None and not view.gradients:
                 self.given = self.every.given.map(view.of)
             elif isinstance(self.backend, OnePass):
-                call = view.call.with_(sinks=view.sinks)
-                self.given = self.backend.figures(call, self.fields)
+                self.given = self.backend.figures(view.scored, self.fields)
             return None
         if isinstance(chosen, OnePass):
             whole = chosen.observe(asked, self.fields, view.gradients)
@@ -289,16 +288,15 @@ class Engine:
     def received(self, weight: Float[Tensor, " n"]) -> Float[Tensor, "B H S"]:
         """`Σ_i weight_i p_ij`: what every key receives, from queries that count so much."""
         assert isinstance(self.backend, OnePass)
-        call = self.view.constant.with_(sinks=self.view.sinks)
-        return self.backend.received(call, self.lse.detach(), weight)
+        return self.backend.received(self.view.scored_constant, self.lse.detach(), weight)
 
     def block_map(
         self, of_query: Int[Tensor, " n"], of_key: Int[Tensor, " S"], blocks: int
     ) -> Float[Tensor, "B H m m"]:
         """Sums of P over each block of queries and of keys, by the block of each."""
         assert isinstance(self.backend, OnePass)
-        call = self.view.constant.with_(sinks=self.view.sinks)
         lse, weights = self.lse.detach(), self.view.drawn
+        call = self.view.scored_constant
         return self.backend.block_map(call, lse, of_query, of_key, blocks, weights)
 
     # ── whole rows, and single scores ───────────────────────────────────────────────────────────

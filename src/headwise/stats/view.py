@@ -45,25 +45,46 @@ class View:
 
         No statistic reads the values; keys stand in for them where a kernel wants some.
         """
+        return self._in(self.dtype, "statistics")
+
+    @Lazy
+    def constant(self) -> Call:
+        """The same without gradients."""
+        return self.call.with_(**{name: getattr(self.call, name).detach() for name in "qkv"})
+
+    @Lazy
+    def scored(self) -> Call:
+        """The call with its sinks, as a one-pass backend reads it.
+
+        On CUDA that is in its own dtype: scores are in float32 all the same, and made faster.
+        """
+        call = self.call
+        if self.device.type == "cuda":
+            call = self._in(self.asked.q.dtype, "statistics of a kernel")
+        return call.with_(sinks=self.sinks)
+
+    @Lazy
+    def scored_constant(self) -> Call:
+        """The same without gradients."""
+        parts = {name: getattr(self.scored, name) for name in ("q", "k", "v", "sinks")}
+        found = {name: None if x is None else x.detach() for name, x in parts.items()}
+        return self.scored.with_(**found)
+
+    def _in(self, dtype: torch.dtype, known: str) -> Call:
         asked = self.asked
         q, k = asked.q, asked.k
         if not self.gradients:
             q, k = q.detach(), k.detach()
         if self.rows is not None:
             q = q[:, :, self.rows]
-        q, k = q.to(self.dtype), k.to(self.dtype)
+        q, k = q.to(dtype), k.to(dtype)
         kind = None
         if asked.kind is not None and self.rows is None:
-            kind = asked.kind.known.get("statistics")
+            kind = asked.kind.known.get(known)
             if kind is None:
                 kind = Kind(self.extent, self.mask, asked.scale, asked.softcap)
-                asked.kind.known["statistics"] = kind
+                asked.kind.known[known] = kind
         return Call(q, k, k, self.mask, asked.scale, asked.softcap, 0.0, self.extent, kind=kind)
-
-    @Lazy
-    def constant(self) -> Call:
-        """The same without gradients."""
-        return self.call.with_(**{name: getattr(self.call, name).detach() for name in "qkv"})
 
     @property
     def sinks(self) -> Tensor | None:

@@ -120,14 +120,18 @@ def fastest(taken: Mapping[str, list[float]], without: str) -> str:
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
-    """What this machine can do right now: float32 matmul and memory copy, best of several."""
-    a, b = torch.randn(2, 2048, 2048, device=device)
+    """What this machine can do right now: matmul and memory copy, best of several.
+
+    The matmul is in float32, and on CUDA in bfloat16, whose units attention works on.
+    """
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     product = min(_turn(lambda: a @ b, 1) for _ in range(5))
     source = torch.ones(64 * 2**20, device=device)  # 256 MiB, larger than caches
     target = torch.empty_like(source)
     copy = min(_turn(lambda: target.copy_(source), 1) for _ in range(5))
     return {
-        "matmul_gflops": 2 * 2048**3 / product / 1e9,
+        "matmul_gflops": 2 * size**3 / product / 1e9,
         "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,  # read and written
     }
 
@@ -225,7 +229,11 @@ def machine() -> dict[str, Any]:
 
 
 def record(
-    name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]], folder: Path
+    name: str,
+    settings: Mapping[str, Any],
+    rows: list[dict[str, Any]],
+    folder: Path,
+    device: str = "cpu",
 ) -> Path:
     """Writes one run to `<folder>/<name>-<date>.json`, prints it as one line, returns the path."""
     now = datetime.now(UTC)
@@ -233,7 +241,7 @@ def record(
         "benchmark": name,
         "date": now.isoformat(timespec="seconds"),
         "machine": machine(),
-        "limits": limits(),
+        "limits": limits(device),
         "settings": dict(settings),
         "rows": rows,
     }

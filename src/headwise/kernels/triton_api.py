@@ -1,0 +1,231 @@
+"""Call the Triton kernels: what `ctypes_api` does for CPUs, on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ctypes_api import gradient_like, output_like
+from .interface import FIGURES, Problem, Terms
+
+WIDEST = 256
+"""The largest head dimension, and the largest width of the values."""
+
+_FAR = 2**30
+"""Farther than any key."""
+
+
+@functools.cache
+def why_not() -> str:
+    """What keeps the kernels from running here; empty if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "its kernels for GPUs need Triton, which is not installed"
+    if torch.version.hip is not None:
+        return "its kernels for GPUs were never run on ROCm"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "its kernels for GPUs need compute capability 8.0"
+    return ""
+
+
+@functools.cache
+def _kernels() -> Any:
+    from . import triton_kernels  # it imports Triton, which takes a while
+
+    return triton_kernels
+
+
+def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
+    """Output and the figures of which `wishes` has the bit set, as `ctypes_api.forward`."""
+    q, v = problem.q, problem.v
+    shape = q.shape[:3]
+    out = None if v is None else output_like(q, v)
+    found: list[Tensor | None] = [
+        q.new_empty(shape, dtype=torch.float32) if wishes >> bit & 1 else None
+        for bit in range(len(FIGURES))
+    ]
+    _forward(problem, out, found)
+    return [out, *found]
+
+
+def _forward(problem: Problem, out: Tensor | None, figures: Sequence[Tensor | None]) -> None:
+    strides = None if out is None else out.stride()
+    named = {f"{name}_out": x for name, x in zip(FIGURES, figures, strict=True)}
+    _launch("forward", problem, "queries", out=out, out_at=strides, **named)
+
+
+def output(problem: Problem) -> Tensor | None:
+    """The output alone; to see whether all weights are numbers the call would have to wait."""
+    return forward(problem, 0)[0]
+
+
+def backward(
+    problem: Problem,
+    out: Tensor | None,
+    figures: dict[str, Tensor | None],
+    grad_out: Tensor | None,
+    grads: dict[str, Tensor | None],
+    needed: tuple[bool, bool, bool, bool],
+) -> list[Tensor | None]:
+    """Gradients in q, k, v and the sinks `[H]`, as `ctypes_api.backward`.
+
+    `dS = P ∘ (dP + c − g_H s + g_J (j − position) + …)`, where all that is the same for every key
+    of a row is put into one number c.
+    """
+    q, k, v, sinks = problem[:4]
+    lse = figures["lse"]
+    assert lse is not None
+    gone = lse == -torch.inf
+    constant = torch.zeros_like(lse)
+    if v is None:
+        grad_out = None
+    if grad_out is not None:
+        assert out is not None
+        constant -= (grad_out.float() * out.float()).sum(-1)
+    incoming = {name: g.float().contiguous() for name, g in grads.items() if g is not None}
+    for name, g in incoming.items():
+        figure = figures[name]
+        assert figure is not None
+        if name == "lse":
+            constant += g
+        elif name == "entropy":
+            constant += g * (lse - figure).masked_fill(gone, 0.0)
+        else:
+            constant -= g * figure
+    constant.masked_fill_(gone, 0.0)
+    each = ("entropy", "ahead", "first", "previous", "self")
+    if grad_out is not None and grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    strides = None if grad_out is None else grad_out.stride()
+    common: dict[str, Any] = {f"g_{name}": incoming.get(name) for name in each}
+    common |= {"lse": lse, "g_out": grad_out, "g_at": strides, "constant": constant}
+    g_q = gradient_like(q) if needed[0] else None
+    if g_q is not None:
+        _launch("backward_queries", problem, "queries", g_q=g_q, gq_at=g_q.stride(), **common)
+    g_k = g_v = None
+    if needed[1] or (needed[2] and grad_out is not None):
+        g_k = gradient_like(k)
+        g_v = gradient_like(v) if v is not None and grad_out is not None else None
+        places = {"gk_at": g_k.stride(), "gv_at": None if g_v is None else g_v.stride()}
+        _launch("backward_keys", problem, "keys", g_k=g_k, g_v=g_v, **places, **common)
+    if needed[2] and v is not None and g_v is None:
+        g_v = torch.zeros_like(v)
+    g_sinks = None
+    if needed[3] and sinks is not None:
+        logits = sinks.float()[:, None]
+        weight = torch.exp(logits - lse.masked_fill(gone, torch.inf))
+        change = constant
+        if "entropy" in incoming:
+            change = change - incoming["entropy"] * logits.masked_fill(logits == -torch.inf, 0.0)
+        g_sinks = (weight * change).sum((0, 2))
+    return [g_q, g_k if needed[1] else None, g_v if needed[2] else None, g_sinks]
+
+
+def sums(
+    problem: Problem,
+    lse: Tensor,
+    weight: Tensor | None,
+    received: bool,
+    blocks: tuple[Tensor, Tensor, int] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Column sums and block maps of P, as `ctypes_api.sums`."""
+    q, k = problem.q, problem.k
+    lse = lse.float().contiguous()
+    weight = None if weight is None else weight.float().contiguous()
+    columns = table = None
+    if received:
+        columns = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
+        _launch("columns", problem, "keys", lse=lse, weight=weight, received=columns)
+    if blocks is not None:
+        table = _block_map(problem, weight, blocks)
+    return columns, table
+
+
+def _block_map(
+    problem: Problem, weight: Tensor | None, blocks: tuple[Tensor, Tensor, int]
+) -> Tensor:
+    """Sums over blocks of queries of what each gives to blocks of keys: one-hot columns are the
+    values, `WIDEST` of them to a pass."""
+    of_query, of_key, n = blocks
+    q, k = problem.q, problem.k
+    b, h, _, _ = q.shape
+    table = q.new_zeros(b, h, n, n, dtype=torch.float32)
+    for start in range(0, n, WIDEST):
+        wide = min(WIDEST, n - start)
+        inside = of_key[:, None] == torch.arange(start, start + wide, device=q.device)
+        v = inside.to(torch.float32).expand(b, k.shape[1], -1, -1)
+        out = q.new_empty(b, h, q.shape[2], wide, dtype=torch.float32)
+        _forward(problem._replace(v=v), out, [None] * len(FIGURES))
+        if weight is not None:
+            out *= weight[:, None]
+        table[..., start : start + wide].index_add_(2, of_query.long(), out)
+    return table
+
+
+def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
+    """Run a kernel, with a program for each block of queries or of keys of each head."""
+    q, k, v, sinks, terms, scale, softcap = problem[:7]
+    heads, kv_heads = q.shape[1], k.shape[1]
+    kernel = getattr(_kernels(), name)
+    wide = 0 if v is None else v.shape[3]
+    sizes = {"BD": _power(q.shape[3]), "BV": _power(wide)}
+    exact = torch.float32 in (q.dtype, q.dtype if v is None else v.dtype)
+    chosen = _blocks(name, max(sizes.values()), exact)
+    asked: dict[str, Any] = {
+        **{"q": q, "k": k, "v": v, "sinks": sinks},
+        **{"q_at": q.stride(), "k_at": k.stride(), "v_at": None if v is None else v.stride()},
+        **{"heads": heads, "group": heads // kv_heads, "D": q.shape[3], "DV": wide},
+        **{"queries": q.shape[2], "keys": k.shape[2], "offset": terms.offset},
+        **{"scale": float(scale), "softcap": softcap or None, "CAUSAL": terms.causal},
+        **{"window": min(terms.window, _FAR) or None, "slopes": terms.slopes},
+        **{"position": terms.position, **_shared(terms)},
+        **{"EVEN": sizes["BD"] == q.shape[3], "EVEN_V": sizes["BV"] == wide, **sizes},
+        **{"PRECISION": _precision(q), "PRECISION_V": _precision(v), **chosen, **rest},
+    }
+    block = chosen["BM"] if over == "queries" else chosen["BN"]
+    length = q.shape[2] if over == "queries" else k.shape[2]
+    rows = q.shape[0] * (kv_heads if name == "backward_keys" else heads)
+    known = {*kernel.arg_names, "num_warps", "num_stages"}
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        kernel[(-(-length // block) * rows,)](**{x: y for x, y in asked.items() if x in known})
+
+
+def _shared(terms: Terms) -> dict[str, Any]:
+    """Ranges and tables with their strides, 0 along axes that all share."""
+    found: dict[str, Any] = {}
+    for name in ("low", "high", "allowed", "bias"):
+        x = getattr(terms, name)
+        found[name], found[f"{name}_at"] = x, None
+        if x is not None:
+            if x.dtype == torch.bool:
+                found[name] = x.view(torch.uint8)
+            steps = zip(x.shape, x.stride(), strict=True)
+            found[f"{name}_at"] = tuple(0 if n == 1 else step for n, step in steps)
+    return found
+
+
+def _precision(x: Tensor | None) -> str:
+    """How products are made: in float32 by three of TF32, which keep its digits."""
+    return "tf32x3" if x is not None and x.dtype == torch.float32 else "tf32"
+
+
+def _power(width: int) -> int:
+    """The power of 2 that holds so many columns; matrix units take no fewer than 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _blocks(name: str, wide: int, exact: bool) -> dict[str, int]:
+    """How many queries and keys a program takes at a time, and how it is run."""
+    if exact:
+        warps = 4 if wide <= 64 else 8
+        return {"BM": 64, "BN": 32 if wide <= 128 else 16, "num_warps": warps, "num_stages": 1}
+    if wide > 128:
+        return {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 1}
+    if name in ("backward_keys", "backward_queries"):
+        return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+    return {"BM": 128, "BN": 64, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}

@@ -1,0 +1,502 @@
+"""Triton kernels for CUDA: attention with every figure of its rows, gradients, and column sums.
+
+A program takes a block of queries (or of keys) of one head and goes over the keys (or queries) that
+it may meet, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Beside the sum
+of the weights it keeps `Σ p (s − m)` and `Σ p (j − position)`, relative to the running maximum m,
+so that nothing is lost where logits are large. Scores are kept times log₂ e, as hardware has 2ˣ.
+Only `triton_api` calls these.
+"""
+
+# Triton reads the annotations of kernels itself: no `from __future__ import annotations` here.
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _cells(x, row, at, column):
+    """The addresses of rows and columns of a matrix with the strides `at[2:]`."""
+    return x + row[:, None].to(tl.int64) * at[2] + column[None, :] * at[3]
+
+
+@triton.jit
+def _load(
+    x, row, rows, at, columns, BLOCK: tl.constexpr, EVEN: tl.constexpr, CHECK: tl.constexpr = True
+):  # fmt: skip
+    """`[n, BLOCK]`: rows `row` of a tensor whose last two strides are `at[2:]`; 0 outside of it."""
+    d = tl.arange(0, BLOCK)
+    place = _cells(x, row, at, d)
+    if CHECK:
+        inside = ((row >= 0) & (row < rows))[:, None]
+        if not EVEN:
+            inside = inside & (d < columns)[None, :]
+        return tl.load(place, mask=inside, other=0.0)
+    if EVEN:
+        return tl.load(place)
+    return tl.load(place, mask=(d < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _position(i, position, offset):
+    """Where queries stand among the keys."""
+    if position is not None:
+        return tl.load(position + i).to(tl.int32)
+    return i + offset
+
+
+@triton.jit
+def _edge(i, edge, at, b, h, otherwise):
+    """A range's edge for each query."""
+    if edge is not None:
+        return tl.load(edge + b * at[0] + h * at[1] + i * at[2]).to(tl.int32)
+    return tl.zeros_like(i) + otherwise
+
+
+@triton.jit
+def _scores(
+    dot, i, pos, j, low, high, b, h, keys, window, scale, softcap,
+    allowed, allowed_at, bias, bias_at, slopes, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores times log₂ e, −inf where hidden, and the tanh of softcap; of axes that broadcast."""
+    bend = dot
+    if softcap is None and bias is None and slopes is None:
+        s = dot * (scale * LOG2E)
+    else:
+        s = dot * scale
+        if softcap is not None:
+            small = tl.exp2(-2.0 * LOG2E * tl.abs(s / softcap))
+            size = (1.0 - small) / (1.0 + small)
+            bend = tl.where(s < 0, -size, size)
+            s = bend * softcap
+        if slopes is not None:
+            s -= tl.load(slopes + h) * tl.abs(pos - j).to(tl.float32)
+        if bias is not None:
+            place = bias + b * bias_at[0] + h * bias_at[1] + i.to(tl.int64) * bias_at[2]
+            s += tl.load(place + j * bias_at[3], mask=j < keys, other=0.0)
+        s *= LOG2E
+    if MASKED:
+        ok = (j >= 0) & (j < keys) & (j >= low) & (j < high)
+        if CAUSAL:
+            ok &= j <= pos
+        if window is not None:
+            ok &= j > pos - window
+        if allowed is not None:
+            place = allowed + b * allowed_at[0] + h * allowed_at[1] + i.to(tl.int64) * allowed_at[2]
+            ok &= tl.load(place + j * allowed_at[3], mask=j < keys, other=0) != 0
+        s = tl.where(ok, s, float("-inf"))
+    return s, bend
+
+
+@triton.jit
+def _span(
+    pos, low, high, keys, window, allowed, bias, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of a block of queries: the first and last key in sight, and between which all see all."""
+    start = tl.maximum(tl.min(low), 0)
+    stop = tl.minimum(tl.max(high), keys)
+    open_start, open_stop = tl.max(low), tl.minimum(tl.min(high), keys)
+    if CAUSAL:
+        stop = tl.minimum(stop, tl.max(pos) + 1)
+        open_stop = tl.minimum(open_stop, tl.min(pos) + 1)
+    if window is not None:
+        start = tl.maximum(start, tl.min(pos) + 1 - window)
+        open_start = tl.maximum(open_start, tl.max(pos) + 1 - window)
+    start = start // BLOCK * BLOCK
+    open_start = tl.maximum(start, (tl.maximum(open_start, 0) + BLOCK - 1) // BLOCK * BLOCK)
+    open_stop = tl.maximum(open_stop, 0) // BLOCK * BLOCK
+    if (allowed is not None) or (bias is not None):
+        open_stop = open_start
+    closed = open_stop <= open_start
+    open_start = tl.where(closed, start, open_start)
+    open_stop = tl.where(closed, start, open_stop)
+    return start, open_start, open_stop, stop
+
+
+@triton.jit
+def _sweep(
+    m, total, spread, ahead, acc, q, i, pos, low, high, b, h, k, k_at, v, v_at, keys, start, stop,
+    window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, DV,
+    ENTROPY: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    PRECISION: tl.constexpr, PRECISION_V: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys from `start` to `stop`."""
+    for n in range(start, stop, BN):
+        j = n + tl.arange(0, BN)
+        keys_here = _load(k, j, keys, k_at, D, BD, EVEN, MASKED)
+        dot = tl.dot(q, tl.trans(keys_here), input_precision=PRECISION)
+        s, _ = _scores(
+            dot, i[:, None], pos[:, None], j[None, :], low[:, None], high[:, None], b, h, keys,
+            window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, CAUSAL, MASKED,
+        )  # fmt: skip
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        x = s - base[:, None]
+        p = tl.exp2(x)
+        shrink = tl.exp2(m - base)
+        if ENTROPY:
+            moved = tl.where(m == float("-inf"), 0.0, m - base)
+            each = p * x
+            if MASKED:
+                each = tl.where(p > 0, each, 0.0)
+            spread = shrink * (spread + total * moved) + tl.sum(each, 1)
+        if AHEAD:
+            ahead = shrink * ahead + tl.sum(p * (j[None, :] - pos[:, None]).to(tl.float32), 1)
+        total = shrink * total + tl.sum(p, 1)
+        if v is not None:
+            values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
+            acc = tl.dot(
+                p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
+            )
+        m = top
+    return m, total, spread, ahead, acc
+
+
+@triton.jit
+def _single(
+    q, i, pos, j, low, high, lse, b, h, k, k_at, keys, window, scale, softcap, allowed, allowed_at,
+    bias, bias_at, slopes, D, CAUSAL: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The weight of one key `j` for each query."""
+    keys_here = _load(k, j, keys, k_at, D, BD, EVEN)
+    dot = tl.sum(q.to(tl.float32) * keys_here.to(tl.float32), 1)
+    inside = tl.minimum(tl.maximum(j, 0), keys - 1)
+    s, _ = _scores(
+        dot, i, pos, inside, low, high, b, h, keys, window, scale, softcap, allowed, allowed_at,
+        bias, bias_at, slopes, CAUSAL, True,
+    )  # fmt: skip
+    weight = tl.exp2(s - lse)
+    return tl.where((inside == j) & (lse != float("-inf")), weight, 0.0)
+
+
+@triton.jit
+def forward(
+    q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
+    bias_at, slopes, sinks, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
+    out, out_at, lse_out, max_out, entropy_out, ahead_out, first_out, previous_out, self_out,
+    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION_V: tl.constexpr,
+):  # fmt: skip
+    """Output and figures of a block of queries."""
+    blocks = tl.cdiv(queries, BM)
+    place = tl.program_id(0)
+    bh = place // blocks
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    block = blocks - 1 - place % blocks  # those that see most come first
+    wanted = block * BM + tl.arange(0, BM)
+    i = tl.minimum(wanted, queries - 1)
+    pos = _position(i, position, offset)
+    lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+    q += b * q_at[0] + h * q_at[1]
+    k += b * k_at[0] + (h // group) * k_at[1]
+    if v is not None:
+        v += b * v_at[0] + (h // group) * v_at[1]
+    rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
+
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    spread = tl.zeros([BM], tl.float32)
+    ahead = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    start, open_start, open_stop, stop = _span(
+        pos, lows, highs, keys, window, allowed, bias, CAUSAL, BN
+    )
+    ENTROPY: tl.constexpr = entropy_out is not None
+    AHEAD: tl.constexpr = ahead_out is not None
+    if (window is not None) or (low is not None):
+        m, total, spread, ahead, acc = _sweep(
+            m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
+            start, open_start, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
+            D, DV, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN, EVEN_V, PRECISION, PRECISION_V,
+        )  # fmt: skip
+    if (allowed is None) and (bias is None):
+        m, total, spread, ahead, acc = _sweep(
+            m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
+            open_start, open_stop, window, scale, softcap, allowed, allowed_at, bias, bias_at,
+            slopes, D, DV, ENTROPY, AHEAD, CAUSAL, False, BN, BD, BV, EVEN, EVEN_V, PRECISION,
+            PRECISION_V,
+        )  # fmt: skip
+    m, total, spread, ahead, acc = _sweep(
+        m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
+        open_stop, stop, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
+        D, DV, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN, EVEN_V, PRECISION, PRECISION_V,
+    )  # fmt: skip
+
+    dead = total == 0
+    largest = m * LN2
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        shrink, own = tl.exp2(m - base), tl.exp2(sink - base)
+        moved = tl.where(m == float("-inf"), 0.0, m - base)
+        spread = shrink * (spread + total * moved) + tl.where(own > 0, own * (sink - base), 0.0)
+        ahead *= shrink
+        acc *= shrink[:, None]
+        total = tl.where(dead, 0.0, shrink * total + own)
+        m = top
+    weight = tl.where(dead, 1.0, total)
+    lse = tl.where(dead, float("-inf"), m + tl.log2(weight))
+    stored = wanted < queries
+    figure = bh.to(tl.int64) * queries + wanted
+    if out is not None:
+        d = tl.arange(0, BV)
+        cells = (
+            out
+            + b * out_at[0]
+            + h * out_at[1]
+            + wanted[:, None].to(tl.int64) * out_at[2]
+            + d[None, :]
+        )
+        acc = tl.where(dead[:, None], 0.0, acc / weight[:, None])
+        tl.store(cells, acc.to(out.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
+    if lse_out is not None:
+        tl.store(lse_out + figure, lse * LN2, mask=stored)
+    if max_out is not None:
+        tl.store(max_out + figure, largest, mask=stored)
+    if ENTROPY:
+        entropy = (tl.log2(weight) - spread / weight) * LN2
+        entropy = tl.where(entropy < 0, 0.0, entropy)
+        tl.store(entropy_out + figure, tl.where(dead, 0.0, entropy), mask=stored)
+    if AHEAD:
+        tl.store(ahead_out + figure, tl.where(dead, 0.0, ahead / weight), mask=stored)
+    if first_out is not None:
+        single = _single(
+            rows, i, pos, tl.zeros_like(i), lows, highs, lse, b, h, k, k_at, keys, window, scale,
+            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+        )  # fmt: skip
+        tl.store(first_out + figure, single, mask=stored)
+    if previous_out is not None:
+        single = _single(
+            rows, i, pos, pos - 1, lows, highs, lse, b, h, k, k_at, keys, window, scale,
+            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+        )  # fmt: skip
+        tl.store(previous_out + figure, single, mask=stored)
+    if self_out is not None:
+        single = _single(
+            rows, i, pos, pos, lows, highs, lse, b, h, k, k_at, keys, window, scale,
+            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+        )  # fmt: skip
+        tl.store(self_out + figure, single, mask=stored)
+
+
+@triton.jit
+def _change(p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous, g_self):
+    """`dS = P ∘ (dP + constant − g_H s + g_J (j − position) + single keys)`; `change` is dP."""
+    change += tl.load(constant + at)[:, None]
+    if g_entropy is not None:
+        finite = tl.where(p > 0, s * LN2, 0.0)
+        change -= tl.load(g_entropy + at)[:, None] * finite
+    if g_ahead is not None:
+        change += tl.load(g_ahead + at)[:, None] * (j[None, :] - pos[:, None]).to(tl.float32)
+    if g_first is not None:
+        change += tl.where(j[None, :] == 0, tl.load(g_first + at)[:, None], 0.0)
+    if g_previous is not None:
+        change += tl.where(j[None, :] == pos[:, None] - 1, tl.load(g_previous + at)[:, None], 0.0)
+    if g_self is not None:
+        change += tl.where(j[None, :] == pos[:, None], tl.load(g_self + at)[:, None], 0.0)
+    return p * change
+
+
+@triton.jit
+def backward_queries(
+    q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
+    bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
+    lse, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self, g_q, gq_at,
+    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient in a block of queries."""
+    blocks = tl.cdiv(queries, BM)
+    place = tl.program_id(0)
+    bh = place // blocks
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    wanted = (blocks - 1 - place % blocks) * BM + tl.arange(0, BM)
+    i = tl.minimum(wanted, queries - 1)
+    pos = _position(i, position, offset)
+    lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+    q += b * q_at[0] + h * q_at[1]
+    k += b * k_at[0] + (h // group) * k_at[1]
+    rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
+    at = bh.to(tl.int64) * queries + i
+    lse_here = tl.load(lse + at) * LOG2E
+    lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)
+    if g_out is not None:
+        v += b * v_at[0] + (h // group) * v_at[1]
+        g_out += b * g_at[0] + h * g_at[1]
+        g = _load(g_out, i, queries, g_at, DV, BV, EVEN_V, False)
+    start, _, _, stop = _span(pos, lows, highs, keys, window, allowed, bias, CAUSAL, BN)
+    acc = tl.zeros([BM, BD], tl.float32)
+    for n in range(start, stop, BN):
+        j = n + tl.arange(0, BN)
+        keys_here = _load(k, j, keys, k_at, D, BD, EVEN)
+        dot = tl.dot(rows, tl.trans(keys_here), input_precision=PRECISION)
+        s, bend = _scores(
+            dot, i[:, None], pos[:, None], j[None, :], lows[:, None], highs[:, None], b, h, keys,
+            window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, CAUSAL, True,
+        )  # fmt: skip
+        p = tl.exp2(s - lse_here[:, None])
+        change = tl.zeros([BM, BN], tl.float32)
+        if g_out is not None:
+            values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
+            change = tl.dot(g, tl.trans(values), input_precision=PRECISION)
+        change = _change(
+            p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous, g_self
+        )
+        if softcap is not None:
+            change *= 1.0 - bend * bend
+        acc = tl.dot(change.to(keys_here.dtype), keys_here, acc, input_precision=PRECISION)
+    d = tl.arange(0, BD)
+    cells = (
+        g_q
+        + b * gq_at[0]
+        + h * gq_at[1]
+        + wanted[:, None].to(tl.int64) * gq_at[2]
+        + d[None, :] * gq_at[3]
+    )
+    stored = (wanted < queries)[:, None] & (d < D)[None, :]
+    tl.store(cells, (acc * scale).to(g_q.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _meeting(
+    n, queries, position, offset, window, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The queries that may see some of the keys from `n` on: where they start and stop."""
+    start, stop = n * 0, n * 0 + queries
+    if position is None:
+        if CAUSAL:
+            start = tl.maximum(n - offset, 0) // BM * BM
+        if window is not None:
+            stop = tl.minimum(stop, n + BN - 1 + window - offset)
+    return start, stop
+
+
+@triton.jit
+def backward_keys(
+    q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
+    bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
+    lse, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self,
+    g_k, gk_at, g_v, gv_at,
+    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient in a block of keys and their values, from all query heads that read them."""
+    blocks = tl.cdiv(keys, BN)
+    place = tl.program_id(0)
+    bg = place // blocks
+    kv_heads = heads // group
+    b, kv = (bg // kv_heads).to(tl.int64), bg % kv_heads
+    n = place % blocks * BN
+    j = n + tl.arange(0, BN)
+    k += b * k_at[0] + kv * k_at[1]
+    keys_here = _load(k, j, keys, k_at, D, BD, EVEN)
+    if g_out is not None:
+        v += b * v_at[0] + kv * v_at[1]
+        values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BV], tl.float32)
+    first, last = _meeting(n, queries, position, offset, window, CAUSAL, BM, BN)
+    for member in range(0, group):
+        h = kv * group + member
+        q_head = q + b * q_at[0] + h * q_at[1]
+        figures = (b * heads + h) * queries
+        for t in range(first, last, BM):
+            wanted = t + tl.arange(0, BM)
+            i = tl.minimum(wanted, queries - 1)
+            pos = _position(i, position, offset)
+            lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+            if (tl.max(highs) > n) & (tl.min(lows) < n + BN):
+                at = figures + i
+                lse_here = tl.load(lse + at) * LOG2E
+                gone = (lse_here == float("-inf")) | (wanted >= queries)
+                lse_here = tl.where(gone, float("inf"), lse_here)
+                rows = _load(q_head, i, queries, q_at, D, BD, EVEN, False)
+                dot = tl.dot(rows, tl.trans(keys_here), input_precision=PRECISION)
+                s, bend = _scores(
+                    dot, i[:, None], pos[:, None], j[None, :], lows[:, None], highs[:, None], b, h,
+                    keys, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
+                    CAUSAL, True,
+                )  # fmt: skip
+                p = tl.exp2(s - lse_here[:, None])
+                change = tl.zeros([BM, BN], tl.float32)
+                if g_out is not None:
+                    g_head = g_out + b * g_at[0] + h * g_at[1]
+                    g = _load(g_head, i, queries, g_at, DV, BV, EVEN_V, False)
+                    acc_v = tl.dot(tl.trans(p).to(g.dtype), g, acc_v, input_precision=PRECISION)
+                    change = tl.dot(g, tl.trans(values), input_precision=PRECISION)
+                change = _change(
+                    p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous,
+                    g_self,
+                )  # fmt: skip
+                if softcap is not None:
+                    change *= 1.0 - bend * bend
+                acc_k = tl.dot(
+                    tl.trans(change).to(rows.dtype), rows, acc_k, input_precision=PRECISION
+                )
+    d = tl.arange(0, BD)
+    inside = (j < keys)[:, None]
+    cells = (
+        g_k
+        + b * gk_at[0]
+        + kv * gk_at[1]
+        + j[:, None].to(tl.int64) * gk_at[2]
+        + d[None, :] * gk_at[3]
+    )
+    tl.store(cells, (acc_k * scale).to(g_k.dtype.element_ty), mask=inside & (d < D)[None, :])
+    if g_v is not None:
+        d = tl.arange(0, BV)
+        cells = (
+            g_v
+            + b * gv_at[0]
+            + kv * gv_at[1]
+            + j[:, None].to(tl.int64) * gv_at[2]
+            + d[None, :] * gv_at[3]
+        )
+        tl.store(cells, acc_v.to(g_v.dtype.element_ty), mask=inside & (d < DV)[None, :])
+
+
+@triton.jit
+def columns(
+    q, k, q_at, k_at, position, low, low_at, high, high_at, allowed, allowed_at, bias, bias_at,
+    slopes, heads, group, queries, keys, offset, window, scale, softcap, D, lse, weight, received,
+    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`Σ_i weight_i p_ij` of a block of keys of one query head."""
+    blocks = tl.cdiv(keys, BN)
+    place = tl.program_id(0)
+    bh = place // blocks
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    n = place % blocks * BN
+    j = n + tl.arange(0, BN)
+    q += b * q_at[0] + h * q_at[1]
+    k += b * k_at[0] + (h // group) * k_at[1]
+    keys_here = _load(k, j, keys, k_at, D, BD, EVEN)
+    found = tl.zeros([BN], tl.float32)
+    first, last = _meeting(n, queries, position, offset, window, CAUSAL, BM, BN)
+    for t in range(first, last, BM):
+        wanted = t + tl.arange(0, BM)
+        i = tl.minimum(wanted, queries - 1)
+        pos = _position(i, position, offset)
+        lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+        if (tl.max(highs) > n) & (tl.min(lows) < n + BN):
+            lse_here = tl.load(lse + bh.to(tl.int64) * queries + i) * LOG2E
+            gone = (lse_here == float("-inf")) | (wanted >= queries)
+            lse_here = tl.where(gone, float("inf"), lse_here)
+            rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
+            dot = tl.dot(rows, tl.trans(keys_here), input_precision=PRECISION)
+            s, _ = _scores(
+                dot, i[:, None], pos[:, None], j[None, :], lows[:, None], highs[:, None], b, h,
+                keys, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
+                CAUSAL, True,
+            )  # fmt: skip
+            p = tl.exp2(s - lse_here[:, None])
+            if weight is not None:
+                p *= tl.load(weight + i)[:, None]
+            found += tl.sum(p, 0)
+    tl.store(received + bh.to(tl.int64) * keys + j, found, mask=j < keys)
