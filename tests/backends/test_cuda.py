@@ -110,7 +110,8 @@ def test_widths_of_heads(dim: int, dtype: torch.dtype) -> None:
     exact_in = [x.detach().double().cpu().requires_grad_() for x in here]
     plain_in = [x.detach().clone().requires_grad_() for x in here]
     mask = hw.Window(20)
-    seen = hw.observe(*here, *statistics(), mask=mask, backend="native")
+    backend = "auto" if dtype == torch.float32 else "native"  # which refuses the widest of these
+    seen = hw.observe(*here, *statistics(), mask=mask, backend=backend)
     exact, plain = truth(*exact_in, mask=mask), attention(*plain_in, mask=mask)
     assert_as_good(seen.out.cpu(), plain.out.cpu(), exact.out, dtype, FACTOR[dtype])
     assert_figures(seen, exact)

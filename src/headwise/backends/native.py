@@ -62,6 +62,12 @@ class Native(OnePass):
             reasons.append(f"a scale beyond float32 ({call.scale})")
         if call.softcap is not None and not cpu.SOFTCAPS[0] <= call.softcap <= cpu.SOFTCAPS[1]:
             reasons.append(f"a softcap of extreme size ({call.softcap})")
+        if (
+            device == "cuda"
+            and call.q.dtype == torch.float32
+            and max(dim, wide) > cuda.WIDEST_EXACT
+        ):
+            reasons.append(f"heads of float32 wider than {cuda.WIDEST_EXACT} ({max(dim, wide)})")
         if device == "cuda" and call.dropout and not _fused(call):
             reasons.append("the Triton kernel has no dropout")
         size = table_bytes(call.mask, extent, call.q.device)

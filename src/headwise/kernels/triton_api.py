@@ -17,6 +17,9 @@ from .interface import FIGURES, Problem, Terms
 WIDEST = 256
 """The largest head dimension, and the largest width of the values."""
 
+WIDEST_EXACT = 128
+"""The same in float32, of which less fits into the memory that a program shares."""
+
 _FAR = 2**30
 """Farther than any key."""
 
@@ -222,8 +225,7 @@ def _power(width: int) -> int:
 def _blocks(name: str, wide: int, exact: bool) -> dict[str, int]:
     """How many queries and keys a program takes at a time, and how it is run."""
     if exact:
-        warps = 4 if wide <= 64 else 8
-        return {"BM": 64, "BN": 32 if wide <= 128 else 16, "num_warps": warps, "num_stages": 1}
+        return {"BM": 64, "BN": 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 1}
     if wide > 128:
         return {"BM": 64, "BN": 32, "num_warps": 8, "num_stages": 1}
     if name in ("backward_keys", "backward_queries"):
