@@ -3,11 +3,12 @@
     python benchmarks/watching.py                 # both parts, about 4 minutes on two cores
     python benchmarks/watching.py --part time --rounds 21
     python benchmarks/watching.py --part memory
+    python benchmarks/watching.py --part time --device cuda --dtype bfloat16 --length 1024 8192
 
-12 layers of 12 heads, width 768, random weights, float32 on the CPU, `attn_implementation="sdpa"`;
-without the language-model head, which would only make the shares smaller. All contenders take turns
-in every round; outputs and figures are compared before the clock starts. Peak memory is that of a
-process of its own, above what it held before the call.
+12 layers of 12 heads, width 768, random weights, by default in float32 on the CPU,
+`attn_implementation="sdpa"`; without the language-model head, which would only make the shares
+smaller. All contenders take turns in every round; outputs and figures are compared before the clock
+starts. Peak memory is above what was held before the call, on the CPU that of a process of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,15 @@ def statistics() -> list[Any]:
     return [hw.LSE(), hw.Entropy(), *masses]
 
 
-def build(length: int, attention: str = "sdpa", layers: int = 12) -> Any:
+@dataclass(frozen=True)
+class Where:
+    """Where models are, and in which dtype."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+def build(length: int, attention: str = "sdpa", layers: int = 12, where: Where = Where()) -> Any:
     """A model of GPT-2 small's size for so many tokens; the same weights for either attention."""
     from transformers import GPT2Config, GPT2Model
 
@@ -58,12 +68,13 @@ def build(length: int, attention: str = "sdpa", layers: int = 12) -> Any:
         for name, weight in model.named_parameters():
             if name.endswith("attn.c_attn.weight"):
                 weight.mul_(2.0)
-    return model
+    return model.to(where.device, where.dtype)
 
 
-def ids(length: int) -> Tensor:
+def ids(length: int, device: str = "cpu") -> Tensor:
     """Random tokens `[1, length]`."""
-    return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    found = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    return found.to(device)
 
 
 def watched(model: Any, tokens: Tensor, queries: int | None = None) -> tuple[Tensor, Any]:
@@ -100,29 +111,37 @@ def assert_equal(sdpa: Any, eager: Any, tokens: Tensor) -> None:
             )
 
 
-def measure_time(rounds: int) -> list[dict[str, Any]]:
-    """Every contender in turn."""
-    tokens = ids(LENGTH)
-    sdpa, eager = build(LENGTH), build(LENGTH, "eager")
-    assert_equal(sdpa, eager, tokens)
+def measure_time(rounds: int, length: int, where: Where) -> list[dict[str, Any]]:
+    """Every contender in turn; what does not fit into memory is left out."""
+    exact = Where(where.device)
+    few = ids(min(length, LENGTH), where.device)
+    assert_equal(build(LENGTH, where=exact), build(LENGTH, "eager", where=exact), few)
+    tokens = ids(length, where.device)
+    sdpa, eager = build(length, where=where), build(length, "eager", where=where)
     contenders: dict[str, Callable[[], Any]] = {
         "not watched": lambda: sdpa(tokens, use_cache=False),
         f"watched: {SET}": lambda: watched(sdpa, tokens),
         f"watched: {SET}; {SAMPLE} drawn queries": lambda: watched(sdpa, tokens, SAMPLE),
-        "eager, output_attentions=True": lambda: eager(
-            tokens, use_cache=False, output_attentions=True
-        ),
-        "eager, output_attentions=True, and the figures": lambda: materialised(eager, tokens),
     }
+    if length <= FITS:
+        contenders |= {
+            "eager, output_attentions=True": lambda: eager(
+                tokens, use_cache=False, output_attentions=True
+            ),
+            "eager, output_attentions=True, and the figures": lambda: materialised(eager, tokens),
+        }
     taken = timing.interleaved(contenders, rounds=rounds)
     rows, lines = [], []
     for name, seconds in taken.items():
         time, beside = timing.Spread.of(seconds), timing.ratio(taken, name, "not watched")
-        rows.append({"contender": name, "seconds": time, "beside_not_watched": beside})
+        row = {"length": length, "contender": name, "seconds": time, "beside_not_watched": beside}
+        if where.device == "cuda":
+            row["peak_bytes"] = timing.peak_bytes(contenders[name], "cuda")
+        rows.append(row)
         spread = f"{beside.median:.3f} ({beside.low:.3f} to {beside.high:.3f})"
-        lines.append([name, f"{1e3 * time.median:.0f}", spread])
+        lines.append([name, f"{1e3 * time.median:.1f}", spread])
     timing.show(
-        f"12 layers × 12 heads, width 768, B 1, T {LENGTH}, float32",
+        f"12 layers × 12 heads, width 768, B 1, T {length}, {where.dtype} on {where.device}",
         ["", "ms", "× not watched"],
         lines,
     )
@@ -181,19 +200,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, default=LENGTH, help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--length", type=int, nargs="+", default=[LENGTH])
     chosen = parser.parse_args(arguments)
     if chosen.peak:
-        print(measure_peak(chosen.peak, chosen.length))
+        print(measure_peak(chosen.peak, chosen.length[0]))
         return
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         if chosen.part != "memory":
-            rows += measure_time(chosen.rounds)
-        if chosen.part != "time":
+            where = Where(chosen.device, getattr(torch, chosen.dtype))
+            for length in chosen.length:
+                rows += measure_time(chosen.rounds, length, where)
+        if chosen.part != "time" and chosen.device == "cpu":
             rows += measure_memory()
     if not chosen.no_record:
-        print(f"kept in {timing.record('watching', {'rounds': chosen.rounds}, rows, RESULTS)}")
+        name = "watching" if chosen.device == "cpu" else f"watching_{chosen.device}"
+        settings = {"rounds": chosen.rounds, "device": chosen.device, "dtype": chosen.dtype}
+        print(f"kept in {timing.record(name, settings, rows, RESULTS, chosen.device)}")
 
 
 if __name__ == "__main__":

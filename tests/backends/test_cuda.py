@@ -15,6 +15,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(37, 37, H), (37, 41, 3), (1, 41, 2), (150, 260, 2)]
 
+CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES[:2]]
+CASES.append((*SHAPES[0], torch.float16))
+
 FACTOR = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 """How many times the error of the plain definition is allowed.
 
@@ -36,11 +39,10 @@ def statistics() -> list[hw.Statistic]:
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("t", "s", "g", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
-@pytest.mark.parametrize(("t", "s", "g"), SHAPES)
 def test_forward_and_backward(
-    name: str, dtype: torch.dtype, t: int, s: int, g: int, backend: str
+    name: str, t: int, s: int, g: int, dtype: torch.dtype, backend: str
 ) -> None:
     mask = MASKS_WITH_POSITIONS[name](t, s)
     here = qkv(t, s, g, dtype)

@@ -8,7 +8,7 @@ ranges of keys or tables (`native_masks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -136,13 +136,31 @@ class Native(OnePass):
         return found
 
 
+def _refuse_on_cuda(call: Call) -> Iterator[str]:
+    wide = max(call.q.shape[3], call.v.shape[3])
+    if call.q.dtype == torch.float32 and wide > cuda.WIDEST_EXACT:
+        yield f"heads of float32 wider than {cuda.WIDEST_EXACT} ({wide})"
+    if call.dropout and not _fused(call):
+        yield "the Triton kernel has no dropout"
+
+
 def _fused(call: Call) -> bool:
     """Whether PyTorch's fused kernel makes the output: on CUDA, where no mask keeps it from it."""
-    if not call.q.is_cuda or call.sinks is not None or call.softcap is not None or call.scale <= 0:
+    if not call.q.is_cuda or call.sinks is not None:
         return False
-    if whole(call.mask, call.extent, call.q.device) is None:
+    if call.kind is None:
+        return _unmasked(call)
+    asked = "fused", call.needs_grad
+    found = call.kind.known.get(asked)
+    if found is None:
+        found = call.kind.known[asked] = _unmasked(call)
+    return found
+
+
+def _unmasked(call: Call) -> bool:
+    if call.softcap is not None or call.scale <= 0 or Sdpa().refuse(call):
         return False
-    return not Sdpa().refuse(call)
+    return whole(call.mask, call.extent, call.q.device) is not None
 
 
 def faster(call: Call) -> bool:

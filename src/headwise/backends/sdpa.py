@@ -328,9 +328,10 @@ def _cpu(
 def _cuda(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
 ) -> tuple[Tensor, Tensor]:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    dim = q.shape[-1]
-    if half and bias is None and dim % 8 == 0 and dim <= 256:
+    half, wide = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    # The kernels read 16 bytes at a time: rows are padded to multiples of them, and start there.
+    q, k, v = (_in_sixteens(x if wide % 8 == 0 else F.pad(x, (0, -wide % 8))) for x in (q, k, v))
+    if half and bias is None and q.shape[-1] <= 256:
         if _cudnn_serves(q):
             found = ops._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, call.dropout, causal, False, scale=call.scale
@@ -342,7 +343,14 @@ def _cuda(
     else:
         found = _cuda_efficient(q, k, v, bias, causal, call)
     out, lse = found[0], found[1]
-    return out, lse.reshape(*lse.shape[:2], -1)[..., : q.shape[2]]
+    return out[..., :wide], lse.reshape(*lse.shape[:2], -1)[..., : q.shape[2]]
+
+
+def _in_sixteens(x: Tensor) -> Tensor:
+    """The tensor with batch rows, heads and positions that start at multiples of 16 bytes."""
+    steps = zip(x.shape, x.stride(), strict=True)
+    whole = all(step * x.element_size() % 16 == 0 for n, step in list(steps)[:3] if n > 1)
+    return x if whole and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cudnn_serves(q: Tensor) -> bool:

@@ -3,8 +3,8 @@
 A program takes a block of queries (or of keys) of one head and goes over the keys (or queries) that
 it may meet, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Beside the sum
 of the weights it keeps `Σ p (s − m)` and `Σ p (j − position)`, relative to the running maximum m,
-so that nothing is lost where logits are large. Scores are kept times log₂ e, as hardware has 2ˣ.
-Only `triton_api` calls these.
+so that nothing is lost where logits are large. Hardware has 2ˣ: where a score is `scale · q·k` and
+no more, log₂ e is in the scale. Only `triton_api` calls these.
 """
 
 # Triton reads the annotations of kernels itself: no `from __future__ import annotations` here.
@@ -48,11 +48,24 @@ def _position(i, position, offset):
 
 
 @triton.jit
-def _edge(i, edge, at, b, h, otherwise):
-    """A range's edge for each query."""
+def _edge(i, edge, at, b, h, keys, otherwise):
+    """A range's edge for each query, within the sequence."""
     if edge is not None:
-        return tl.load(edge + b * at[0] + h * at[1] + i * at[2]).to(tl.int32)
+        found = tl.load(edge + b * at[0] + h * at[1] + i * at[2])
+        return tl.minimum(tl.maximum(found, 0), keys).to(tl.int32)
     return tl.zeros_like(i) + otherwise
+
+
+@triton.jit
+def _unit(softcap, bias, slopes):
+    """Scores times this are logarithms to base 2.
+
+    A bias may leave nothing of q·k in a score. That rounding must be done before anything is taken
+    from the score, and a product with log₂ e would be fused with what comes after it.
+    """
+    if (softcap is None) and (bias is None) and (slopes is None):
+        return tl.constexpr(1.0)
+    return LOG2E
 
 
 @triton.jit
@@ -60,9 +73,9 @@ def _scores(
     dot, i, pos, j, low, high, b, h, keys, window, scale, softcap,
     allowed, allowed_at, bias, bias_at, slopes, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores times log₂ e, −inf where hidden, and the tanh of softcap; of axes that broadcast."""
+    """Scores in their unit, −inf where hidden, and the tanh of softcap; of axes that broadcast."""
     bend = dot
-    if softcap is None and bias is None and slopes is None:
+    if (softcap is None) and (bias is None) and (slopes is None):
         s = dot * (scale * LOG2E)
     else:
         s = dot * scale
@@ -76,7 +89,6 @@ def _scores(
         if bias is not None:
             place = bias + b * bias_at[0] + h * bias_at[1] + i.to(tl.int64) * bias_at[2]
             s += tl.load(place + j * bias_at[3], mask=j < keys, other=0.0)
-        s *= LOG2E
     if MASKED:
         ok = (j >= 0) & (j < keys) & (j >= low) & (j < high)
         if CAUSAL:
@@ -124,6 +136,7 @@ def _sweep(
     PRECISION: tl.constexpr, PRECISION_V: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys from `start` to `stop`."""
+    unit = _unit(softcap, bias, slopes)
     for n in range(start, stop, BN):
         j = n + tl.arange(0, BN)
         keys_here = _load(k, j, keys, k_at, D, BD, EVEN, MASKED)
@@ -135,8 +148,8 @@ def _sweep(
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         x = s - base[:, None]
-        p = tl.exp2(x)
-        shrink = tl.exp2(m - base)
+        p = tl.exp2(x * unit)
+        shrink = tl.exp2((m - base) * unit)
         if ENTROPY:
             moved = tl.where(m == float("-inf"), 0.0, m - base)
             each = p * x
@@ -149,7 +162,7 @@ def _sweep(
         if v is not None:
             values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
             acc = tl.dot(
-                p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
+                p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION_V
             )
         m = top
     return m, total, spread, ahead, acc
@@ -157,8 +170,9 @@ def _sweep(
 
 @triton.jit
 def _single(
-    q, i, pos, j, low, high, lse, b, h, k, k_at, keys, window, scale, softcap, allowed, allowed_at,
-    bias, bias_at, slopes, D, CAUSAL: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    q, i, pos, j, low, high, m, total, b, h, k, k_at, keys, window, scale, softcap, allowed,
+    allowed_at, bias, bias_at, slopes, D,
+    CAUSAL: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The weight of one key `j` for each query."""
     keys_here = _load(k, j, keys, k_at, D, BD, EVEN)
@@ -168,15 +182,16 @@ def _single(
         dot, i, pos, inside, low, high, b, h, keys, window, scale, softcap, allowed, allowed_at,
         bias, bias_at, slopes, CAUSAL, True,
     )  # fmt: skip
-    weight = tl.exp2(s - lse)
-    return tl.where((inside == j) & (lse != float("-inf")), weight, 0.0)
+    weight = tl.exp2((s - m) * _unit(softcap, bias, slopes)) / total
+    return tl.where((inside == j) & (s != float("-inf")), weight, 0.0)
 
 
 @triton.jit
 def forward(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, sinks, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
-    out, out_at, lse_out, max_out, entropy_out, ahead_out, first_out, previous_out, self_out,
+    out, out_at, top_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
+    previous_out, self_out,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
     PRECISION_V: tl.constexpr,
@@ -190,7 +205,7 @@ def forward(
     wanted = block * BM + tl.arange(0, BM)
     i = tl.minimum(wanted, queries - 1)
     pos = _position(i, position, offset)
-    lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+    lows, highs = _edge(i, low, low_at, b, h, keys, 0), _edge(i, high, high_at, b, h, keys, keys)
     q += b * q_at[0] + h * q_at[1]
     k += b * k_at[0] + (h // group) * k_at[1]
     if v is not None:
@@ -227,12 +242,14 @@ def forward(
     )  # fmt: skip
 
     dead = total == 0
-    largest = m * LN2
+    unit = _unit(softcap, bias, slopes)
+    natural = unit * LN2  # scores times this are natural logarithms
+    largest = m * natural
     if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + h).to(tl.float32) / natural
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
-        shrink, own = tl.exp2(m - base), tl.exp2(sink - base)
+        shrink, own = tl.exp2((m - base) * unit), tl.exp2((sink - base) * unit)
         moved = tl.where(m == float("-inf"), 0.0, m - base)
         spread = shrink * (spread + total * moved) + tl.where(own > 0, own * (sink - base), 0.0)
         ahead *= shrink
@@ -240,7 +257,7 @@ def forward(
         total = tl.where(dead, 0.0, shrink * total + own)
         m = top
     weight = tl.where(dead, 1.0, total)
-    lse = tl.where(dead, float("-inf"), m + tl.log2(weight))
+    lse = tl.where(dead, float("-inf"), m * natural + tl.log2(weight) * LN2)
     stored = wanted < queries
     figure = bh.to(tl.int64) * queries + wanted
     if out is not None:
@@ -255,41 +272,65 @@ def forward(
         acc = tl.where(dead[:, None], 0.0, acc / weight[:, None])
         tl.store(cells, acc.to(out.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
     if lse_out is not None:
-        tl.store(lse_out + figure, lse * LN2, mask=stored)
+        tl.store(lse_out + figure, lse, mask=stored)
+    if top_out is not None:
+        tl.store(top_out + figure, tl.where(dead, float("-inf"), m * natural), mask=stored)
+        tl.store(total_out + figure, weight, mask=stored)
     if max_out is not None:
         tl.store(max_out + figure, largest, mask=stored)
     if ENTROPY:
-        entropy = (tl.log2(weight) - spread / weight) * LN2
+        entropy = tl.log2(weight) * LN2 - spread / weight * natural
         entropy = tl.where(entropy < 0, 0.0, entropy)
         tl.store(entropy_out + figure, tl.where(dead, 0.0, entropy), mask=stored)
     if AHEAD:
         tl.store(ahead_out + figure, tl.where(dead, 0.0, ahead / weight), mask=stored)
     if first_out is not None:
         single = _single(
-            rows, i, pos, tl.zeros_like(i), lows, highs, lse, b, h, k, k_at, keys, window, scale,
-            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+            rows, i, pos, tl.zeros_like(i), lows, highs, m, weight, b, h, k, k_at, keys, window,
+            scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
         )  # fmt: skip
         tl.store(first_out + figure, single, mask=stored)
     if previous_out is not None:
         single = _single(
-            rows, i, pos, pos - 1, lows, highs, lse, b, h, k, k_at, keys, window, scale,
-            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+            rows, i, pos, pos - 1, lows, highs, m, weight, b, h, k, k_at, keys, window,
+            scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
         )  # fmt: skip
         tl.store(previous_out + figure, single, mask=stored)
     if self_out is not None:
         single = _single(
-            rows, i, pos, pos, lows, highs, lse, b, h, k, k_at, keys, window, scale,
-            softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
+            rows, i, pos, pos, lows, highs, m, weight, b, h, k, k_at, keys, window,
+            scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, CAUSAL, BD, EVEN,
         )  # fmt: skip
         tl.store(self_out + figure, single, mask=stored)
 
 
 @triton.jit
-def _change(p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous, g_self):
-    """`dS = P ∘ (dP + constant − g_H s + g_J (j − position) + single keys)`; `change` is dP."""
+def _base(top, at, gone, natural):
+    """What a row's scores are taken relative to, in their unit; ∞ where there are no weights."""
+    base = tl.load(top + at) / natural
+    return tl.where(gone | (base == float("-inf")), float("inf"), base)
+
+
+@triton.jit
+def _weights(above, total, at, unit):
+    """The softmax of scores above their row's base, whose weights have this total (1 if None)."""
+    p = tl.exp2(above * unit)
+    if total is not None:
+        p /= tl.load(total + at)[:, None]
+    return p
+
+
+@triton.jit
+def _change(
+    p, above, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous, g_self
+):
+    """`dS = P ∘ (dP + constant − g_H above + g_J (j − position) + …)`; `change` is dP.
+
+    Scores are `above` what the constant is relative to, as natural logarithms.
+    """
     change += tl.load(constant + at)[:, None]
     if g_entropy is not None:
-        finite = tl.where(p > 0, s * LN2, 0.0)
+        finite = tl.where(p > 0, above, 0.0)
         change -= tl.load(g_entropy + at)[:, None] * finite
     if g_ahead is not None:
         change += tl.load(g_ahead + at)[:, None] * (j[None, :] - pos[:, None]).to(tl.float32)
@@ -306,11 +347,13 @@ def _change(p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_p
 def backward_queries(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
-    lse, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self, g_q, gq_at,
+    top, total, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self, g_q, gq_at,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient in a block of queries."""
+    unit = _unit(softcap, bias, slopes)
+    natural = unit * LN2
     blocks = tl.cdiv(queries, BM)
     place = tl.program_id(0)
     bh = place // blocks
@@ -318,13 +361,12 @@ def backward_queries(
     wanted = (blocks - 1 - place % blocks) * BM + tl.arange(0, BM)
     i = tl.minimum(wanted, queries - 1)
     pos = _position(i, position, offset)
-    lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+    lows, highs = _edge(i, low, low_at, b, h, keys, 0), _edge(i, high, high_at, b, h, keys, keys)
     q += b * q_at[0] + h * q_at[1]
     k += b * k_at[0] + (h // group) * k_at[1]
     rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
     at = bh.to(tl.int64) * queries + i
-    lse_here = tl.load(lse + at) * LOG2E
-    lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)
+    base = _base(top, at, wanted >= queries, natural)
     if g_out is not None:
         v += b * v_at[0] + (h // group) * v_at[1]
         g_out += b * g_at[0] + h * g_at[1]
@@ -339,14 +381,16 @@ def backward_queries(
             dot, i[:, None], pos[:, None], j[None, :], lows[:, None], highs[:, None], b, h, keys,
             window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, CAUSAL, True,
         )  # fmt: skip
-        p = tl.exp2(s - lse_here[:, None])
+        above = s - base[:, None]
+        p = _weights(above, total, at, unit)
         change = tl.zeros([BM, BN], tl.float32)
         if g_out is not None:
             values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
             change = tl.dot(g, tl.trans(values), input_precision=PRECISION)
         change = _change(
-            p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous, g_self
-        )
+            p, above * natural, pos, j, at, change, constant, g_entropy, g_ahead, g_first,
+            g_previous, g_self,
+        )  # fmt: skip
         if softcap is not None:
             change *= 1.0 - bend * bend
         acc = tl.dot(change.to(keys_here.dtype), keys_here, acc, input_precision=PRECISION)
@@ -380,12 +424,14 @@ def _meeting(
 def backward_keys(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
-    lse, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self,
+    top, total, g_out, g_at, constant, g_entropy, g_ahead, g_first, g_previous, g_self,
     g_k, gk_at, g_v, gv_at,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient in a block of keys and their values, from all query heads that read them."""
+    unit = _unit(softcap, bias, slopes)
+    natural = unit * LN2
     blocks = tl.cdiv(keys, BN)
     place = tl.program_id(0)
     bg = place // blocks
@@ -409,12 +455,13 @@ def backward_keys(
             wanted = t + tl.arange(0, BM)
             i = tl.minimum(wanted, queries - 1)
             pos = _position(i, position, offset)
-            lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+            lows, highs = (
+                _edge(i, low, low_at, b, h, keys, 0),
+                _edge(i, high, high_at, b, h, keys, keys),
+            )
             if (tl.max(highs) > n) & (tl.min(lows) < n + BN):
                 at = figures + i
-                lse_here = tl.load(lse + at) * LOG2E
-                gone = (lse_here == float("-inf")) | (wanted >= queries)
-                lse_here = tl.where(gone, float("inf"), lse_here)
+                base = _base(top, at, wanted >= queries, natural)
                 rows = _load(q_head, i, queries, q_at, D, BD, EVEN, False)
                 dot = tl.dot(rows, tl.trans(keys_here), input_precision=PRECISION)
                 s, bend = _scores(
@@ -422,7 +469,8 @@ def backward_keys(
                     keys, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
                     CAUSAL, True,
                 )  # fmt: skip
-                p = tl.exp2(s - lse_here[:, None])
+                above = s - base[:, None]
+                p = _weights(above, total, at, unit)
                 change = tl.zeros([BM, BN], tl.float32)
                 if g_out is not None:
                     g_head = g_out + b * g_at[0] + h * g_at[1]
@@ -430,8 +478,8 @@ def backward_keys(
                     acc_v = tl.dot(tl.trans(p).to(g.dtype), g, acc_v, input_precision=PRECISION)
                     change = tl.dot(g, tl.trans(values), input_precision=PRECISION)
                 change = _change(
-                    p, s, pos, j, at, change, constant, g_entropy, g_ahead, g_first, g_previous,
-                    g_self,
+                    p, above * natural, pos, j, at, change, constant, g_entropy, g_ahead, g_first,
+                    g_previous, g_self,
                 )  # fmt: skip
                 if softcap is not None:
                     change *= 1.0 - bend * bend
@@ -463,11 +511,14 @@ def backward_keys(
 @triton.jit
 def columns(
     q, k, q_at, k_at, position, low, low_at, high, high_at, allowed, allowed_at, bias, bias_at,
-    slopes, heads, group, queries, keys, offset, window, scale, softcap, D, lse, weight, received,
+    slopes, heads, group, queries, keys, offset, window, scale, softcap, D,
+    top, total, weight, received,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Σ_i weight_i p_ij` of a block of keys of one query head."""
+    unit = _unit(softcap, bias, slopes)
+    natural = unit * LN2
     blocks = tl.cdiv(keys, BN)
     place = tl.program_id(0)
     bh = place // blocks
@@ -483,11 +534,13 @@ def columns(
         wanted = t + tl.arange(0, BM)
         i = tl.minimum(wanted, queries - 1)
         pos = _position(i, position, offset)
-        lows, highs = _edge(i, low, low_at, b, h, 0), _edge(i, high, high_at, b, h, keys)
+        lows, highs = (
+            _edge(i, low, low_at, b, h, keys, 0),
+            _edge(i, high, high_at, b, h, keys, keys),
+        )
         if (tl.max(highs) > n) & (tl.min(lows) < n + BN):
-            lse_here = tl.load(lse + bh.to(tl.int64) * queries + i) * LOG2E
-            gone = (lse_here == float("-inf")) | (wanted >= queries)
-            lse_here = tl.where(gone, float("inf"), lse_here)
+            at = bh.to(tl.int64) * queries + i
+            base = _base(top, at, wanted >= queries, natural)
             rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
             dot = tl.dot(rows, tl.trans(keys_here), input_precision=PRECISION)
             s, _ = _scores(
@@ -495,7 +548,7 @@ def columns(
                 keys, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
                 CAUSAL, True,
             )  # fmt: skip
-            p = tl.exp2(s - lse_here[:, None])
+            p = _weights(s - base[:, None], total, at, unit)
             if weight is not None:
                 p *= tl.load(weight + i)[:, None]
             found += tl.sum(p, 0)

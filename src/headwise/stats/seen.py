@@ -198,7 +198,7 @@ class Seen(HeadTable):
                 some = self.found.view.rows is not None
                 return Reading(self.found.of_rows, self.rows, sampled=some)
         if name not in self.readings:
-            known = ", ".join(["lse", *self.readings])
+            known = ", ".join(dict.fromkeys(["lse", *self.readings]))
             raise KeyError(f"{name!r} was not observed; there are: {known}")
         return self.readings[name]
 
