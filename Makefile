@@ -8,13 +8,15 @@ install = SKBUILD_WHEEL_CMAKE=false PIP_CONSTRAINT=constraints.txt PIP_BUILD_CON
 PIP := $(call install,.venv)
 # Modular MAX is proprietary and under its own licence: only `make test-max` installs it.
 MAX ?= 25.7.0
+# Triton comes with PyTorch where that has CUDA; only `make test-triton` installs it.
+TRITON ?= 3.6.0
 
 # The native kernel, compiled where a compiler is found; NATIVE=no goes without it.
 KERNEL := src/headwise/kernels/cpp
 LIBRARY := src/headwise/kernels/libheadwise.$(if $(filter Darwin,$(shell uname)),dylib,so)
 COMPILED := $(if $(filter no,$(NATIVE)),,$(LIBRARY))
 
-.PHONY: run test test-units test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
+.PHONY: run test test-units test-triton test-ranks test-matrix environments test-peers compare test-trainers test-max test-suites docs test-arm test-site notebooks fuzz calls kills lint bench native sanitize wheel release clean
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -43,7 +45,7 @@ SHAPES := src README.md docs tests/backends/test_attend.py tests/core/test_masks
   tests/layers/test_cache.py tests/backends/test_explain.py tests/stats/test_running.py tests/capture/test_ablate.py \
   tests/capture/test_watch.py
 test: .venv/.dev $(COMPILED) lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not ranks" tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not ranks and not triton" tests
 	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES) \
 	  --ignore docs/api/parallel.md \
 	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
@@ -66,6 +68,11 @@ test-units: .venv/.dev $(COMPILED)
 	  echo "our kernels for $$unit, PyTorch's for $$torch"; \
 	  ATEN_CPU_CAPABILITY=$$torch $(BIN)/python -m pytest -n auto --dist worksteal --unit $$unit $$tests || exit 1; \
 	done
+
+# The kernels for GPUs, interpreted on the CPU (by an interpreter that needs an older numpy).
+test-triton: .venv/.dev $(COMPILED) build/triton-$(TRITON)/.made
+	@TRITON_INTERPRET=1 PYTHONPATH=build/triton-$(TRITON) \
+	  $(BIN)/python -m pytest -n auto --dist worksteal -m triton tests/kernels/test_triton.py
 
 # Processes that work together: two and four of them, commands under torchrun, ranks that are killed.
 test-ranks: .venv/.dev $(COMPILED)
@@ -220,6 +227,11 @@ endef
 
 .venv/.bench: .venv/.dev
 	@$(PIP) -e '.[bench]'
+	@touch $@
+
+build/triton-$(TRITON)/.made: | .venv/.made
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  triton==$(TRITON) numpy==2.2.6
 	@touch $@
 
 .venv-peers/.made: pyproject.toml constraints.txt peers/constraints.txt

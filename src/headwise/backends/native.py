@@ -62,14 +62,8 @@ class Native(OnePass):
             reasons.append(f"a scale beyond float32 ({call.scale})")
         if call.softcap is not None and not cpu.SOFTCAPS[0] <= call.softcap <= cpu.SOFTCAPS[1]:
             reasons.append(f"a softcap of extreme size ({call.softcap})")
-        if (
-            device == "cuda"
-            and call.q.dtype == torch.float32
-            and max(dim, wide) > cuda.WIDEST_EXACT
-        ):
-            reasons.append(f"heads of float32 wider than {cuda.WIDEST_EXACT} ({max(dim, wide)})")
-        if device == "cuda" and call.dropout and not _fused(call):
-            reasons.append("the Triton kernel has no dropout")
+        if device == "cuda":
+            reasons += _refuse_on_cuda(call)
         size = table_bytes(call.mask, extent, call.q.device)
         if size > TABLE_LIMIT:
             reasons.append(
@@ -140,8 +134,8 @@ def _refuse_on_cuda(call: Call) -> Iterator[str]:
     wide = max(call.q.shape[3], call.v.shape[3])
     if call.q.dtype == torch.float32 and wide > cuda.WIDEST_EXACT:
         yield f"heads of float32 wider than {cuda.WIDEST_EXACT} ({wide})"
-    if call.dropout and not _fused(call):
-        yield "the Triton kernel has no dropout"
+    if call.dropout:
+        yield "the kernel for GPUs has no dropout"
 
 
 def _fused(call: Call) -> bool:

@@ -27,15 +27,16 @@ _BEYOND = 2**30
 """Farther than any key."""
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+_INSTALLED = importlib.util.find_spec("triton") is not None  # compilers cannot follow it
+
+
 def why_not() -> str:
     """What keeps the kernels from running here; empty if nothing does."""
-    if importlib.util.find_spec("triton") is None:
+    if not _INSTALLED:
         return "its kernels for GPUs need Triton, which is not installed"
     if torch.version.hip is not None:
         return "its kernels for GPUs were never run on ROCm"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+    if torch.cuda.get_device_capability() < (8, 0):
         return "its kernels for GPUs need compute capability 8.0"
     return ""
 

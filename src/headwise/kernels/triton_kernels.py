@@ -7,10 +7,12 @@ so that nothing is lost where logits are large. Hardware has 2ˣ: where a score 
 no more, log₂ e is in the scale. Only `triton_api` calls these.
 """
 
-# Triton reads the annotations of kernels itself: no `from __future__ import annotations` here.
+# Triton reads the annotations of kernels itself: no `from __future__ import annotations` here. It
+# knows which branches are taken, and so that what these define is there.
+# pyright: reportPossiblyUnboundVariable=false
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)

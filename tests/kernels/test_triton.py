@@ -1,0 +1,93 @@
+"""The Triton kernels, interpreted on the CPU, beside the kernel in C++ (`make test-triton`).
+
+On a GPU, tests/backends/test_cuda.py holds them to the definition.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.backends.native_masks import terms_of
+from headwise.core.call import as_mask
+from headwise.core.shapes import Extent
+from headwise.kernels import ctypes_api as cpu
+from headwise.kernels import triton_api as cuda
+from headwise.kernels.interface import FIGURES, Problem, Terms
+from headwise.kernels.torch_ops import DIFFERENTIABLE
+from support import MASKS_WITH_POSITIONS, B, H
+
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter has no products of bfloat16
+SHAPES = {
+    "square": (37, 37, H, 64, 64, None, False),
+    "grouped, softcap, sinks, odd widths": (70, 141, 3, 40, 24, 5.0, True),
+    "one query": (1, 41, 2, 16, 64, None, True),
+}
+
+
+def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype, name: str) -> None:
+    assert (got is None) == (want is None), name
+    if got is None or want is None:
+        return
+    assert got.dtype == want.dtype, name
+    finite = torch.isfinite(want)
+    assert torch.equal(torch.isfinite(got), finite), name
+    near = 2e-5 if got.dtype == torch.float32 and dtype == torch.float32 else 3e-3
+    size = max(1.0, want[finite].abs().max().item()) if finite.any() else 1.0
+    torch.testing.assert_close(got[finite], want[finite], rtol=0, atol=near * size, msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MASKS_WITH_POSITIONS)
+def test_equal_to_the_kernel_in_c(name: str, shape: str, dtype: torch.dtype) -> None:
+    t, s, g, dim, wide, softcap, sunk = SHAPES[shape]
+    q, k, v = torch.randn(B, H, t, dim), torch.randn(B, g, s, dim), torch.randn(B, g, s, wide)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    mask = as_mask(MASKS_WITH_POSITIONS[name](t, s))
+    terms = terms_of(mask, Extent(B, H, g, t, s), q.device)
+    assert_equal(Problem(q, k, v, torch.randn(H) if sunk else None, terms, 0.2, softcap or 0.0))
+
+
+def test_chosen_queries() -> None:
+    q, k, v = torch.randn(B, H, 4, 16), torch.randn(B, 3, 50, 16), torch.randn(B, 3, 50, 16)
+    terms = Terms(torch.tensor([0, 7, 20, 49]), causal=True, window=15)
+    assert_equal(Problem(q, k, v, None, terms, 0.25, 0.0))
+
+
+@pytest.mark.parametrize("lift", [0.0, 1e9, -1e9])
+def test_scores_that_are_large(lift: float) -> None:
+    q, k, v = torch.randn(B, H, 9, 16), torch.randn(B, 3, 20, 16), torch.randn(B, 3, 20, 16)
+    assert_equal(Problem(q, k, v, None, Terms(bias=torch.full((1, 1, 9, 20), lift)), 0.25, 0.0))
+
+
+def assert_equal(problem: Problem) -> None:
+    """Output, figures, their gradients, column sums and block maps are those of the C++ kernel."""
+    q, k, v, sinks = problem[:4]
+    assert v is not None
+    dtype, (t, s) = q.dtype, (q.shape[2], k.shape[2])
+    want = cpu.forward(problem, 127)
+    for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
+        assert_near(got, right, dtype, name)
+    figures = dict(zip(FIGURES, want[1:], strict=True))
+    figures = {name: figures[name] for name in DIFFERENTIABLE}
+    for with_out in (True, False):
+        values, out = (v, want[0]) if with_out else (None, None)
+        g_out = torch.randn(v.shape[0], H, t, v.shape[3]).to(dtype) if with_out else None
+        grads: dict[str, Tensor | None] = {name: torch.randn(B, H, t) for name in DIFFERENTIABLE}
+        needed = (True, True, with_out, sinks is not None)
+        asked = problem._replace(v=values)
+        mine, right = (
+            side.backward(asked, out, figures, g_out, grads, needed) for side in (cuda, cpu)
+        )
+        for name, got, gradient in zip("qkvs", mine, right, strict=True):
+            assert_near(got, gradient, dtype, f"gradient in {name}")
+    lse, weight = figures["lse"], torch.rand(t)
+    assert lse is not None
+    blocks = torch.arange(t) * 5 // t, torch.arange(s) * 5 // s, 5
+    sums = (side.sums(problem._replace(v=None), lse, weight, True, blocks) for side in (cuda, cpu))
+    for name, got, right in zip(("received", "map"), *sums, strict=True):
+        assert_near(got, right, torch.float32, name)
