@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,12 +26,11 @@ _BEYOND = 2**30
 """Farther than any key."""
 
 
-_INSTALLED = importlib.util.find_spec("triton") is not None  # compilers cannot follow it
-
-
 def why_not() -> str:
     """What keeps the kernels from running here; empty if nothing does."""
-    if not _INSTALLED:
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
         return "its kernels for GPUs need Triton, which is not installed"
     if torch.version.hip is not None:
         return "its kernels for GPUs were never run on ROCm"
