@@ -149,7 +149,7 @@ class Net:
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):
             call.first_head, call.layer_heads = place
-        with silence():
+        with silence(), self.functions.off():
             new = self.listener(call)
         if waiting is not None:
             waiting.made = waiting.made if new is None else new
@@ -186,6 +186,25 @@ class Functions(TorchFunctionMode):
                     above.append(mode)
             while above:
                 push_mode(above.pop())
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """See nothing while this lasts; the other modes stay as they are."""
+        if self not in modes():
+            yield
+            return
+        above: list[Any] = []
+        while (mode := pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            push_mode(mode)
+        try:
+            yield
+        finally:
+            above = [pop_mode() for _ in above]
+            push_mode(self)
+            for mode in reversed(above):
+                push_mode(mode)
 
     def __torch_function__(
         self,

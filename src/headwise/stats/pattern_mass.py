@@ -38,6 +38,11 @@ def ranges_in(pattern: Pattern, view: View) -> KeyRanges:
 
 def in_sight(pattern: Pattern, view: View) -> Int[Tensor, "#B #H n"]:
     """Whether each query may attend to its key of a pattern that has one at most: 1 or 0."""
+    free = view.rows is None and view.mask.free and getattr(pattern, "free", False)
+    return view.once(("in sight", pattern), lambda: _in_sight(pattern, view), free)
+
+
+def _in_sight(pattern: Pattern, view: View) -> Int[Tensor, "#B #H n"]:
     extent, ranges = view.extent, ranges_in(pattern, view)
     i, _ = grid(extent, view.device)
     key = ranges.order[0, ranges.start[0].clamp(0, extent.keys - 1)][:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
@@ -132,16 +132,29 @@ class View:
     def _visible(self) -> tuple[Tensor, Tensor]:
         """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
         if self._seen is None:
-            kind = self.asked.kind if self.mask.free else None
-            found = None if kind is None else kind.known.get("visible keys")
-            if found is None:
-                with nullcontext() if kind is None else torch.inference_mode(False):  # graphs keep
-                    found = visible_keys(self.mask, self.extent, self.device)
-                if kind is not None and found.numel() <= 1 << 12:
-                    kind.known["visible keys"] = found
-            counts = found if kind is None else found.clone()  # the caller's own
+            counts = self.once(
+                "visible keys",
+                lambda: visible_keys(self.mask, self.extent, self.device),
+                self.mask.free,
+            )
             self._seen = counts, counts > 0
         return self._seen
+
+    def once(self, about: Hashable, make: Callable[[], Tensor], free: bool) -> Tensor:
+        """A tensor that, where it is `free`, depends on nothing but the kind of the call.
+
+        Then it is made once for all calls of the kind, if it is small.
+        """
+        kind = self.asked.kind if free else None
+        if kind is None:
+            return make()
+        found = kind.known.get(about)
+        if found is None:
+            with torch.inference_mode(False):  # graphs keep it
+                found = make()
+            if found.numel() <= 1 << 12:
+                kind.known[about] = found
+        return found.clone()  # the caller's own
 
     def zeros(self, *shape: int) -> Tensor:
         """Room for sums, `[B · H, *shape]`, in the dtype of statistics."""
