@@ -24,6 +24,7 @@ from .read_pieces import (
     of_self,
     root_of,
     word_of,
+    words_in,
 )
 
 FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
@@ -152,6 +153,19 @@ def worn_out(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     own = any(isinstance(to, ast.Name) and to.id == name for to in before)
                     if len(call.args) == 1 and not own:  # else it may be gone, or a copy
                         yield "worn", call.lineno, {"name": name}
+                case _:
+                    pass
+
+
+def no_bias(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`bias=False if wanted is False else None`, which is no bias either way."""
+    for call in nodes(ast.Call, part):
+        for given in call.keywords if LAYERS.fullmatch(ast.unparse(call.func)) else ():
+            match given.value:
+                case ast.IfExp(test, ast.Constant(False | None), ast.Constant(False | None)):
+                    code = f"bias={ast.unparse(given.value)}"
+                    if given.arg == "bias" and (said := sorted(words_in(test))):
+                        yield "never", call.lineno, {"code": code, "name": said[0]}
                 case _:
                     pass
 

@@ -27,6 +27,25 @@ def returns_nothing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sa
             yield "nothing", last.lineno, {"name": function.name, "value": value.id}
 
 
+def fixed_tokens(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Heads that are split with the number of tokens written down:
+    `q.reshape(batch, 50, 3, 16).transpose(1, 2)`."""
+    for function in nodes(ast.FunctionDef, *getattr(kind, "body", ())):
+        for call in nodes(ast.Call, function) if function.name == "forward" else ():
+            match call:
+                case ast.Call(
+                    ast.Attribute(
+                        ast.Call(ast.Attribute(_, "view" | "reshape"), [batch, *sizes]), "transpose"
+                    ),
+                    [ast.Constant(1), ast.Constant(2)],
+                ) if len(sizes) == 3 and not isinstance(batch, ast.Constant):
+                    numbers = [getattr(one, "value", None) for one in sizes]
+                    if all(type(one) is int and one > 1 for one in numbers):
+                        yield "tokens", call.lineno, {"number": str(numbers[0])}
+                case _:
+                    pass
+
+
 def _prints(statement: ast.stmt) -> bool:
     return ast.unparse(statement).startswith("print(")
 

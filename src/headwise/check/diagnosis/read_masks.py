@@ -20,6 +20,7 @@ from .read_pieces import (
     goes_into_softmax,
     in_order,
     is_mask,
+    is_within,
     masked_product,
     number_of,
     of_self,
@@ -31,6 +32,11 @@ from .read_pieces import (
 
 OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
+
+ONES = re.compile(r"torch\.tril\(torch\.ones\(")
+"""What makes a mask that is 1 where a query may attend."""
+OF_BOOLEANS = re.compile(r"bool|==|!=|<|>|log|fill|inf|where|~|1 - ")
+"""Code that makes something else of it."""
 
 ADDED = re.compile(r"inf|masked_fill|where|float|finfo|-1e|zeros")
 """Code that makes numbers that are added to scores."""
@@ -222,6 +228,35 @@ def misread_by_fused(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             said = line.partition("#")[2].strip()
             if SAID[False].search(said.lower()) and not SAID[True].search(said.lower()):
                 yield "fused", made[0].lineno, {"name": name, "said": said}
+
+
+def own_masks_by_fused(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """Masks of ones where a query may attend, as the same file makes them once for all of its
+    layers, that go to PyTorch's fused attention as numbers, or turned over."""
+    for function in nodes(ast.FunctionDef, part):
+        parameters = {one.arg for one in nodes(ast.arg, function) if is_mask(one.arg)}
+        for call in nodes(ast.Call, function):
+            if ast.unparse(call.func).split(".")[-1] != FUSED:
+                continue
+            given = [one.value for one in call.keywords if one.arg == "attn_mask"] or call.args[3:4]
+            made = {target_of(one): one.value for one in nodes(ast.Assign, function)}
+            handed = made.get(word_of(given[0]), given[0]) if given else None
+            match handed:
+                case ast.Name(name) if name in parameters and name not in made:
+                    way = "numbers"
+                case ast.Compare(ast.Name(name), [ast.Eq()], [ast.Constant(0)]):
+                    way = "upside"
+                case _:
+                    continue
+            makers = [
+                one
+                for one in nodes(ast.Assign, source.tree)
+                if target_of(one) == name and not is_within(one, function)
+            ]
+            code = ast.unparse(makers[0].value) if len(makers) == 1 else ""
+            if name in parameters and ONES.match(code) and not OF_BOOLEANS.search(code):
+                words = {"name": name, "made": code, "code": ast.unparse(handed)}
+                yield way, call.lineno, words
 
 
 def padded_blocks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -267,11 +268,15 @@ def read_by(statement: ast.stmt) -> set[str]:
 
 
 def number_of(value: ast.expr, known: Known) -> float | None:
-    """The number that stands there, or that goes by a name of the file's there: `-settings.EPS`."""
+    """The number that stands there, in words even, `float("-1e9")`, or that goes by a name of the
+    file's there: `-settings.EPS`."""
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
         number = number_of(value.operand, known)
         return None if number is None else -number
     thing: Any = getattr(value, "value", None)
+    if isinstance(value, ast.Call) and word_of(value.func) == "float" and value.args:
+        with contextlib.suppress(ValueError):
+            thing = float(str(getattr(value.args[0], "value", "")))
     if isinstance(value, ast.Name | ast.Attribute):
         first, *rest = ast.unparse(value).split(".")
         thing = known.get(first)

@@ -9,6 +9,7 @@ from .read_built import (
     made_anew,
     misspelt,
     moved_parameters,
+    no_bias,
     on_a_gpu,
     repeated_layers,
     set_on_condition,
@@ -34,7 +35,7 @@ from .read_code import (
     unread_roles,
     unread_turns,
 )
-from .read_ends import masks_beside, positions_beside, returns_nothing
+from .read_ends import fixed_tokens, masks_beside, positions_beside, returns_nothing
 from .read_maps import (
     cut_otherwise,
     joined_otherwise,
@@ -52,6 +53,7 @@ from .read_masks import (
     misread_by_fused,
     multiplied_masks,
     of_queries_alone,
+    own_masks_by_fused,
     padded_blocks,
     small_fills,
     tiled_masks,
@@ -86,13 +88,14 @@ from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (misspelt, worn_out, handed_up),
-    "shape": (returns_nothing,),
+    "shape": (returns_nothing, fixed_tokens),
     "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (
         dropped_masks,
         tiled_masks,
         misread_by_fused,
+        own_masks_by_fused,
         idle_flags,
         crossed_masks,
         masks_beside,
@@ -118,6 +121,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "softmax": (said_axes, unsaid_axes, single_numbers, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),
+    "bias": (no_bias,),
     "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),
     "shared-heads": (repeated_layers,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
@@ -114,6 +116,31 @@ def of_guess(subject: Target, error: BaseException) -> bool:
     if (TOKENS in sizes or each) and sizes - known_sizes(subject):
         return True
     return bool(spoken(subject.caller, error))
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Notes whether a softmax came to its end."""
+
+    done = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.done |= getattr(func, "__name__", "") in ("softmax", "scaled_dot_product_attention")
+        return result
+
+
+def fails_after_softmax(subject: Target, error: BaseException) -> bool:
+    """Whether a call that is set fails in somebody's file on what the layer itself made of x: its
+    attention was computed, and nothing that was left out is spoken of."""
+    if isinstance(error, UnusableResult) or refuses(error) or spoken(subject.caller, error):
+        return False
+    if subject.caller.custom is not None or not users_frames(error):
+        return False
+    with contextlib.suppress(Exception), _Softmaxes() as seen:
+        subject(subject.input())
+    return seen.done
 
 
 def is_miscalled(subject: Target, error: BaseException) -> bool:

@@ -51,7 +51,7 @@ def told(error: BaseException, file: Path | None = None) -> str:
 def _meant(error: BaseException) -> str:
     """The attribute of a module that is nearest to one that it has not."""
     owner, name = getattr(error, "obj", None), getattr(error, "name", None) or ""
-    if isinstance(error, AttributeError) and not isinstance(owner, nn.Module):
+    if isinstance(error, AttributeError) and owner is None:
         found = re.search(r"has no attribute '(\w+)'", str(error))
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         owner, name = frames[-1].f_locals.get("self"), found[1] if found else ""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .call_adapter import ALL_SHAPES, MaskForm, Result, UnusableResult
-from .call_faults import axis_too_many, of_guess, own_areas, pools
+from .call_faults import axis_too_many, fails_after_softmax, of_guess, own_areas, pools
 from .checked_target import BATCH, TOKENS, Target
 from .errors import Broken, users_frames
 from .fills import OPTIONAL, SURE, Fill
@@ -196,7 +196,8 @@ class _Search:
         for error, tokens in self._windowed if not made_up else ():
             raise not_run(f"x {[BATCH, tokens, subject.embed_dim]}", error) from error
         no_axes = all(all(self._unpacked.get(n, [False])) for n in (2, 3, 4))
-        sure = _is_sure(subject) and (no_axes or _cut_short(errors))
+        cut = no_axes or _cut_short(errors)
+        sure = _is_sure(subject) and (cut or fails_after_softmax(subject, errors[0]))
         refuse(subject, errors[0], self.own or sure)
 
 

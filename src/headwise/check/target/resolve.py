@@ -237,7 +237,8 @@ def _built(
             raise ValueError(
                 f"check({label}): it gives a {kind} for sizes; name what computes attention"
             )
-        held = [name for name, one in vars(target).items() if isinstance(one, nn.Module)]
+        inside = getattr(target, "__dict__", {})
+        held = [name for name, one in inside.items() if isinstance(one, nn.Module)]
         if held:
             raise Broken(found("registered", "class", kind=kind, names=", ".join(held[:4])))
         raise Broken(found("builds", "result", label=label, kind=kind))

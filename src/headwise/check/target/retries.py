@@ -6,9 +6,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from .construct import Unsaid, name_of
 from .errors import Broken, is_users, told
 from .names import building_role
 from .refusals import install, not_there
-from .signatures import signature
+from .signatures import signature, source_of
 from .sizes import BuildSizes
 from .unknowns import STEADY
 
@@ -215,7 +216,21 @@ def _is_its_own(fault: BaseException, parameters: Sequence[inspect.Parameter]) -
         return True  # of something that its own defaults leave out
     if "as child module" in str(fault):
         return True  # a name that holds a module already
+    if _lacks_a_field(fault):
+        return True
     module = "'module' object is not callable" in str(fault) and is_users(line.filename)
     if of_key or module or UNMADE.search(str(fault)) or isinstance(fault, NameError):
         return True
     return isinstance(owner, nn.Module | ModuleType | type)
+
+
+def _lacks_a_field(fault: BaseException) -> bool:
+    """Whether a configuration of the file's own class of data lacks what is read of it, and nothing
+    in the file puts it there."""
+    owner, name = getattr(fault, "obj", None), getattr(fault, "name", None)
+    kind = type(owner)
+    home = sys.modules.get(kind.__module__)
+    if not isinstance(fault, AttributeError) or not name or not is_dataclass(kind):
+        return False
+    put = re.search(rf"(?<!self)\.{name}\s*=(?!=)|setattr\(", source_of(home))
+    return is_users(getattr(home, "__file__", None) or "") and put is None
