@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from headwise.check.diagnosis.read_built import made_anew, misspelt
+from headwise.check.diagnosis.read_built import made_anew, misspelt, no_bias
 from headwise.check.diagnosis.read_caches import misaligned, stored_astray
 from headwise.check.diagnosis.read_code import (
     never_read,
@@ -14,8 +14,9 @@ from headwise.check.diagnosis.read_code import (
     turned_values,
     unread_turns,
 )
+from headwise.check.diagnosis.read_ends import fixed_tokens
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
-from headwise.check.diagnosis.read_masks import tiled_masks
+from headwise.check.diagnosis.read_masks import own_masks_by_fused, small_fills, tiled_masks
 from headwise.check.diagnosis.read_pieces import Reader
 from headwise.check.diagnosis.read_sizes import (
     fused_merges,
@@ -24,6 +25,7 @@ from headwise.check.diagnosis.read_sizes import (
     scaled_biases,
     split_on,
     summed_apart,
+    viewed_heads,
     whole_roots,
 )
 from headwise.check.diagnosis.read_softmax import said_axes, single_numbers
@@ -188,9 +190,53 @@ class Layer(nn.Module):
 """
 
 
+HANDED_OVER = """
+class GPT(nn.Module):
+    def forward(self, x):
+        mask = torch.tril(torch.ones(t, t, device=x.device)){0}
+        return self.attend(x, mask)
+
+class Layer(nn.Module):
+    def forward(self, x, mask=None):
+        seen = {1}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+"""
+FILLS = """
+class Layer(nn.Module):
+    def forward(self, scores, mask):
+        return scores.masked_fill(mask == 0, float("{0}")).softmax(-1)
+"""
+LINEAR = """
+class Layer(nn.Module):
+    def __init__(self, dim, qkv_bias=False):
+        self.qkv = nn.Linear(dim, 3 * dim, bias={0})
+"""
+WRITTEN_DOWN = """
+class Layer(nn.Module):
+    def forward(self, x):
+        b, t, _ = x.shape
+        return self.q(x).reshape(b, {0}, 3, 16).transpose(1, 2)
+"""
+BY_HEADS = """
+class Layer(nn.Module):
+    def __init__(self, dim, num_heads):
+        self.q = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        query = self.q(x){0}
+        return query.view(batch * num_heads, -1, width)
+"""
+
+
 @pytest.mark.parametrize(
     ("reader", "code", "wrong", "right"),
     [
+        (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), (".bool()", "mask == 0")),
+        (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), ("", "mask == 1")),
+        (small_fills, FILLS, "-1e-9", "-1e9"),
+        (no_bias, LINEAR, "False if qkv_bias is False else None", "qkv_bias"),
+        (fixed_tokens, WRITTEN_DOWN, "50", "t"),
+        (viewed_heads, BY_HEADS, "", ".view(batch, -1, num_heads, width).transpose(1, 2)"),
         (split_on, SPLIT, "reshape(batch, self.n_heads, nodes, -1)", "transpose(1, 2)"),
         (read_on, SPLIT, "view(batch, self.n_heads, -1, nodes)", "permute(0, 2, 3, 1)"),
         (fused_merges, FUSED, ".contiguous()", ".transpose(1, 2)"),
@@ -217,6 +263,12 @@ class Layer(nn.Module):
 def test_a_line(reader: Reader, code: str, wrong: Filling, right: Filling) -> None:
     assert said(reader, filled(code, wrong))
     assert not said(reader, filled(code, right))
+
+
+def test_numbers_that_are_added_for_a_mask() -> None:
+    code = HANDED_OVER.replace("seen = {1}", "").replace("=seen", "=mask")
+    assert said(own_masks_by_fused, code.format("")) == ["numbers"]
+    assert said(own_masks_by_fused, code.format(" == 1")) == []
 
 
 def test_rotations_that_nothing_reads() -> None:

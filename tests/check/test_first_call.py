@@ -504,3 +504,63 @@ def test_a_batch_that_comes_second_by_its_own_name_is_taken_at_its_word() -> Non
     assert resolve(BatchSecond).caller.layout.axes == "TBE"
     assert check(BatchSecond).passed
     assert check(BatchMixed).errors[0].rule == "batch"
+
+
+class Joined(Base):
+    """Heads are joined once, or twice."""
+
+    def __init__(self, dim: int, heads: int, times: int = 1) -> None:
+        super().__init__(dim, heads)
+        self.times = times
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = self.scores(query, key).softmax(-1) @ self.cut(self.to_v(value))
+        for _ in range(self.times):
+            batch, _, tokens, _ = heads.shape
+            heads = heads.transpose(1, 2).reshape(batch, tokens, -1)
+        return self.proj(heads)
+
+
+class JoinedTwice(Joined):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads, 2)
+
+
+def test_what_fails_behind_the_softmax_is_the_layers_own() -> None:
+    assert check(Joined, dim=24, heads=3).passed
+    (one,) = check(JoinedTwice, dim=24, heads=3).errors
+    assert (one.rule, "expected 4, got 3" in one.message) == ("runs", True)
+
+
+@dataclass
+class Sizes:
+    dim: int = 24
+    n_heads: int = 3
+
+
+class Reads(Base):
+    def __init__(self, config: Sizes) -> None:
+        super().__init__(config.dim, config.n_local_heads)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gathered(self.scores(x), x)
+
+
+def test_a_field_that_its_own_configuration_lacks() -> None:
+    (one,) = check(Reads).errors
+    assert one.rule == "builds"
+    assert "'Sizes' object has no attribute 'n_local_heads'" in one.message
+    assert "did you mean" not in one.message
+
+
+def test_functions_that_give_no_layer() -> None:
+    def layers(dim: int = 24) -> list[nn.Module]:
+        return [nn.Linear(dim, dim)]
+
+    def shown(dim: int = 24) -> None:
+        nn.Linear(dim, dim)
+
+    with pytest.raises(ValueError, match="it gives a list for sizes"):
+        check(layers)
+    (one,) = check(shown).errors
+    assert one.message == "shown gives a NoneType, which cannot be called."

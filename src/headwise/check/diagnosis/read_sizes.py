@@ -134,7 +134,8 @@ def _scaled(value: ast.expr) -> bool:
 
 
 def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`self.query(x).view(B, H, T, D)`: a projection that is cut into heads by a view alone."""
+    """`self.query(x).view(B, H, T, D)`, or `.view(B * H, -1, D)`: a projection that is cut into
+    heads by a view alone."""
     if not isinstance(kind, ast.ClassDef):
         return
     linear, others = set[str](), set[str]()
@@ -154,6 +155,7 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 or (ast.unparse(sizes[1]) == "-1" and word_of(sizes[2]) in _of_tokens(function))
             )
             heads = heads and word_of(sizes[2]).lower() not in ("w", "width")  # a map's height
+            heads = heads or (len(sizes) == 3 and _folds_heads(sizes[0]))
             whole, cut = (
                 heads and not any(getattr(one, "value", 0) == 1 for one in sizes),
                 method.value,
@@ -163,6 +165,13 @@ def viewed_heads(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                 cut = given[-1] if given else cut
             if whole and isinstance(cut, ast.Call) and of_self(cut.func) in linear:
                 yield "viewed", call.lineno, {}
+
+
+def _folds_heads(size: ast.expr) -> bool:
+    """`batch * num_heads`, in whatever order."""
+    both = size if isinstance(size, ast.BinOp) and isinstance(size.op, ast.Mult) else None
+    sides = [word_of(both.left), word_of(both.right)] if both is not None else []
+    return all(sides) and "heads" in map(building_role, sides)
 
 
 def _of_tokens(function: ast.FunctionDef) -> set[str]:
