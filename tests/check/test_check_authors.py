@@ -21,6 +21,12 @@ HERE = Path(__file__).parent / "authors"
 ROWS = [line.split("\t") for line in (HERE / "authors.tsv").read_text("utf-8").splitlines()]
 
 MENDED = {
+    "g12": {"e = e * adj.unsqueeze(-1)": "e = e.masked_fill(adj.unsqueeze(-1) == 0, -1e9)"},
+    "g20": {
+        "(self.k_lin(patches), n, length)": "(self.k_lin(patches), n, patches.shape[1])",
+        "(self.v_lin(patches), n, length)": "(self.v_lin(patches), n, patches.shape[1])",
+    },
+    "g26": {"dropout=dropout)\n        self.linear1": "batch_first=True)\n        self.linear1"},
     "a04": {"context_position - memory_position": "memory_position - context_position"},
     "a07": {
         "[k_pe.expand(-1, -1, self.n_heads, -1), k_nope]": (

@@ -564,3 +564,37 @@ def test_functions_that_give_no_layer() -> None:
         check(layers)
     (one,) = check(shown).errors
     assert one.message == "shown gives a NoneType, which cannot be called."
+
+
+class Classifier(nn.Module):
+    """A whole model: tokens go in, as whole numbers."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(11, dim), Joined(dim, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embedding(x)
+        return self.layer(tokens, tokens, tokens)
+
+
+def test_a_model_of_tokens_is_not_blamed_for_numbers() -> None:
+    with pytest.raises(ValueError, match="I do not know how to call this"):
+        check(Classifier, dim=24, heads=3)
+
+
+class BatchSaid(nn.Module):
+    """Batch first: (batch, seq, dim) -> (batch, seq, dim)."""
+
+    def __init__(self, dim: int, num_heads: int, batch_first: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_a_batch_that_comes_first_by_what_is_written_is_taken_at_its_word() -> None:
+    (one,) = check(BatchSaid).errors
+    assert (one.rule, "batch_first=True" in one.hint) == ("batch", True)
+    assert check(BatchSaid(24, 3, batch_first=True)).passed

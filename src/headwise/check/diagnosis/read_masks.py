@@ -121,7 +121,8 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
                     kin |= {target_of(one), *filter(is_mask, said)} - {""}
             about = [ast.unparse(one) for one in (line, *rest) if kin & words_in(one)]
             used = any(kin & (said := words_in(one)) and said & {target, other} for one in rest)
-            if used or any(OF_QUERIES.search(code) and "&" not in code for code in about):
+            of_queries = any(OF_QUERIES.search(code) and "&" not in code for code in about)
+            if used or (of_queries and not mask.startswith("adj")):  # which has an axis of either
                 continue
             before = [one for one in lines[:number] if other and target_of(one) == other]
             after = [one for one in lines[number + 1 :] if target in words_in(one)]

@@ -55,7 +55,10 @@ def cross(ctx: ProbeContext) -> Finding | None:
     try:
         out = ctx.result(x, subject, source).out
     except Failed as failure:
-        if context and context[0] in caller.guessed and f"[{batch}, {LENGTH}, " in str(failure):
+        crossed = "cross" in type(caller.target).__name__.lower()
+        crossed = crossed and _has_length_of_queries(failure.error, tokens)
+        other = context and context[0] in caller.guessed and not crossed
+        if other and f"[{batch}, {LENGTH}, " in str(failure):
             return skipped("cross", f"Its queries are made of {context[0]}, its keys of x.")
         if caller.layout is not caller.usual:
             return skipped(
@@ -65,7 +68,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
             return _queries_apart(ctx, subject, context)
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
         loose = refused or caller.made_up or (context and not caller.separate)
-        surely = caller.separate or context[0] not in caller.guessed
+        surely = caller.separate or crossed or context[0] not in caller.guessed
         if loose and not (surely and _has_length_of_queries(failure.error, tokens)):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
         if _says_causal(caller.target):

@@ -30,7 +30,7 @@ SIDES = re.compile("window|(^|_)win($|_)|map_size|height|grid|resolution|image_s
 OTHER_AXES = re.compile(
     r"values to unpack|expected \d dims|Dimension out of range|[Ee]xpected \d-?D|"
     r"number of dims|must be \d-?D|No query sequence|to have \d+ channels|"
-    r"maximum size for tensor at dimension"
+    r"maximum size for tensor at dimension|scalar types: Long"
 )
 _OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel size|too small")
 """What is said where a map's sides do not suit."""
@@ -101,9 +101,9 @@ def _of_pairs(table: Tensor) -> bool:
 
 
 def of_guess(subject: Target, error: BaseException) -> bool:
-    """Whether an error speaks of what was guessed: the axes of x, a size that is none of ours, an
-    argument that was left out; or comes from a library, of whose layer x alone is no call; or the
-    layer itself refuses."""
+    """Whether an error speaks of what was guessed: the axes of x, numbers in the place of tokens, a
+    size that is none of ours, an argument that was left out; or comes from a library, of whose
+    layer x alone is no call; or the layer itself refuses."""
     if isinstance(error, UnusableResult):
         return False
     frames = users_frames(error)

@@ -132,6 +132,7 @@ def batch_axis(target: Any, name: str) -> int | None:
         if re.search(rf"^[ \t]*(?:{alone}|{several}){end}", code, re.MULTILINE):
             return axis
     said = [one for word in (name, "input", "inputs") for one in written_axes(target, word)]
+    said = said or [*_from_to(target)]
     batches = [[place for place in (0, 1) if re.fullmatch(AXES["B"], one[place])] for one in said]
     plain = {len(one) for one in said} == {3} and all(one == batches[0] for one in batches)
     return batches[0][0] if plain and len(batches[0]) == 1 else None
@@ -159,6 +160,14 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
     typed = rf"\b{name}: *\w+\[[\w.]+, *[\"']([\w .]+)[\"']\]"
     for axes in re.findall(typed, "\n".join(lines)):
         yield re.findall(r"\w+", axes.lower())
+
+
+def _from_to(target: Any) -> Iterator[list[str]]:
+    """The axes that go in, where a docstring says what becomes of them: `(batch, seq, dim) ->
+    (batch, seq, dim)`."""
+    for text in (type(target).__doc__, getattr(type(target).forward, "__doc__", "")):
+        for one in re.finditer(r"[\[(]((?: *\w+ *,){2} *\w+ *)[\])] *(?:->|→)", text or ""):
+            yield re.findall(r"\w+", one[1].lower())
 
 
 def _arranged(pattern: str) -> list[str]:
