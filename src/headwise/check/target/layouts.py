@@ -165,7 +165,8 @@ def written_axes(target: Any, name: str) -> Iterator[list[str]]:
 def _from_to(target: Any) -> Iterator[list[str]]:
     """The axes that go in, where a docstring says what becomes of them: `(batch, seq, dim) ->
     (batch, seq, dim)`."""
-    for text in (type(target).__doc__, getattr(type(target).forward, "__doc__", "")):
+    kind = type(target) if isinstance(target, nn.Module) else nn.Module
+    for text in (kind.__doc__, getattr(kind.forward, "__doc__", "")):
         for one in re.finditer(r"[\[(]((?: *\w+ *,){2} *\w+ *)[\])] *(?:->|→)", text or ""):
             yield re.findall(r"\w+", one[1].lower())
 
