@@ -18,15 +18,13 @@ from headwise.check.diagnosis.read_ends import fixed_tokens
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
 from headwise.check.diagnosis.read_masks import own_masks_by_fused, small_fills, tiled_masks
 from headwise.check.diagnosis.read_pieces import Reader
+from headwise.check.diagnosis.read_roots import inverse_roots, scaled_biases, whole_roots
 from headwise.check.diagnosis.read_sizes import (
     fused_merges,
-    inverse_roots,
     read_on,
-    scaled_biases,
     split_on,
     summed_apart,
     viewed_heads,
-    whole_roots,
 )
 from headwise.check.diagnosis.read_softmax import said_axes, single_numbers
 from headwise.check.files.syntax import Source

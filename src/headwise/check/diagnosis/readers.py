@@ -61,20 +61,18 @@ from .read_masks import (
 )
 from .read_parts import crossed_parts, unread_parts
 from .read_pieces import Reader
+from .read_roots import inverse_roots, scaled_biases, whole_roots
 from .read_sizes import (
     float_sizes,
     fused_merges,
     heads_apart,
     idle_permutes,
-    inverse_roots,
     read_on,
     read_on_turned,
-    scaled_biases,
     split_by_heads,
     split_on,
     summed_apart,
     viewed_heads,
-    whole_roots,
 )
 from .read_softmax import (
     diagonals,
