@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.call import Call
 from ..core.dropout import dropped_of
+from ..core.masks import Causal, Everything
 from ..core.modes import forward_derivatives, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
@@ -152,6 +153,8 @@ def _fused(call: Call) -> bool:
 
 
 def _unmasked(call: Call) -> bool:
+    if type(call.mask) not in (Everything, Causal):  # others would have to be looked into
+        return False
     if call.softcap is not None or call.scale <= 0 or Sdpa().refuse(call):
         return False
     return whole(call.mask, call.extent, call.q.device) is not None

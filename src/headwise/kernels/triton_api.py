@@ -13,11 +13,11 @@ from torch import Tensor
 from .ctypes_api import gradient_like, output_like
 from .interface import FIGURES, Problem, Terms
 
-WIDEST = 256
-"""The largest head dimension, and the largest width of the values."""
-
 WIDEST_EXACT = 128
-"""The same in float32, of which less fits into the memory that a program shares."""
+"""The widest heads and values in float32, of which less fits into the memory of a program."""
+
+COLUMNS = 64
+"""Of a block map, how many are made in one pass: as values they are in float32."""
 
 FAR = 2.0**11
 """The log-sum-exp from which on weights taken from it would be off by more than 1e-4."""
@@ -177,13 +177,13 @@ def _block_map(
     problem: Problem, weight: Tensor | None, blocks: tuple[Tensor, Tensor, int]
 ) -> Tensor:
     """Sums over blocks of queries of what each gives to blocks of keys: one-hot columns are the
-    values, `WIDEST` of them to a pass."""
+    values, `COLUMNS` of them to a pass."""
     of_query, of_key, n = blocks
     q, k = problem.q, problem.k
     b, h, _, _ = q.shape
     table = q.new_zeros(b, h, n, n, dtype=torch.float32)
-    for start in range(0, n, WIDEST):
-        wide = min(WIDEST, n - start)
+    for start in range(0, n, COLUMNS):
+        wide = min(COLUMNS, n - start)
         inside = of_key[:, None] == torch.arange(start, start + wide, device=q.device)
         v = inside.to(torch.float32).expand(b, k.shape[1], -1, -1)
         out = q.new_empty(b, h, q.shape[2], wide, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Read mistakes off the code that sizes and axes tell: heads that a `view` cuts out of whole
-projections, axes that are read on in another order, an `einsum` that sums its factors apart. Readers
-are as in `read_code`."""
+projections, axes that are read on in another order, an `einsum` that sums its factors apart.
+Readers are as in `read_code`."""
 
 from __future__ import annotations
 
