@@ -134,7 +134,10 @@ class _Softmaxes(TorchFunctionMode):
 def fails_after_softmax(subject: Target, error: BaseException) -> bool:
     """Whether a call that is set fails in somebody's file on what the layer itself made of x: its
     attention was computed, and nothing that was left out is spoken of."""
-    if isinstance(error, UnusableResult) or refuses(error) or spoken(subject.caller, error):
+    handed = (TypeError, AttributeError, LookupError)  # which what the constructor got may bring
+    if isinstance(error, (UnusableResult, *handed)) or refuses(error):
+        return False
+    if spoken(subject.caller, error):
         return False
     if subject.caller.custom is not None or not users_frames(error):
         return False
