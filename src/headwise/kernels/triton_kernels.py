@@ -264,13 +264,7 @@ def forward(
     figure = bh.to(tl.int64) * queries + wanted
     if out is not None:
         d = tl.arange(0, BV)
-        cells = (
-            out
-            + b * out_at[0]
-            + h * out_at[1]
-            + wanted[:, None].to(tl.int64) * out_at[2]
-            + d[None, :]
-        )
+        cells = _cells(out + b * out_at[0] + h * out_at[1], wanted, out_at, d)
         acc = tl.where(dead[:, None], 0.0, acc / weight[:, None])
         tl.store(cells, acc.to(out.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
     if lse_out is not None:
@@ -397,13 +391,7 @@ def backward_queries(
             change *= 1.0 - bend * bend
         acc = tl.dot(change.to(keys_here.dtype), keys_here, acc, input_precision=PRECISION)
     d = tl.arange(0, BD)
-    cells = (
-        g_q
-        + b * gq_at[0]
-        + h * gq_at[1]
-        + wanted[:, None].to(tl.int64) * gq_at[2]
-        + d[None, :] * gq_at[3]
-    )
+    cells = _cells(g_q + b * gq_at[0] + h * gq_at[1], wanted, gq_at, d)
     stored = (wanted < queries)[:, None] & (d < D)[None, :]
     tl.store(cells, (acc * scale).to(g_q.dtype.element_ty), mask=stored)
 
@@ -490,23 +478,11 @@ def backward_keys(
                 )
     d = tl.arange(0, BD)
     inside = (j < keys)[:, None]
-    cells = (
-        g_k
-        + b * gk_at[0]
-        + kv * gk_at[1]
-        + j[:, None].to(tl.int64) * gk_at[2]
-        + d[None, :] * gk_at[3]
-    )
+    cells = _cells(g_k + b * gk_at[0] + kv * gk_at[1], j, gk_at, d)
     tl.store(cells, (acc_k * scale).to(g_k.dtype.element_ty), mask=inside & (d < D)[None, :])
     if g_v is not None:
         d = tl.arange(0, BV)
-        cells = (
-            g_v
-            + b * gv_at[0]
-            + kv * gv_at[1]
-            + j[:, None].to(tl.int64) * gv_at[2]
-            + d[None, :] * gv_at[3]
-        )
+        cells = _cells(g_v + b * gv_at[0] + kv * gv_at[1], j, gv_at, d)
         tl.store(cells, acc_v.to(g_v.dtype.element_ty), mask=inside & (d < DV)[None, :])
 
 

@@ -58,9 +58,8 @@ class View:
 
         On CUDA that is in its own dtype: scores are in float32 all the same, and made faster.
         """
-        call = self.call
-        if self.device.type == "cuda":
-            call = self._in(self.asked.q.dtype, "statistics of a kernel")
+        own = self.device.type == "cuda"
+        call = self._in(self.asked.q.dtype, "statistics of a kernel") if own else self.call
         return call.with_(sinks=self.sinks)
 
     @Lazy
