@@ -54,6 +54,18 @@ def axe_core() -> str:
     return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
 
 
+def colours(page: Any, scheme: str) -> None:
+    """Ask for light or dark colours, and wait until the view is drawn in them.
+
+    A page hears of it in its next frame; until then it says that it is drawn, in the old ones.
+    """
+    page.emulate_media(color_scheme=scheme)
+    page.evaluate(
+        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )
+    page.wait_for_selector("main[aria-busy=false]", state="attached")
+
+
 class Tab:
     """A page of `headwise look` that is open."""
 
@@ -100,6 +112,10 @@ class Tab:
     def drawn(self) -> None:
         """Wait until the view is drawn."""
         self.page.wait_for_selector("main[aria-busy=false]", state="attached")
+
+    def colours(self, scheme: str) -> None:
+        """Ask for light or dark colours, and wait until the view is drawn in them."""
+        colours(self.page, scheme)
 
     def show(self, view: str) -> None:
         """Go to a view by its link."""

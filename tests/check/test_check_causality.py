@@ -157,3 +157,34 @@ class RepeatedRight(Repeated):
 def test_sizes_by_which_a_wrong_repeat_fits() -> None:
     assert not check(Repeated).passed
     assert check(RepeatedRight).passed
+
+
+class CausalByName(nn.Module):
+    """Hides nothing itself; a mask may."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        """x is [bs, seq_len, width], and attention_mask [bs, 1, 1, seq_len]."""
+        q, k, v = (
+            one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for one in self.qkv(x).chunk(3, -1)
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + attention_mask
+        return self.out((torch.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CausalByItsMask(CausalByName):
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        """x is [bs, seq_len, width], and attention_mask [bs, 1, seq_len, seq_len]."""
+        return super().forward(x, attention_mask)
+
+
+def test_a_flag_for_every_key_hides_no_later_token() -> None:
+    (found,) = check(CausalByName, 24, 3).errors
+    assert found.rule == "causality"
+    assert "written to be [bs, 1, 1, seq_len]" in found.message
+    assert check(CausalByItsMask, 24, 3).passed

@@ -431,3 +431,35 @@ class ScaleOfItsOwn(nn.Module):
 def test_a_scale_that_alone_follows_the_width_of_a_head() -> None:
     first = check(ScaleOfItsOwn).errors[0]
     assert (first.rule, "With dim_head=12" in first.message) == ("scale", True)
+
+
+class Widths(nn.Module):
+    """Takes inputs of one width, and works with another."""
+
+    def __init__(self, input_dim: int, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.qkv, self.out = nn.Linear(input_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def joined(self, heads: Tensor, x: Tensor) -> Tensor:
+        return heads.reshape(*x.shape[:2], self.embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in parts)
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(self.joined(heads, x))
+
+
+class JoinedToInputs(Widths):
+    """As wide as what came in, which need not be as wide as the heads."""
+
+    def joined(self, heads: Tensor, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        return heads.reshape(batch, tokens, width)
+
+
+def test_inputs_of_another_width() -> None:
+    assert check(Widths).passed
+    (one,) = check(JoinedToInputs).errors
+    assert (one.rule, "With input_dim=48, embed_dim=24" in one.message) == ("runs", True)

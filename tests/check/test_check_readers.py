@@ -6,9 +6,10 @@ import textwrap
 
 import pytest
 
-from headwise.check.diagnosis.read_built import made_anew, misspelt, no_bias
+from headwise.check.diagnosis.read_built import made_anew, misspelt, no_bias, on_a_gpu
 from headwise.check.diagnosis.read_caches import misaligned, stored_astray
 from headwise.check.diagnosis.read_code import (
+    either_tensor,
     never_read,
     no_methods,
     turned_values,
@@ -18,6 +19,7 @@ from headwise.check.diagnosis.read_ends import fixed_tokens
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
 from headwise.check.diagnosis.read_masks import own_masks_by_fused, small_fills, tiled_masks
 from headwise.check.diagnosis.read_pieces import Reader
+from headwise.check.diagnosis.read_roles import own_products
 from headwise.check.diagnosis.read_roots import inverse_roots, scaled_biases, whole_roots
 from headwise.check.diagnosis.read_sizes import (
     fused_merges,
@@ -215,6 +217,22 @@ class Layer(nn.Module):
         b, t, _ = x.shape
         return self.q(x).reshape(b, {0}, 3, 16).transpose(1, 2)
 """
+OWN = """
+class Layer(nn.Module):
+    def scores(self, query, keys):
+        return torch.bmm(query, {0}.transpose(1, 2))
+"""
+EITHER = """
+class Layer(nn.Module):
+    def forward(self, query, keys, values=None):
+        values = {0}
+        return query @ keys.mT @ values
+"""
+ON_A_GPU = """
+class Layer(nn.Module):
+    def __init__(self, dim):
+        self.attention = nn.MultiheadAttention(dim, 3){0}
+"""
 BY_HEADS = """
 class Layer(nn.Module):
     def __init__(self, dim, num_heads):
@@ -232,6 +250,9 @@ class Layer(nn.Module):
         (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), (".bool()", "mask == 0")),
         (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), ("", "mask == 1")),
         (small_fills, FILLS, "-1e-9", "-1e9"),
+        (own_products, OWN, "query", "keys"),
+        (either_tensor, EITHER, "values or keys", "keys if values is None else values"),
+        (on_a_gpu, ON_A_GPU, ".cuda(2)", ""),
         (no_bias, LINEAR, "False if qkv_bias is False else None", "qkv_bias"),
         (fixed_tokens, WRITTEN_DOWN, "50", "t"),
         (viewed_heads, BY_HEADS, "", ".view(batch, -1, num_heads, width).transpose(1, 2)"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from headwise.check import check
@@ -268,9 +269,20 @@ def test_windows_of_a_grid_are_called_as_such() -> None:
     assert check(GridAstray).errors[0].rule == "softmax"
 
 
+class Arranged(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return rearrange(x, pattern="b c h w -> b (h w) c")
+
+
 @pytest.mark.parametrize(
     ("kind", "axes"),
-    [(Told, "TBE"), (Commented, "BEHW"), (Made, "BE1HW"), (lambda: Grid(24), "B11HWE")],
+    [
+        (Told, "TBE"),
+        (Commented, "BEHW"),
+        (Made, "BE1HW"),
+        (Arranged, "BEHW"),
+        (lambda: Grid(24), "B11HWE"),
+    ],
 )
 def test_axes_are_read_off_what_is_written(kind: Callable[[], nn.Module], axes: str) -> None:
     layout = said_layout(kind(), "x")

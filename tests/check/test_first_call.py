@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.check import check
+from headwise.check.files import check_file
 from headwise.check.target.errors import told
 from headwise.check.target.layouts import batch_axis
 from headwise.check.target.resolve import resolve
@@ -428,6 +430,29 @@ def test_a_configuration_may_hold_another_one() -> None:
     assert subject.module.layer == 5
 
 
+def test_fields_for_other_parts_of_a_model_are_not_asked_for(tmp_path: Path) -> None:
+    fields = "width: int\n    n_heads: int\n    device: str\n    q_lora_rank: int\n    topk: int\n"
+    (tmp_path / "sizes.py").write_text(
+        f"from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    {fields}"
+    )
+    path = tmp_path / "latent.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom sizes import Sizes\n\n\n"
+        "class Latent(nn.Module):\n    def __init__(self, config: Sizes):\n"
+        "        super().__init__()\n        self.heads = config.n_heads\n"
+        "        self.down = nn.Linear(config.width, config.q_lora_rank)\n"
+        "        self.up = nn.Linear(config.q_lora_rank, config.width)\n"
+        "        self.kv = nn.Linear(config.width, 2 * config.width)\n"
+        "        self.to(torch.device(config.device))\n\n"
+        "    def forward(self, x):\n"
+        "        parts = self.up(self.down(x)), *self.kv(x).chunk(2, -1)\n"
+        "        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in parts)\n"
+        "        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)\n"
+        "        return (weights @ v).transpose(1, 2).flatten(2)\n"
+    )
+    assert check_file(f"{path}:Latent").passed
+
+
 class MaskOfEachHead(Base):
     """Each head takes its own rows of the mask, those of the whole batch."""
 
@@ -598,3 +623,85 @@ def test_a_batch_that_comes_first_by_what_is_written_is_taken_at_its_word() -> N
     (one,) = check(BatchSaid).errors
     assert (one.rule, "batch_first=True" in one.hint) == ("batch", True)
     assert check(BatchSaid(24, 3, batch_first=True)).passed
+
+
+class Processor(Base):
+    """Is handed the layer that it works for, as those of diffusers are."""
+
+    def forward(self, attn: Any, hidden_states: Tensor) -> Tensor:
+        if attn.spatial_norm is not None:
+            hidden_states = attn.spatial_norm(hidden_states)
+        return self.gathered(self.scores(hidden_states), hidden_states)
+
+
+class OfIds(Base):
+    """A model whose tokens are made whole numbers."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.embedding = nn.Embedding(11, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x.long())
+        return self.gathered(self.scores(x), x)
+
+
+class OfMaps(Base):
+    """A map whose axes are said nowhere, twice as high as it is wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1).reshape(len(x), 2, -1, 12)
+        return self.gathered(self.scores(rows), rows)
+
+
+@pytest.mark.parametrize("kind", [Processor, OfIds, OfMaps])
+def test_what_was_not_meant_to_be_a_sequence_is_asked_for(kind: type[Base]) -> None:
+    with pytest.raises(ValueError, match="call"):
+        check(kind, dim=24, heads=3)
+
+
+class FeaturesFirst(nn.Module):
+    """[B, E, T], with a layer inside that takes the second axis for the batch."""
+
+    def __init__(self, in_channels: int, n_head: int, batch_first: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(in_channels)
+        self.attn = nn.MultiheadAttention(in_channels, n_head, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x.transpose(1, 2))
+        return self.attn(rows, rows, rows)[0].transpose(1, 2)
+
+
+def test_sequences_that_are_mixed_in_the_only_layout_that_goes_in() -> None:
+    found = [one for one in check(FeaturesFirst).errors if one.explained_by is None]
+    assert [one.rule for one in found] == ["batch"]
+    assert check(FeaturesFirst(24, 3, batch_first=True)).passed
+
+
+class Unheeding(nn.MultiheadAttention):
+    """Takes batch_first, and always wants time first."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        own = F.multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            None,
+            None,
+            False,
+            0.0,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            need_weights=False,
+        )
+        return own[0]
+
+
+def test_an_order_of_axes_that_is_promised_is_kept() -> None:
+    assert check(Unheeding(24, 3)).passed
+    assert "batch" in {one.rule for one in check(Unheeding(24, 3, batch_first=True)).errors}

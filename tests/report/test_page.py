@@ -824,8 +824,7 @@ def test_every_control_has_a_name_and_can_be_reached(tab: Tab) -> None:
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_colour_schemes_are_legible(tab: Tab, scheme: str) -> None:
-    tab.page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-    tab.drawn()
+    tab.colours(scheme)
     shades = tab.page.evaluate(
         """['body', '.panel', 'small', 'nav a[aria-current]'].map((selector) => {
              const style = getComputedStyle(document.querySelector(selector));
@@ -837,7 +836,7 @@ def test_both_colour_schemes_are_legible(tab: Tab, scheme: str) -> None:
     for one, other in ((ink, ground), (ink, panel), (muted, panel), (muted, ground), current):
         light, dark = sorted((luminance(one), luminance(other)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, level AA
-    tab.page.emulate_media(color_scheme="light")
+    tab.colours("light")
 
 
 def luminance(colour: str) -> float:

@@ -317,8 +317,7 @@ def test_the_search_finds_heads_tokens_and_labels_and_steps_on(tab: Tab) -> None
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_token_can_be_read_on_its_colour(tab: Tab, scheme: str) -> None:
     """WCAG 2, level AA: 4.5 to 1, also on the strongest."""
-    tab.page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
-    tab.drawn()
+    tab.colours(scheme)
     found = tab.page.locator("#story-text button").evaluate_all(
         """(all) => all.map((one) => {
              const style = getComputedStyle(one);
@@ -328,7 +327,7 @@ def test_every_token_can_be_read_on_its_colour(tab: Tab, scheme: str) -> None:
     )
     for ink, over, under in found:
         assert ratio(ink, blend(over, under)) >= 4.5
-    tab.page.emulate_media(color_scheme="light")
+    tab.colours("light")
 
 
 def parts(colour: str) -> list[float]:

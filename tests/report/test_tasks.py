@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser import PHONE, Tab, axe_core, chromium
+from browser import PHONE, Tab, axe_core, chromium, colours
 from headwise.models import gpt
 from headwise.report import look
 from headwise.report.folders import load_folder
@@ -253,11 +253,9 @@ def test_axe_finds_nothing_in_any_view(browser: Any, files: dict[str, Path]) -> 
         assert violations(page) == [], view
         use(page, view)
         assert violations(page) == [], f"{view}, used"
-        page.emulate_media(color_scheme="dark")
-        page.wait_for_selector("main[aria-busy=false]", state="attached")
+        colours(page, "dark")
         assert violations(page, "color-contrast") == [], f"{view}, dark"
-        page.emulate_media(color_scheme="light")
-        page.wait_for_selector("main[aria-busy=false]", state="attached")
+        colours(page, "light")
     context.close()
 
 

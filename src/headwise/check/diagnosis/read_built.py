@@ -105,7 +105,9 @@ def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     made = call.func
                     fixed = any(is_gpu(one.value) for one in call.keywords if one.arg == "device")
             kind = r"(nn|torch)\.(?!device)\w+$" if built else r"torch\.(?!device)\w+$"
-            if fixed and re.match(kind, ast.unparse(made)):
+            own = known.get(word_of(made))
+            layer = built and isinstance(own, type) and issubclass(own, nn.Module)
+            if fixed and (layer or re.match(kind, ast.unparse(made))):
                 yield "built" if built else "fixed", call.lineno, {"made": ast.unparse(call)}
                 break
 

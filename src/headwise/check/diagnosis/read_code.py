@@ -16,9 +16,9 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from ..files.syntax import NO_EFFECT, Source, names, nodes, pairs, unused
+from ..target.names import calling_role
 from .read_pieces import (
     INNER,
-    LONG,
     WORKED_ON,
     Known,
     Said,
@@ -36,7 +36,6 @@ from .read_pieces import (
     of_self,
     overwritten,
     parameters_of,
-    products,
     qkv_of,
     target_of,
     turns,
@@ -49,72 +48,6 @@ TRIANGLE = re.compile("^tri[lu]$|causal_mask")
 """What makes a mask of later tokens."""
 A_MODULE = nn.Module()
 """What each module has, `training` among it."""
-
-
-def mixed_roles(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Queries, keys or values that another one's projection makes, while their own is never used:
-    `v = self.w_k(x)`, with a `self.w_v` that nothing reads."""
-    if not isinstance(kind, ast.ClassDef):
-        return
-    given = [pair for node in nodes(ast.Assign, kind) for pair in pairs(node)]
-    read = {one.attr for one in nodes(ast.Attribute, kind) if isinstance(one.ctx, ast.Load)}
-    spare = {qkv_of(name): name for name in built_of_self(kind) if name not in read}
-    for target, value in given:
-        role = qkv_of(target.id) if isinstance(target, ast.Name) else ""
-        parts = [of_self(one) for one in nodes(ast.Attribute, value)] if value is not None else []
-        made = sorted({name for name in parts if qkv_of(name)})
-        if role and role in spare and len(made) == 1 and qkv_of(made[0]) != role:
-            words = {"other": f"self.{made[0]}", "own": f"self.{spare[role]}"}
-            yield "mixed", target.lineno, {"part": LONG[role], **words}
-
-
-def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """Queries, keys or values that are made, never read, and made again of another: `v = k.view(…)`
-    where `v = v.view(…)` was meant."""
-    for name, lost, statement in overwritten(part):
-        others = {one for one in names(statement.value) if qkv_of(one)}
-        role, roles = qkv_of(name), {qkv_of(one) for one in others}
-        if role and called_of_self(lost.value) and len(roles) == 1 and role not in roles:
-            words = {"part": LONG[role], "name": name, "other": min(others)}
-            yield "lost", statement.lineno, words
-
-
-def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """The queries, keys or values that forward makes or must be given and never reads, though it
-    reads the other two."""
-    for function in nodes(ast.FunctionDef, part):
-        if function.name != "forward":
-            continue
-        given = function.args.args[: len(function.args.args) - len(function.args.defaults)]
-        handed = {one.arg for one in nodes(ast.arg, function)}
-        groups = [(function.lineno, {one.arg for one in given})]
-        for one in nodes(ast.Assign, function):
-            group = names(*one.targets)
-            if called_of_self(one.value) or (len(group) > 1 and isinstance(one.value, ast.Call)):
-                groups.append((one.lineno, group))
-        read = names(*function.body, context=ast.Load)
-        for line, group in groups:
-            own = read if group & handed else read - handed
-            roles = {qkv_of(name) for name in own} - {""}
-            several = len({qkv_of(name) for name in group} - {""}) > 1
-            for name in group - read if several or len(group) == 1 else ():
-                if (role := qkv_of(name)) and roles == set(LONG) - {role}:
-                    yield "unread", line, {"part": LONG[role], "name": name}
-
-
-def gathered_keys(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
-    """`weights @ k`, where there are values that a call could gather."""
-    for function in nodes(ast.FunctionDef, part):
-        there = names(function)
-        if any("grad" in one for one in there):  # it works backwards
-            continue
-        for weights, gathered in products(function):
-            key = gathered.id if isinstance(gathered, ast.Name) else ""
-            stem = re.sub("keys?|k", "", key.lower())
-            values = [one for one in sorted(there) if qkv_of(one) == "v"]
-            meant = [one for one in values if re.sub("values?|v", "", one.lower()) == stem]
-            if qkv_of(key) == "k" and meant and WORKED_ON.search(word_of(weights).lower()):
-                yield "gathered", gathered.lineno, {"name": key, "meant": meant[0]}
 
 
 def thrown_away(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -238,6 +171,20 @@ def empty_tests(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
                     yield "empty", first.lineno, {"name": name}
             case _:
                 pass
+
+
+def either_tensor(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`values = values or keys`, which asks a tensor of many numbers whether it is true."""
+    for function in nodes(ast.FunctionDef, part):
+        given = {one.arg for one in nodes(ast.arg, function)}
+        for one in nodes(ast.BoolOp, function):
+            match one:
+                case ast.BoolOp(ast.Or(), [ast.Name(name), ast.Name(other)]):
+                    roles = {calling_role(name), calling_role(other)} - {"query", "key", "value"}
+                    if {name, other} <= given and not roles:
+                        yield "either", one.lineno, {"name": name, "other": other}
+                case _:
+                    pass
 
 
 def powers(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

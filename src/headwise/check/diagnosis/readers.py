@@ -17,12 +17,10 @@ from .read_built import (
 )
 from .read_caches import misaligned, stored_astray, stored_once
 from .read_code import (
+    either_tensor,
     empty_tests,
-    gathered_keys,
     late_tests,
-    lost_roles,
     missing,
-    mixed_roles,
     never_read,
     no_functions,
     no_methods,
@@ -32,7 +30,6 @@ from .read_code import (
     thrown_away,
     turned_values,
     undefined_names,
-    unread_roles,
     unread_turns,
 )
 from .read_ends import fixed_tokens, masks_beside, positions_beside, returns_nothing
@@ -59,8 +56,16 @@ from .read_masks import (
     tiled_masks,
     zero_fills,
 )
-from .read_parts import crossed_parts, unread_parts
 from .read_pieces import Reader
+from .read_roles import (
+    crossed_parts,
+    gathered_keys,
+    lost_roles,
+    mixed_roles,
+    own_products,
+    unread_parts,
+    unread_roles,
+)
 from .read_roots import inverse_roots, scaled_biases, whole_roots
 from .read_sizes import (
     float_sizes,
@@ -87,7 +92,15 @@ from .rotations import quarter_turns
 READERS: dict[str, tuple[Reader, ...]] = {
     "builds": (misspelt, worn_out, handed_up),
     "shape": (returns_nothing, fixed_tokens),
-    "roles": (mixed_roles, lost_roles, unread_roles, unread_parts, crossed_parts, gathered_keys),
+    "roles": (
+        mixed_roles,
+        lost_roles,
+        unread_roles,
+        unread_parts,
+        crossed_parts,
+        gathered_keys,
+        own_products,
+    ),
     "mask-fill": (multiplied_masks, small_fills, zero_fills),
     "mask": (
         dropped_masks,
@@ -129,6 +142,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "runs": (
         late_tests,
         empty_tests,
+        either_tensor,
         asked_masks,
         set_on_condition,
         missing,

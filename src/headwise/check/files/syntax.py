@@ -291,8 +291,9 @@ def _blanks_of_function(function: Function) -> list[Blank]:
         body = body[1:]  # the docstring, or `...`
     if all(_does_nothing(statement) for statement in body):
         return [Blank(function.lineno, f"`{name}` has no body yet")]
-    own = list(_own_nodes(function))
-    found = [Blank(line, f"`{one}` is still None", one) for one, line in _nones(own).items()]
+    own, given = list(_own_nodes(function)), {one.arg for one in nodes(ast.arg, function.args)}
+    nones = {one: line for one, line in _nones(own).items() if one not in given}
+    found = [Blank(line, f"`{one}` is still None", one) for one, line in nones.items()]
     returns = [node for node in own if isinstance(node, ast.Return)]
     if returns and all(_is_none(node.value) for node in returns):
         found.append(Blank(returns[-1].lineno, f"`{name}` still returns None", "return"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..diagnosis.call_lines import recorded
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.checked_target import Target
+from ..target.construct import name_of
+from ..target.signatures import source_of
 from .probe_context import NOTHING, ProbeContext
 
 LARGE = 20.0
@@ -23,6 +26,11 @@ FAR = 1e3
 """How far hidden scores lie below the others."""
 
 
+NAMED = re.compile(r"(?<!non)(?<!non_)causal")
+ROW = r"\[ *\w+ *, *1 *, *1 *, *\w+ *\]|\( *\w+ *, *1 *, *1 *, *\w+ *\)"
+"""Axes of a mask that says of every key whether it counts, for all queries alike."""
+
+
 def causality(ctx: ProbeContext) -> Finding | None:
     """Zeros of the Jacobian, and changed futures at ordinary and at larger scales."""
     if not ctx.subject.causal:
@@ -33,6 +41,9 @@ def causality(ctx: ProbeContext) -> Finding | None:
             return found("causality", way)
         said = "Every token sees all others. If it is to be causal, say so: causal=True."
         return skipped("causality", said)
+    if said := _of_keys(ctx):
+        name = name_of(ctx.subject.caller.target)
+        return found("causality", "keys", name=name, mask=ctx.subject.mask_form.argument, said=said)
     influence = ctx.influence.nan_to_num(0.0)
     seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
     if seen:
@@ -42,6 +53,18 @@ def causality(ctx: ProbeContext) -> Finding | None:
         if late is not None:
             return _leaks(ctx, scale, late, [])
     return passed("causality")
+
+
+def _of_keys(ctx: ProbeContext) -> str:
+    """The axes that its author wrote of the one mask that could hide later tokens, where they are
+    those of a flag a key, `[bs, 1, 1, seq_len]`, and its class is named causal."""
+    subject, form = ctx.subject, ctx.subject.mask_form
+    target = subject.caller.target
+    if form is None or subject.causal_from != "mask" or not NAMED.search(name_of(target).lower()):
+        return ""
+    code = source_of(type(target)) if isinstance(target, nn.Module) else source_of(target)
+    said = re.search(rf"\b{form.argument}\b[^\[(\n]{{0,60}}({ROW})", code)
+    return said[1] if said and not subject.caller.named("causal") else ""
 
 
 def _sees_future(ctx: ProbeContext, scale: float) -> tuple[int, int] | None:

@@ -41,7 +41,7 @@ from .spans import spans
 BIASES = {"attn_bias", "attention_bias", "bias"}
 AXES = r"\b{0}(?:\.dim\(\)|\.ndim| ?\.shape\)|\.size\(\)\)) ?== ?([234])\b"
 """How code asks how many axes a mask has."""
-NUMBERS = re.compile(r"inf|add|bias|float|negative|-1e|min\b|large|logit")
+NUMBERS = re.compile(r"\binf|\badd|bias|float|negative|-1e|min\b|large|logit")
 """What is written of a mask of numbers that are added."""
 MIXES = re.compile(
     r"conv|rnn|lstm|gru|unfold|pool|shift|roll\(|cum(sum|prod)|fft|(batch|instance|group)_?norm|scan|"

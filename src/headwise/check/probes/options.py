@@ -46,6 +46,8 @@ BLOCK = 3
 OF_VALUES = re.compile(r"(^|_)v(al(ue)?s?)?(_|$)")
 OWN_WIDTHS = re.compile(r"(^|_)(q|k|qk|query|key|query_key|att|attn|attention|inner)(_|$)")
 """Names of widths that queries and keys may have for themselves."""
+OF_INPUT = re.compile(r"^(d_?|dim_?)?in(put)?(_|$)|^in_?(dim|channels|features|size)")
+"""Names of the width of what comes in, beside that of what it is projected to."""
 HIDES_LATER = re.compile(
     r"^(is_|use_)?causal|autoregressive|unidirectional|(mask|hide|no)_?(the_)?future|future_?mask"
 )
@@ -260,7 +262,11 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     if subject.num_heads == subject.num_kv_heads != 1 and groups:  # it may run for no fewer
         yield {groups[0]: 1}
         yield {**dict.fromkeys(heads[:1], 2 * subject.num_heads), groups[0]: subject.num_heads}
-    if "width" in roles.values():
+    wide = [name for name, role in roles.items() if role == "width"]
+    if len(wide) > 1 and (own := [name for name in wide if OF_INPUT.search(name.lower())]):
+        others = [name for name in wide if name not in own]
+        yield dict.fromkeys(own, 2 * subject.embed_dim) | dict.fromkeys(others, subject.embed_dim)
+    if wide:
         wider = [name for name, role in roles.items() if role == "out_width"]
         yield from ({name: 2 * subject.embed_dim} for name in wider)
 

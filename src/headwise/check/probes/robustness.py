@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
@@ -75,7 +76,7 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         subject.attend(q, k, v, **subject.mask_for(x))
     else:
         given, kept = [ctx.x], [x]
-        with failing(f"x {list(x.shape)}"), torch.no_grad():
+        with failing(f"x {list(x.shape)}"), torch.no_grad(), _others(subject) as others:
             subject.caller(x, **subject.mask_for(x))
         for name in subject.caller.named("lengths"):  # what is padded may be set to 0
             full = torch.full((len(x),), x.shape[1])
@@ -85,7 +86,42 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         return found("input-kept", "x" if subject.projections is None else "qkv")
     if written := written_masks(ctx.unflagged):
         return found("input-kept", "mask", name=min(written))
+    if subject.projections is None and (name := next(_changed(others), None)):
+        return found("input-kept", "other", name=name)
     return passed("input-kept")
+
+
+Before = dict[str, tuple[Tensor, Tensor]]
+"""Arguments by their names: each as it is, and a copy from before the call."""
+
+
+@contextlib.contextmanager
+def _others(subject: Target) -> Iterator[Before]:
+    """What a call of a module is given beside its inputs; caches are there to be written to."""
+    before: Before = {}
+    if subject.module is None:
+        yield before
+        return
+    caller = subject.caller
+    kept = {*caller.inputs, *caller.named("cache")}
+
+    def note(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given = dict(zip(caller.positional, args, strict=False)) | keywords
+        for name, value in given.items():
+            if isinstance(value, Tensor) and name not in kept:
+                before[name] = value, value.clone()
+
+    hook = subject.module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield before
+    finally:
+        hook.remove()
+
+
+def _changed(before: Before) -> Iterator[str]:
+    for name, (value, kept) in before.items():
+        if value.shape != kept.shape or not torch.equal(value.nan_to_num(), kept.nan_to_num()):
+            yield name
 
 
 def contiguous(ctx: ProbeContext) -> Finding | None:

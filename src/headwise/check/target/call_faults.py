@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import re
 import sys
@@ -32,6 +33,8 @@ OTHER_AXES = re.compile(
     r"number of dims|must be \d-?D|No query sequence|to have \d+ channels|"
     r"maximum size for tensor at dimension|scalar types: Long"
 )
+OF_INPUT = re.compile(r"desired ordering of dimensions|index out of range in self")
+"""What is said of an input that should have other axes, or be whole numbers."""
 _OF_SIDES = re.compile(r"multiply up|is invalid for input|divisible|[Kk]ernel size|too small")
 """What is said where a map's sides do not suit."""
 _SIZES = re.compile(r"must match the size of tensor \w \((\d+)\)|size of tensor a \((\d+)\)")
@@ -109,6 +112,8 @@ def of_guess(subject: Target, error: BaseException) -> bool:
     frames = users_frames(error)
     if not frames or OTHER_AXES.search(str(error)) or refuses(error):
         return True
+    if is_no_tensor(subject.caller, error) or _of_input(subject.caller, error):
+        return True
     if "H" in subject.caller.layout.axes and _OF_SIDES.search(str(error)):
         return True
     sizes, shape = set(sizes_in(error)), _SHAPE.search(str(error))
@@ -116,6 +121,26 @@ def of_guess(subject: Target, error: BaseException) -> bool:
     if (TOKENS in sizes or each) and sizes - known_sizes(subject):
         return True
     return bool(spoken(subject.caller, error))
+
+
+def is_no_tensor(caller: Caller, error: BaseException) -> bool:
+    """Whether an input is asked for what no tensor has, nor anything that is spelled alike: it
+    stands for something else then, as a layer does that is handed to its processor."""
+    name, owner = getattr(error, "name", None), getattr(error, "obj", None)
+    if not isinstance(error, AttributeError) or not isinstance(owner, Tensor) or not name:
+        return False
+    frames = users_frames(error)
+    line = frames[-1].line or "" if frames else ""
+    asks = any(re.search(rf"\b{one}\.{name}\b", line) for one in caller.inputs)
+    return asks and not difflib.get_close_matches(name, dir(Tensor), cutoff=0.75)
+
+
+def _of_input(caller: Caller, error: BaseException) -> bool:
+    """Whether a line fails on an input itself for the number of its axes, or for numbers that are
+    no tokens of a vocabulary."""
+    frames = users_frames(error)
+    words = set(re.findall(r"\w+", frames[-1].line or "")) if frames else set[str]()
+    return OF_INPUT.search(str(error)) is not None and bool(words & {*caller.inputs})
 
 
 class _Softmaxes(TorchFunctionMode):

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import linecache
 import re
 import sys
 import typing
@@ -120,6 +121,8 @@ GUESSED = ("once", "temperature", "head_dim", "sides", "count")
 """Roles whose values are guesses where a name is only like a usual one."""
 GUESSES = (str, int, enum.Enum, nn.Embedding, nn.Identity)
 """What is chosen for an argument and may not be meant."""
+PLAIN = {"int": 1, "float": 1.0, "bool": False, "str": ""}
+"""What fields get that nothing here reads, by their annotations."""
 ROWS = 512
 """Of an embedding that is handed in: more positions than any probe speaks of."""
 
@@ -231,6 +234,8 @@ class _Constructor:
                 if role == "window":
                     self.choices = max(self.choices, len(WINDOWS))
                     value = WINDOWS[self.place % len(WINDOWS)]
+                if role == "device" and parameter.annotation in (str, "str"):
+                    value = "cpu"
                 if value is not Unknown:
                     kwargs[name] = value
                     if likely:
@@ -326,7 +331,7 @@ class _Constructor:
         if kind is None:
             nested = {one: Config(sizes, {}, self.needed) for one in self.nested}
             return Config(sizes, {**nested, **given}, self.needed)
-        made = _Constructor(kind, (), given)
+        made = _Constructor(kind, (), {**self._of_others(kind), **given})
         if made.names and all(building_role(one) == "config" for one in made.names):
             return Config(sizes, dict(given), self.needed)  # its class only holds what it is handed
         given = {**given, **{n: v for n, v in sizes.changes.items() if n in made.names}}
@@ -337,6 +342,21 @@ class _Constructor:
         if getattr(config, "_attn_implementation", "") is None:  # transformers' models set it
             config._attn_implementation = "eager"
         return config
+
+    def _of_others(self, kind: type) -> dict[str, Any]:
+        """Fields of a configuration that must be given and that the file never mentions: they are
+        for other parts of a model."""
+        home = sys.modules.get(self.factory.__module__)
+        code = "".join(linecache.getlines(getattr(home, "__file__", None) or ""))
+        needed = (one for one in signature(kind) if one.default is one.empty)
+        return {
+            one.name: PLAIN[str(getattr(one.annotation, "__name__", one.annotation))]
+            for one in needed
+            if str(getattr(one.annotation, "__name__", one.annotation)) in PLAIN
+            and building_role(one.name) is None
+            and code
+            and not re.search(rf"\.{one.name}\b|[\"']{one.name}[\"']", code)
+        }
 
     def question(self, unknown: list[str], what: str) -> Unsaid:
         """What has to be asked for."""

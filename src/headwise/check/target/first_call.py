@@ -78,11 +78,12 @@ class _Search:
     def __init__(self, subject: Target) -> None:
         self.subject, self.errors, self.own = subject, list[BaseException](), False
         self._windowed = list[tuple[BaseException, int]]()
+        self._crossed: Way | None = None  # the first that mixes sequences, and no tokens
         self._unpacked = dict[int, list[bool]]()  # by the number of x's axes, of which E is last
         caller = subject.caller
         inputs = caller.inputs if caller.custom is None else []
         self._batch = batch_axis(caller.target, inputs[0]) if inputs else None
-        told = getattr(caller.target, "batch_first", None)
+        self._told = told = getattr(caller.target, "batch_first", None)
         if told is True and self._batch == 1:
             self._batch = None  # what is written is of the default
         if self._batch == 1 or told is False:
@@ -115,6 +116,10 @@ class _Search:
             if result is None:
                 break
             self._settle(way, result)
+            return True
+        if self._crossed is not None:
+            self._crossed.set(subject)
+            self._settle(self._crossed, _tried(subject))
             return True
         Way(self.usual).set(subject)
         return False
@@ -157,7 +162,10 @@ class _Search:
         if _gives_weights(subject, result):
             raise UnusableResult("gives one number for each token, weights perhaps, and no output")
         other = way.layout is not self.usual or way.learnt
-        astray = other and mixes(subject) != (True, False)
+        mixed = mixes(subject) if other else (True, False)
+        astray = mixed != (True, False)
+        if mixed == (False, True) and way.layout.axes == "BET":  # no other axis is the sequences'
+            self._crossed = self._crossed or way
         if astray or (subject.caller.pooled and not mixes(subject)[0]):
             raise UnusableResult("mixes no tokens, or other sequences")
         return result
@@ -180,11 +188,11 @@ class _Search:
         if not caller.settled:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
-        free = self._batch is None and caller.custom is None
+        free = self._batch is None and caller.custom is None and self._told is not True
         with contextlib.suppress(RuntimeError):  # a script of PyTorch's may run once and no more
             if turned and free and mixes(subject) == (False, True):
                 caller.layout = caller.usual = turned
-        if way.learnt:
+        if way.learnt or way == self._crossed:
             caller.usual = caller.layout
         subject.notes += _notes(subject)
 

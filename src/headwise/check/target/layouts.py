@@ -97,7 +97,7 @@ def said_layout(target: Any, name: str) -> Layout | None:
     for said in re.findall(unpacked.format(name), code, re.MULTILINE):
         if (layout := _of_words(re.findall(r"\w+", said.lower()))) is not None:
             return layout
-    for said in re.findall(rf"rearrange\(\s*{name}, ?[\"']([\w ()]+?) ?->", code):
+    for said in re.findall(rf"rearrange\(\s*{name}, ?(?:pattern=)?[\"']([\w ()]+?) ?->", code):
         if (layout := _of_words(_arranged(said.lower()))) is not None:
             return layout
     for said in written_axes(target, name):

@@ -23,6 +23,7 @@ USUAL |= {
     "scale": 1.0,
     "count": CONTEXT,
     "window": 4,
+    "rank": 12,
     "sides": (4, 4),
 }
 """What other roles get."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .call_faults import of_guess, refuses
+from .call_faults import is_no_tensor, of_guess, refuses
 from .checked_target import Target
 from .errors import is_users, users_frames
 from .fills import Fill, left_out
@@ -315,6 +315,8 @@ def fails_anyway(subject: Target) -> BaseException | None:
     for inputs in (True, False):  # what says more comes first
         errors = [_always(subject, names, inputs) for names in (asked, [*asked, *unset])]
         if (error := errors[0]) is not None and all(errors):
+            if is_no_tensor(caller, error):
+                return None
             shapes = isinstance(error, RuntimeError) and not is_certain(error)
             alone = shapes and _goes_on_alone(subject, asked, error)
             return None if alone else error

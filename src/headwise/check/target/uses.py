@@ -122,7 +122,9 @@ def said_of(thing: Any, name: str, whole: bool = False) -> str:
         below = rf"^([ \t]*)(?:[#*:\"'-]+ *)?(?:param +)?`*{name}\b.*:.*(?:\n\1[ \t]+\S.*)+"
         code = re.sub(below, _joined, code, count=0, flags=re.MULTILINE)
     beside = rf"^[ \t]*{name}\b[^#\n]*#[ \t]*(.+)$"
-    return "\n".join(re.findall(after, code, re.MULTILINE) + re.findall(beside, code, re.MULTILINE))
+    within = rf"\w.*`{name}`[^:\n]{{0,40}}:[ \t]+(.+)$"
+    ways = (after, beside, within)
+    return "\n".join(said for way in ways for said in re.findall(way, code, re.MULTILINE))
 
 
 def _joined(paragraph: re.Match[str]) -> str:
