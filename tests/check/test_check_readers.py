@@ -6,12 +6,19 @@ import textwrap
 
 import pytest
 
-from headwise.check.diagnosis.read_built import made_anew, misspelt, no_bias, on_a_gpu
-from headwise.check.diagnosis.read_caches import misaligned, stored_astray
+from headwise.check.diagnosis.read_built import (
+    gpu_by_default,
+    made_anew,
+    misspelt,
+    no_bias,
+    on_a_gpu,
+)
+from headwise.check.diagnosis.read_caches import first_alone, misaligned, stored_astray
 from headwise.check.diagnosis.read_code import (
     either_tensor,
     never_read,
     no_methods,
+    own_words,
     turned_values,
     unread_turns,
 )
@@ -217,6 +224,27 @@ class Layer(nn.Module):
         b, t, _ = x.shape
         return self.q(x).reshape(b, {0}, 3, 16).transpose(1, 2)
 """
+FIRST = """
+class Layer(nn.Module):
+    def forward(self, x, past_key=None, past_value=None):
+        q, k, v = self.qkv(x)
+        if past_key is not None:
+            k, v = torch.cat((past_key, k), 2), torch.cat((past_value, v), 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal={0})
+"""
+BUILTIN = """
+class Layer(nn.Module):
+    def forward(self, x):
+        return self.w(x) if {0} == "general" else x
+"""
+KEPT_DEVICE = """
+class Layer(nn.Module):
+    def __init__(self, dim, device="cuda:0"):
+        self.device = device
+
+    def forward(self, x):
+        return x + torch.zeros(x.shape[1], 1).to({0}.device)
+"""
 OWN = """
 class Layer(nn.Module):
     def scores(self, query, keys):
@@ -250,9 +278,12 @@ class Layer(nn.Module):
         (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), (".bool()", "mask == 0")),
         (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), ("", "mask == 1")),
         (small_fills, FILLS, "-1e-9", "-1e9"),
+        (first_alone, FIRST, "True", "past_key is None"),
+        (own_words, BUILTIN, "type", "self.type"),
         (own_products, OWN, "query", "keys"),
         (either_tensor, EITHER, "values or keys", "keys if values is None else values"),
         (on_a_gpu, ON_A_GPU, ".cuda(2)", ""),
+        (gpu_by_default, KEPT_DEVICE, "self", "x"),
         (no_bias, LINEAR, "False if qkv_bias is False else None", "qkv_bias"),
         (fixed_tokens, WRITTEN_DOWN, "50", "t"),
         (viewed_heads, BY_HEADS, "", ".view(batch, -1, num_heads, width).transpose(1, 2)"),

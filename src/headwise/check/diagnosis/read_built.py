@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..files.syntax import Source, nodes, pairs
+from ..files.syntax import Source, names, nodes, pairs
 from .call_lines import FUSED
 from .read_pieces import (
     INNER,
@@ -31,6 +31,7 @@ FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
 """What makes a layer that drops."""
 MISSPELT = re.compile(r"__(int|inti|ini|innit|intit|nit|it)__|_init__|__init_|_init_")
 """Names that stand for `__init__`."""
+GPU = re.compile(r"(torch\.device\()?'cuda")
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
 
@@ -91,7 +92,7 @@ def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     def is_gpu(value: ast.expr) -> bool:
         given = known.get(word_of(value))
         fixed = isinstance(given, torch.device) and given.type == "cuda"
-        return fixed or re.match(r"(torch\.device\()?'cuda", ast.unparse(value)) is not None
+        return fixed or GPU.match(ast.unparse(value)) is not None
 
     for function in nodes(ast.FunctionDef, part):
         built = function.name == "__init__"
@@ -110,6 +111,28 @@ def on_a_gpu(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             if fixed and (layer or re.match(kind, ast.unparse(made))):
                 yield "built" if built else "fixed", call.lineno, {"made": ast.unparse(call)}
                 break
+
+
+def gpu_by_default(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`def __init__(self, …, device="cuda:0")`, kept as `self.device`, where calls put what they
+    make: a layer that is moved, or made where there is no GPU, makes it elsewhere."""
+    methods = {one.name: one for one in nodes(ast.FunctionDef, kind)}
+    built = methods.pop("__init__", None)
+    if built is None or ASKS_FOR_GPU.search(source.text):
+        return
+    default = {name for name, one in defaults_of(built).items() if GPU.match(ast.unparse(one))}
+    kept = {
+        of_self(target)
+        for target, value in (pair for line in nodes(ast.Assign, built) for pair in pairs(line))
+        if of_self(target) and default & names(*([] if value is None else [value]))
+    }
+    for call in nodes(ast.Call, *methods.values()):
+        moved = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+        places = [one.value for one in call.keywords if one.arg == "device"]
+        for place in (*(call.args if moved else ()), *places):
+            if of_self(place) in kept:
+                yield "default", call.lineno, {"made": ast.unparse(call)}
+                return
 
 
 def moved_parameters(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -32,6 +32,10 @@ OF_TABLES = re.compile(r"rope|rot|freq|cos|sin|mask|bias|pos")
 """Names of caches of something else."""
 OF_WINDOWS = re.compile(r"^(?!.*[=>] 1\b).*window")
 """Tests that ask for a window, and not for the number of new tokens."""
+OF_LENGTHS = re.compile(
+    r"past|cache|prev|len|size|shape|start|prefill|decod|training|incremental|[=<>] ?1\b"
+)
+"""Tests that ask whether there are tokens before, or several new ones."""
 Setting = ast.Assign | ast.AugAssign | ast.AnnAssign
 SETS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 TRIANGLES = {"triu", "tril"}
@@ -130,6 +134,21 @@ def stored_astray(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
                     yield "astray", line.lineno, {"code": ast.unparse(to), "read": code}
             case _:
                 pass
+
+
+def first_alone(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scaled_dot_product_attention(…, is_causal=True)` behind a cache, whatever is kept in it:
+    PyTorch's triangle begins at the first key, so that a single new token sees no other."""
+    methods = [*nodes(ast.FunctionDef, kind)]
+    cached = next((one.cached for one in map(_joined, methods) if one.lines), "")
+    for function in methods if cached else ():
+        asked = [one for one in nodes(ast.If, function) if OF_LENGTHS.search(ast.unparse(one.test))]
+        for call in nodes(ast.Call, function):
+            flag = next((one.value for one in call.keywords if one.arg == "is_causal"), None)
+            always = isinstance(flag, ast.Constant) and flag.value is True
+            fused = ast.unparse(call.func).endswith("scaled_dot_product_attention")
+            if always and fused and not any(is_within(call, branch) for branch in asked):
+                yield "first", call.lineno, {"name": cached}
 
 
 def _set_outside(name: str, kind: ast.ClassDef, source: Source) -> bool:

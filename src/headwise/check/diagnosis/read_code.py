@@ -8,6 +8,7 @@ where it is not sure.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -183,6 +184,19 @@ def either_tensor(part: ast.stmt, source: Source, known: Known) -> Iterator[Said
                     roles = {calling_role(name), calling_role(other)} - {"query", "key", "value"}
                     if {name, other} <= given and not roles:
                         yield "either", one.lineno, {"name": name, "other": other}
+                case _:
+                    pass
+
+
+def own_words(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`type == "general"`, where Python's own `type` is compared, and `self.type` was meant."""
+    for function in nodes(ast.FunctionDef, part):
+        given = {one.arg for one in nodes(ast.arg, function)} | names(function, context=ast.Store)
+        for test in nodes(ast.Compare, function):
+            match test:
+                case ast.Compare(ast.Name(name), [ast.Eq()], [ast.Constant(str())]):
+                    if callable(vars(builtins).get(name)) and name not in given | {*known}:
+                        yield "builtin", test.lineno, {"code": ast.unparse(test), "name": name}
                 case _:
                     pass
 

@@ -98,11 +98,12 @@ def own_products(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
         given = [one.arg for one in nodes(ast.arg, function)]
         made = [name for name in sorted(names(function)) if not WHOLE.search(name)]
         for left, right in products(function):
-            turned = isinstance(right, ast.Call) and isinstance(right.func, ast.Attribute)
-            name, other = word_of(left), word_of(right.func.value) if turned else ""
+            method = right.func if isinstance(right, ast.Call) else None
+            name = word_of(left)
+            other = word_of(method.value) if isinstance(method, ast.Attribute) else ""
             if name and name == other and (role := qkv_of(name)) in ("q", "k"):
-                other = "k" if role == "q" else "q"
-                meant = next((one for one in (*given, *made) if qkv_of(one) == other), None)
+                wanted = "k" if role == "q" else "q"
+                meant = next((one for one in (*given, *made) if qkv_of(one) == wanted), None)
                 if meant is not None:
                     yield "own", left.lineno, {"name": name, "meant": meant}
 

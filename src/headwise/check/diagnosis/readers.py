@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .read_built import (
     always_dropped,
+    gpu_by_default,
     handed_up,
     listed_layers,
     made_anew,
@@ -15,7 +16,7 @@ from .read_built import (
     set_on_condition,
     worn_out,
 )
-from .read_caches import misaligned, stored_astray, stored_once
+from .read_caches import first_alone, misaligned, stored_astray, stored_once
 from .read_code import (
     either_tensor,
     empty_tests,
@@ -24,6 +25,7 @@ from .read_code import (
     never_read,
     no_functions,
     no_methods,
+    own_words,
     powers,
     read_before,
     swapped,
@@ -114,10 +116,11 @@ READERS: dict[str, tuple[Reader, ...]] = {
         regions_astray,
     ),
     "padding": (padded_blocks, of_queries_alone),
-    "cache": (misaligned, stored_once, stored_astray),
+    "cache": (misaligned, first_alone, stored_once, stored_astray),
     "scale": (powers, whole_roots, inverse_roots, scaled_biases),
     "head-split": (viewed_heads, heads_apart, split_by_heads, split_on),
     "definition": (
+        own_words,
         read_on,
         summed_apart,
         idle_permutes,
@@ -136,7 +139,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "registered": (moved_parameters,),
     "registration": (listed_layers, made_anew),
     "shared-heads": (repeated_layers,),
-    "move": (on_a_gpu,),
+    "move": (on_a_gpu, gpu_by_default),
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
     "runs": (

@@ -41,9 +41,8 @@ def causality(ctx: ProbeContext) -> Finding | None:
             return found("causality", way)
         said = "Every token sees all others. If it is to be causal, say so: causal=True."
         return skipped("causality", said)
-    if said := _of_keys(ctx):
-        name = name_of(ctx.subject.caller.target)
-        return found("causality", "keys", name=name, mask=ctx.subject.mask_form.argument, said=said)
+    if (one := _of_keys(ctx)) is not None:
+        return one
     influence = ctx.influence.nan_to_num(0.0)
     seen = (influence.triu(1) > NOTHING * influence.max()).nonzero().tolist()
     if seen:
@@ -55,16 +54,18 @@ def causality(ctx: ProbeContext) -> Finding | None:
     return passed("causality")
 
 
-def _of_keys(ctx: ProbeContext) -> str:
-    """The axes that its author wrote of the one mask that could hide later tokens, where they are
-    those of a flag a key, `[bs, 1, 1, seq_len]`, and its class is named causal."""
+def _of_keys(ctx: ProbeContext) -> Finding | None:
+    """That the one mask which could hide later tokens is written to hold a flag for every key,
+    `[bs, 1, 1, seq_len]`, where the class is named causal."""
     subject, form = ctx.subject, ctx.subject.mask_form
     target = subject.caller.target
-    if form is None or subject.causal_from != "mask" or not NAMED.search(name_of(target).lower()):
-        return ""
-    code = source_of(type(target)) if isinstance(target, nn.Module) else source_of(target)
-    said = re.search(rf"\b{form.argument}\b[^\[(\n]{{0,60}}({ROW})", code)
-    return said[1] if said and not subject.caller.named("causal") else ""
+    kind, name = type(target) if isinstance(target, nn.Module) else target, name_of(target)
+    if form is None or subject.causal_from != "mask" or not NAMED.search(name.lower()):
+        return None
+    said = re.search(rf"\b{form.argument}\b[^\[(\n]{{0,60}}({ROW})", source_of(kind))
+    if said is None or subject.caller.named("causal"):
+        return None
+    return found("causality", "keys", name=name, mask=form.argument, said=said[1])
 
 
 def _sees_future(ctx: ProbeContext, scale: float) -> tuple[int, int] | None:

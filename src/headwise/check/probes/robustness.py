@@ -67,7 +67,7 @@ def _kept(ctx: ProbeContext) -> tuple[Tensor, Tensor] | None:
 
 def input_kept(ctx: ProbeContext) -> Finding | None:
     """What goes in is the same after the call."""
-    subject, x = ctx.exact, ctx.x.clone()
+    subject, x, others = ctx.exact, ctx.x.clone(), Before()
     if subject.projections is not None:
         heads, dim = subject.num_heads, subject.head_dim or 8
         groups = subject.num_kv_heads or heads
@@ -86,7 +86,7 @@ def input_kept(ctx: ProbeContext) -> Finding | None:
         return found("input-kept", "x" if subject.projections is None else "qkv")
     if written := written_masks(ctx.unflagged):
         return found("input-kept", "mask", name=min(written))
-    if subject.projections is None and (name := next(_changed(others), None)):
+    if (name := next(_changed(others), None)) is not None:
         return found("input-kept", "other", name=name)
     return passed("input-kept")
 
