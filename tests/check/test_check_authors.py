@@ -26,6 +26,13 @@ MENDED = {
         "(self.k_lin(patches), n, length)": "(self.k_lin(patches), n, patches.shape[1])",
         "(self.v_lin(patches), n, length)": "(self.v_lin(patches), n, patches.shape[1])",
     },
+    "h02": {
+        "key_padding_mask=frame_mask": (
+            "key_padding_mask=None if frame_mask is None else ~frame_mask"
+        )
+    },
+    "h16": {"self.slopes * distance": "-self.slopes * distance"},
+    "h28": {"rel[0] * 13": "rel[0] * (2 * window_size - 1)"},
     "g26": {"dropout=dropout)\n        self.linear1": "batch_first=True)\n        self.linear1"},
     "a04": {"context_position - memory_position": "memory_position - context_position"},
     "a07": {

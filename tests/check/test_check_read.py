@@ -341,7 +341,7 @@ class LayerKept(Projected):
         (InputForValues, "roles", "nothing reads v"),
         (KeysTwice, "roles", "nothing reads value"),
         (TimesMask, "mask-fill", "scores are multiplied by mask"),
-        (TimesMaskLate, "mask-fill", "weights are multiplied by both_mask"),
+        (TimesMaskLate, "mask-fill", "both_mask sets weights to 0"),
         (MaskDropped, "mask", "mask is taken and never read"),
         (SmallFill, "mask-fill", "filled with -1e-09"),
         (SmallByName, "mask-fill", "filled with -1e-07"),

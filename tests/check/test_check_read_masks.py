@@ -497,3 +497,29 @@ class Free(Parts):
 
 def test_an_argument_that_a_library_hands_to_all() -> None:
     assert check(Free).passed
+
+
+class Pools(nn.Module):
+    """One output for a sequence; what is filling is left out before the softmax."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, 1))
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        scores = self.score(hidden).masked_fill(attention_mask.unsqueeze(-1) == 0, -torch.inf)
+        return (torch.softmax(scores, dim=1) * hidden).sum(1)
+
+
+class PoolsLate(Pools):
+    """It is left out behind it."""
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        w = torch.softmax(self.score(hidden), dim=1)
+        w = w.masked_fill(attention_mask.unsqueeze(-1) == 0, 0.0)
+        return (w * hidden).sum(1)
+
+
+def test_a_mask_behind_the_softmax_of_a_pooling() -> None:
+    assert check(Pools).passed
+    assert [one.rule for one in check(PoolsLate).errors] == ["mask-fill"]

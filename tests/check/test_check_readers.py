@@ -13,7 +13,12 @@ from headwise.check.diagnosis.read_built import (
     no_bias,
     on_a_gpu,
 )
-from headwise.check.diagnosis.read_caches import first_alone, misaligned, stored_astray
+from headwise.check.diagnosis.read_caches import (
+    first_alone,
+    misaligned,
+    stored_astray,
+    turned_from_start,
+)
 from headwise.check.diagnosis.read_code import (
     either_tensor,
     never_read,
@@ -232,6 +237,13 @@ class Layer(nn.Module):
             k, v = torch.cat((past_key, k), 2), torch.cat((past_value, v), 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal={0})
 """
+TURNS = """
+class Layer(nn.Module):
+    def forward(self, x, cache=None):
+        b, t, _ = x.shape
+        cos, sin = self.cos[{0}], self.sin[{0}]
+        return self.attend(x, cos, sin, cache)
+"""
 BUILTIN = """
 class Layer(nn.Module):
     def forward(self, x):
@@ -279,6 +291,7 @@ class Layer(nn.Module):
         (own_masks_by_fused, HANDED_OVER, ("", "mask == 0"), ("", "mask == 1")),
         (small_fills, FILLS, "-1e-9", "-1e9"),
         (first_alone, FIRST, "True", "past_key is None"),
+        (turned_from_start, TURNS, ":t", "cache.length : cache.length + t"),
         (own_words, BUILTIN, "type", "self.type"),
         (own_products, OWN, "query", "keys"),
         (either_tensor, EITHER, "values or keys", "keys if values is None else values"),

@@ -30,6 +30,9 @@ BEFORE = re.compile(r"past|cache|prev|history")
 """Names of what was kept of tokens before."""
 OF_TABLES = re.compile(r"rope|rot|freq|cos|sin|mask|bias|pos")
 """Names of caches of something else."""
+OF_ROPE = re.compile(r"rope|rot|freq|cos|sin")
+STARTS = re.compile(r"start|offset|position|pos_|_pos|(^| )pos( |$)|past_len|cache_len|seen")
+"""Names of tables of rotary positions, and of where the new tokens begin."""
 OF_WINDOWS = re.compile(r"^(?!.*[=>] 1\b).*window")
 """Tests that ask for a window, and not for the number of new tokens."""
 OF_LENGTHS = re.compile(
@@ -149,6 +152,32 @@ def first_alone(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             fused = ast.unparse(call.func).endswith("scaled_dot_product_attention")
             if always and fused and not any(is_within(call, branch) for branch in asked):
                 yield "first", call.lineno, {"name": cached}
+
+
+def turned_from_start(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`self.cos[:T]` for T new tokens in a call that is handed a cache: their positions begin at 0
+    however many tokens were before them."""
+    for function in nodes(ast.FunctionDef, part):
+        given = [one.arg for one in nodes(ast.arg, function)]
+        taken = [name for name in given if calling_role(name) == "cache"]
+        used = names(*function.body, context=ast.Load) & {*taken}
+        if not used or STARTS.search(" ".join([*given, *names(function)])):
+            continue
+        lengths = _joined(function)
+        sets = Counter(name for one in nodes(ast.Assign, function) for name in names(*one.targets))
+        grown = names(*(one.target for one in nodes(ast.AugAssign, function)))
+        for statement in function.body:
+            for cut in nodes(ast.Subscript, statement) if not isinstance(statement, ast.If) else ():
+                first = cut.slice.elts[0] if isinstance(cut.slice, ast.Tuple) else cut.slice
+                match first:
+                    case ast.Slice(None, ast.Name(end)) if OF_ROPE.search(of_self(cut.value)):
+                        once = sets[end] == 1 and end not in grown
+                        if once and lengths.length(first.upper) == "new":
+                            words = {"code": ast.unparse(cut), "name": min(used)}
+                            yield "start", cut.lineno, words
+                            return
+                    case _:
+                        pass
 
 
 def _set_outside(name: str, kind: ast.ClassDef, source: Source) -> bool:

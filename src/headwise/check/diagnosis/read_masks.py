@@ -33,6 +33,8 @@ from .read_pieces import (
 OF_QUERIES = re.compile(r"unsqueeze\((dim=)?-1\)|(\.\.\.|, :), None\]")
 """Code that makes a mask speak of queries, which may come to nothing."""
 
+POOLS = re.compile(r"softmax\(.*(?<!-)\b(dim=)?1\)")
+"""What makes one weight for each token, `[B, T, 1]`."""
 ONES = re.compile(r"torch\.tril\(torch\.ones\(")
 """What makes a mask that is 1 where a query may attend."""
 OF_BOOLEANS = re.compile(r"bool|==|!=|<|>|log|fill|inf|where|~|1 - ")
@@ -121,10 +123,11 @@ def multiplied_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[S
                     kin |= {target_of(one), *filter(is_mask, said)} - {""}
             about = [ast.unparse(one) for one in (line, *rest) if kin & words_in(one)]
             used = any(kin & (said := words_in(one)) and said & {target, other} for one in rest)
-            of_queries = any(OF_QUERIES.search(code) and "&" not in code for code in about)
-            if used or (of_queries and not mask.startswith("adj")):  # which has an axis of either
-                continue
             before = [one for one in lines[:number] if other and target_of(one) == other]
+            pools = any(POOLS.search(ast.unparse(one)) for one in before[-1:])
+            of_queries = any(OF_QUERIES.search(code) and "&" not in code for code in about)
+            if used or (of_queries and not pools and not mask.startswith("adj")):
+                continue  # an edge has an axis of either, and what is pooled one for all features
             after = [one for one in lines[number + 1 :] if target in words_in(one)]
             if not other or (before and _are_shares(before[-1])):
                 code = "\n".join(map(ast.unparse, after))

@@ -228,9 +228,17 @@ def is_mask(name: str) -> bool:
 
 
 def masked_product(statement: ast.stmt) -> tuple[str, str, str] | None:
-    """For `scores *= mask` and `weights = scores * mask`: the name that is made, the name that is
-    multiplied (nothing where that is a softmax itself), and the mask."""
+    """For `scores *= mask`, `weights = scores * mask` and `weights = scores.masked_fill(mask, 0)`:
+    the name that is made, the name that is multiplied (nothing where that is a softmax itself), and
+    the mask."""
     sides: list[ast.expr] = []
+    match getattr(statement, "value", None):
+        case ast.Call(ast.Attribute(other, "masked_fill"), [mask, ast.Constant(0)]) if (
+            "score_mask" not in words_in(mask)  # of the experts that are not chosen
+        ):
+            sides = [other, mask]
+        case _:
+            pass
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
         sides = [statement.target, statement.value]
     elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):

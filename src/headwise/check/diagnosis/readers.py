@@ -16,7 +16,7 @@ from .read_built import (
     set_on_condition,
     worn_out,
 )
-from .read_caches import first_alone, misaligned, stored_astray, stored_once
+from .read_caches import first_alone, misaligned, stored_astray, stored_once, turned_from_start
 from .read_code import (
     either_tensor,
     empty_tests,
@@ -116,7 +116,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         regions_astray,
     ),
     "padding": (padded_blocks, of_queries_alone),
-    "cache": (misaligned, first_alone, stored_once, stored_astray),
+    "cache": (misaligned, first_alone, turned_from_start, stored_once, stored_astray),
     "scale": (powers, whole_roots, inverse_roots, scaled_biases),
     "head-split": (viewed_heads, heads_apart, split_by_heads, split_on),
     "definition": (

@@ -109,7 +109,7 @@ def idle_turns(subject: Target) -> list[Finding]:
             out = subject(x)[:, -1]
         with torch.no_grad():
             turned = subject(torch.cat((earlier.flip(1), last), 1))[:, -1]
-            others = subject(torch.cat((earlier + 1, last), 1))[:, -1]
+            others = subject(torch.cat((earlier.flip(-1), last), 1))[:, -1]
     except Exception:  # what is checked may raise anything; the probes say what and where
         return []
     told = sorted(filter(_moves, turns), key=lambda one: bool(HALF.search(one.name)))

@@ -120,6 +120,8 @@ def _is_kept(ctx: ProbeContext) -> bool:
     """Whether it keeps keys for the tokens to come, as decoders do, and has no mask: within a call
     tokens then see later ones, which they cannot where each has a call of its own."""
     caller = ctx.exact.caller
+    if "causal" in ctx.subject.roles:  # what it was built as was chosen here
+        return False
     keeps = caller.named("use_cache") or caller.named("cache")
     others = any(caller.named(role) for role in ("padding", "causal", "context"))
     masks = any("mask" in name.lower() or caller.roles[name] == "mask" for name in caller.roles)

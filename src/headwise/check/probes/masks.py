@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..diagnosis.call_lines import quoted
+from ..diagnosis.read_makers import made_for
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, SINGLE, Caller, MaskForm
@@ -213,9 +215,15 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     ones = (words[True] or words[False]) if not NUMBERS.search(said) else None
     if form.kind == "added" and ones is not None:
         return found(rule, "ones", name=form.argument, said=ones[0].strip(), form=form)
-    if ones_seen is None or words[ones_seen] or (other := words[not ones_seen]) is None:
+    if ones_seen is None or words[ones_seen]:
         return None
-    return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
+    if (other := words[not ones_seen]) is not None:
+        return found(rule, "turned", name=form.argument, said=other[0].strip(), form=form)
+    made = made_for(target, form.argument)
+    if made is None or made.ones == ("seen" if ones_seen else "hidden"):
+        return None
+    words_ = {"name": form.argument, "made": made.code, "ones": made.ones, "form": form}
+    return found(rule, "made", **words_, line=quoted(made.place))
 
 
 def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:

@@ -262,6 +262,10 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     if subject.num_heads == subject.num_kv_heads != 1 and groups:  # it may run for no fewer
         yield {groups[0]: 1}
         yield {**dict.fromkeys(heads[:1], 2 * subject.num_heads), groups[0]: subject.num_heads}
+    for one in signature(type(subject.module)):  # a side of a window that all tokens are in
+        side = subject.arguments.get(one.name, one.default)
+        if roles[one.name] == "window" and type(side) is int and side**2 == subject.room:
+            yield {one.name: side - 2}
     wide = [name for name, role in roles.items() if role == "width"]
     if len(wide) > 1 and (own := [name for name in wide if OF_INPUT.search(name.lower())]):
         others = [name for name in wide if name not in own]
@@ -411,5 +415,5 @@ def _is_sure(error: BaseException | None, resized: bool) -> bool:
     return (
         isinstance(error, NameError)
         or absent
-        or (resized and isinstance(error, RuntimeError) and is_own(error))
+        or (resized and isinstance(error, RuntimeError | IndexError) and is_own(error))
     )

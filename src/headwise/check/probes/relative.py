@@ -24,7 +24,7 @@ from ..findings.verdict import Finding
 from ..target.checked_target import Target
 from ..target.errors import Broken
 from ..target.fills import FILLS
-from ..target.introspect import is_called, names_called
+from ..target.introspect import is_called, names_called, names_in
 from ..target.names import parts_of
 from .probe_context import ProbeContext
 from .relative_tables import Pair, does_without_shift, layer_of, pairs, zeroed
@@ -41,6 +41,8 @@ HELD = re.compile(
     r"rel(ative)?_?(pos|att|bias|emb|table|key)|pos(ition)?_?bias|(^|_)alibi|bias_table"
 )
 """Names of tables of relative positions."""
+LINEAR = re.compile(r"alibi|(?<!negative_)slopes?($|_)")
+"""Names of what makes biases that grow with the distance (Press et al. 2022, ALiBi)."""
 Layout = tuple[Tensor, tuple[int, ...]]
 """Tokens that stand in a row, a map or a room, and its sides."""
 
@@ -50,6 +52,8 @@ def relative(ctx: ProbeContext) -> Finding | None:
     subject = ctx.exact
     if subject.module is None or not 4 <= ctx.tokens <= MOST or does_without_shift(subject):
         return None
+    if (rising := _rising(ctx)) is not None:
+        return rising
     window = subject.roles.get("window")
     if subject.only and isinstance(window, tuple) and ctx.tokens - math.prod(window) not in (0, 1):
         return None  # another window is meant
@@ -57,6 +61,20 @@ def relative(ctx: ProbeContext) -> Finding | None:
     results = [one for one in seen if one is not None]
     right = (one for one in results if one.severity == "passed")  # with a table as it is meant
     return next(right, results[0] if results else _idle(ctx) or _alike(ctx))
+
+
+def _rising(ctx: ProbeContext) -> Finding | None:
+    """That ALiBi's biases favour what is far away: where all tokens are equal, each key has a
+    higher score than the one behind it, in all heads."""
+    module = ctx.exact.module
+    if module is None or not any(LINEAR.search(name.lower()) for name in names_in(module)):
+        return None
+    scores = _scores(ctx.exact, ctx.x[:, :1].expand_as(ctx.x))
+    last = None if scores is None else scores[:, -1].detach()
+    if last is None or not bool(last.isfinite().all()):
+        return None
+    steps = last[:, :-1] - last[:, 1:]
+    return found("relative", "rises") if bool((steps > SLIGHT * last.abs().max()).all()) else None
 
 
 def _idle(ctx: ProbeContext) -> Finding | None:
@@ -68,7 +86,7 @@ def _idle(ctx: ProbeContext) -> Finding | None:
     name = next((one for one in tables if HELD.search(one.split(".")[-1].lower())), None)
     if name is None or not is_called(module, name, {*names_called(module)}):
         return None
-    others = ctx.call(torch.cat((ctx.x[:, :-1] + 1, ctx.x[:, -1:]), 1))[:, -1]
+    others = ctx.call(torch.cat((ctx.x[:, :-1].flip(-1), ctx.x[:, -1:]), 1))[:, -1]
     idle = ctx.orderless and not ctx.near(others, ctx.out[:, -1])
     return found("relative", "idle", name=name) if idle else None
 

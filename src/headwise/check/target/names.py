@@ -30,7 +30,7 @@ _PARTS = {
 }
 """What people call the projections; a name may hold several of these words."""
 _OTHER_MASKS = re.compile(
-    r"head|context|mem_|memory|media|loc|return|value|cross|enc|time|frame|cls|token|pos|^q_|query"
+    r"head|context|mem_|memory|media|loc|return|value|cross|enc|time|frame(?!_mask$)|cls|token|pos|^q_|query"
 )
 """Names of masks that do not say which keys of x a query sees."""
 
@@ -135,7 +135,7 @@ def calling_role(name: str) -> str | None:
             return role
     if bare in _CALL or "mask" not in bare or _OTHER_MASKS.search(bare):
         return _CALL.get(bare)
-    return "padding" if re.search(r"pad|key|kv|src|valid", bare) else "mask"
+    return "padding" if re.search(r"pad|key|kv|src|valid|frame", bare) else "mask"
 
 
 def is_known(name: str) -> bool:
