@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.attention, self.norm = SelfAttention(dim, heads), nn.LayerNorm(dim)
 
     def forward(self, x, pad_mask):
+        pad_mask = pad_mask[:, None, None]
         return x + self.attention(self.norm(x), pad_mask)
 
 
@@ -52,7 +53,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
 
     def forward(self, tokens):
-        mask = (tokens {compared} self.pad)[:, None, None, :]
+        mask = (tokens {compared} self.pad)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, mask)
@@ -69,7 +70,7 @@ def test_a_mask_is_taken_as_it_is_made(filled: str, compared: str, tmp_path: Pat
     if (filled == "mask") == (compared == "=="):
         assert not found
     else:
-        assert "is taken the other way round than it is made, `(tokens" in found[0].message
+        assert "is taken the other way round than it is made, `tokens" in found[0].message
         assert "model.py" in found[0].hint
 
 

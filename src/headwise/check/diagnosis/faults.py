@@ -33,9 +33,9 @@ class Fault:
 
     def on(self, variant: Variant) -> Variant:
         """The variant with this mistake in it."""
-        changed = replace(variant, **self.change)
+        changed = variant.but(**self.change)
         if "fill" in self.change and changed.mask == "none":
-            changed = replace(changed, mask="causal")
+            changed = changed.but(mask="causal")
         return changed
 
     @property

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
 
 from ..target.checked_target import Target
 from .call_lines import Calls
+from .faults import Fault
 from .projections import Matrix, Projections, Unreadable, read
 from .variants import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
 
@@ -48,6 +51,21 @@ class Case:
         if single not in self.seen:
             self.seen[single] = self.gap(single, 0) <= FITS
         return self.seen[single]
+
+    def pairs(self, base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]:
+        """Two mistakes at a time, in their order, without those that one token rules out: most
+        mistakes make no difference there, so that one alone settles it, or none."""
+        alone = _for_one_token(base)
+        made = [row.on(base) for row in rows]
+        fits = [self.fits_one_token(one) for one in made]
+        changes = [_for_one_token(one) != alone for one in made]
+        open_ = [_is_open(one) for one in made]
+        base_fits = self.fits_one_token(base)
+        for i, j in combinations(range(len(rows)), 2):
+            settled = not (open_[i] or open_[j] or (changes[i] and changes[j]))
+            possible = fits[i] if changes[i] else fits[j] if changes[j] else base_fits
+            if (possible or not settled) and rows[i].adds_to(rows[j]):
+                yield rows[i], rows[j]
 
     def gap(self, variant: Variant, place: int) -> float:
         """How far a variant's output for one of the inputs is from the subject's."""
@@ -130,13 +148,19 @@ def undropped(subject: Target, x: Tensor, drops: bool) -> Tensor:
         return subject(x)
 
 
+def _is_open(variant: Variant) -> bool:
+    """Whether other mistakes may make a difference for one token beside this one, or none at all
+    is seen."""
+    mixes = variant.over == "heads" or variant.softmax in _UNSURE
+    return mixes or not bool(allowed_of(variant.mask, 1, 1))
+
+
 def _for_one_token(variant: Variant) -> Variant:
     """The same without what makes no difference where a token sees only itself."""
     if variant.over == "heads" or variant.softmax in _UNSURE:
         return variant
     split = variant.split if isinstance(variant.split, str) else variant.split[2]
-    return replace(
-        variant,
+    return variant.but(
         turned=_for_values(variant.turned),
         unbiased=_for_values(variant.unbiased),
         roles="qk" + variant.roles[2],

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files.loading import MARKS
 from ..files.syntax import Source, nodes, pairs
+from ..target.errors import is_users
 from ..target.signatures import entry, signature
 from .read_pieces import word_of
 
 FILES, LONGEST, UP = 60, 60_000, 3
 """How many files are looked into, how long ones (in bytes), and how many folders above."""
+MANY = 600
+"""How many are asked for their size."""
 ROUNDS = 3
-"""How often what is handed on is followed to those who handed it on before."""
+"""How far what speaks of a class is followed to what speaks of that."""
+NOT_ITS_OWN = re.compile(r"\.|_*v?env|site-packages|node_modules|build$|dist$|__pycache__")
+"""Folders that hold others' code, or none that somebody wrote."""
 PLAIN = set(
     "unsqueeze squeeze expand expand_as repeat view reshape transpose to type type_as bool long "
     "float int half cuda cpu contiguous clone detach".split()
@@ -28,7 +35,6 @@ PLAIN = set(
 PADS = re.compile(r"pad", re.IGNORECASE)
 LENGTHS = re.compile(r"len|size|valid")
 TURNED = {"seen": "hidden", "hidden": "seen"}
-BOTH = {"logical_and", "mul", "minimum"}
 
 
 @dataclass(frozen=True)
@@ -46,57 +52,49 @@ def made_for(target: Any, name: str) -> Made | None:
     kind = type(target)
     call = getattr(kind, "forward", None)
     file = getattr(getattr(call, "__code__", None), "co_filename", "")
-    if not Path(file).is_file():
-        return None
-    own = _parsed(Path(file))
+    own = _parsed(Path(file)) if is_users(file) and Path(file).is_file() else None
     if own is None:
         return None
     sources = [own, *_around(Path(file), kind.__name__)]
-    order = [one.name for one in signature(entry(target))]
-    found = [*_makers(kind.__name__, name, order, sources)]
+    order = tuple(one.name for one in signature(entry(target)))
+    found = [*_makers(Argument(kind.__name__, name, order), sources, set())]
     return found[0] if found and len({one.ones for one in found}) == 1 else None
 
 
-def _makers(kind: str, name: str, order: list[str], sources: list[Source]) -> Iterator[Made]:
-    """The lines that make what goes into an argument of a class, straight or through others."""
-    waiting, met = [(kind, name, order)], set[tuple[str, str]]()
-    for _ in range(ROUNDS):
-        handed, waiting = waiting, []
-        for owner, argument, places in handed:
-            if (owner, argument) in met:
-                continue
-            met.add((owner, argument))
-            for source in sources:
-                for inside, value in _given(owner, argument, places, source):
-                    function = _home(source, value)
-                    taken = {one.arg for one in nodes(ast.arg, function)} if function else set()
-                    word = value.id if isinstance(value, ast.Name) else ""
-                    scope = _made_in(function) if function else {}
-                    if word in taken and word not in scope and inside:
-                        every = [one.arg for one in function.args.args] if function else []
-                        waiting.append((inside, word, [one for one in every if one != "self"]))
-                    elif ones := _ones(value, scope, source):
-                        line = scope.get(word, value)
-                        place = source.file, line.lineno
-                        yield Made(ones, ast.unparse(line), place)
+class Argument(NamedTuple):
+    """An argument of a class's call, and the names of all of them in their order."""
+
+    owner: str
+    name: str
+    order: tuple[str, ...]
 
 
-def _given(
-    owner: str, argument: str, places: list[str], source: Source
-) -> Iterator[tuple[str, ast.expr]]:
-    """What calls of a class's objects hand to an argument, and the class that each stands in."""
-    held = _held(owner, source)
+def _makers(wanted: Argument, sources: Sequence[Source], met: set[Argument]) -> Iterator[Made]:
+    """The lines that make what goes into an argument, straight or through others' arguments."""
+    if wanted in met:
+        return
+    met.add(wanted)
+    for source in sources:
+        for value in _given(wanted, source):
+            inside, function = source.owner_at(value.lineno)
+            scope = _made_in(function or source.tree)
+            taken = function.args.args if function else []
+            order, root = tuple(one.arg for one in taken if one.arg != "self"), _root(value, scope)
+            if inside and root in order:
+                yield from _makers(Argument(inside, root, order), sources, met)
+            elif ones := _ones(value, scope, source):
+                line = scope.get(word_of(value), value)
+                yield Made(ones, ast.unparse(line), (source.file, line.lineno))
+
+
+def _given(wanted: Argument, source: Source) -> Iterator[ast.expr]:
+    """What calls of a class's objects hand to an argument, but those within itself."""
+    held = _held(wanted.owner, source)
+    place = wanted.order.index(wanted.name) if wanted.name in wanted.order else LONGEST
     for call in nodes(ast.Call, source.tree):
-        if word_of(call.func) not in held:
-            continue
-        inside = source.owner_at(call.lineno)[0]
-        if inside == owner:
-            continue
-        named = next((one.value for one in call.keywords if one.arg == argument), None)
-        if named is None and argument in places and len(call.args) > places.index(argument):
-            named = call.args[places.index(argument)]
-        if named is not None:
-            yield inside, named
+        if word_of(call.func) in held and source.owner_at(call.lineno)[0] != wanted.owner:
+            named = [one.value for one in call.keywords if one.arg == wanted.name]
+            yield from (named or call.args[place : place + 1])[:1]
 
 
 def _held(owner: str, source: Source) -> set[str]:
@@ -122,16 +120,30 @@ def _steps(target: ast.expr, whole: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
             yield target, whole
 
 
-def _home(source: Source, node: ast.expr) -> ast.FunctionDef | None:
-    function = source.owner_at(node.lineno)[1]
-    return function if isinstance(function, ast.FunctionDef) else None
+def _root(value: ast.expr, scope: Mapping[str, ast.expr]) -> str:
+    """The name that a value is plainly made of: `mask` of `mask.unsqueeze(1)`."""
+    match value:
+        case ast.Name(name) if name in scope:
+            return _root(scope[name], _without(scope, name))
+        case ast.Name(name):
+            return name
+        case ast.Subscript(part, _):
+            return _root(part, scope)
+        case ast.Call(ast.Attribute(part, way)) if way in PLAIN:
+            return _root(part, scope)
+        case _:
+            return ""
 
 
-def _made_in(function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """What a function gives to each name that it sets once."""
-    made = dict[str, ast.expr]()
-    twice = set[str]()
-    for line in nodes(ast.Assign, function):
+def _without(scope: Mapping[str, ast.expr], name: str) -> dict[str, ast.expr]:
+    """The rest, for what a name is made of itself."""
+    return {one: value for one, value in scope.items() if one != name}
+
+
+def _made_in(part: ast.AST) -> dict[str, ast.expr]:
+    """What a function, or a file, gives to each name that it sets once."""
+    made, twice = dict[str, ast.expr](), set[str]()
+    for line in nodes(ast.Assign, part):
         for target in line.targets:
             if isinstance(target, ast.Name):
                 twice |= {target.id} & {*made}
@@ -149,7 +161,7 @@ def _ones(value: ast.expr, scope: Mapping[str, ast.expr], source: Source, deep: 
 
     match value:
         case ast.Name(name) if name in scope:
-            return inner(scope[name])
+            return _ones(scope[name], _without(scope, name), source, deep)
         case ast.Subscript(ast.Name(_) | ast.Attribute(), ast.Constant("attention_mask")):
             return "seen"  # as tokenizers give it
         case ast.Subscript(part, _):
@@ -158,7 +170,9 @@ def _ones(value: ast.expr, scope: Mapping[str, ast.expr], source: Source, deep: 
             return TURNED.get(inner(part), "")
         case ast.BinOp(ast.Constant(1 | 1.0), ast.Sub(), part):
             return TURNED.get(inner(part), "")
-        case ast.BinOp(left, ast.BitAnd() | ast.Mult(), right):
+        case ast.BinOp(left, ast.BitAnd() | ast.Mult(), right) | ast.Call(
+            ast.Attribute(_, "logical_and"), [left, right]
+        ):
             sides = {inner(left), inner(right)} - {""}
             return "seen" if sides == {"seen"} else ""
         case ast.BinOp(left, ast.BitOr(), right):
@@ -175,13 +189,8 @@ def _ones(value: ast.expr, scope: Mapping[str, ast.expr], source: Source, deep: 
             return "seen"
         case ast.Call(ast.Attribute(_, "triu")) if re.search(r"ones.*\b1\)", ast.unparse(value)):
             return "hidden"
-        case ast.Call(ast.Attribute(_, "logical_and"), [left, right]):
-            sides = {inner(left), inner(right)} - {""}
-            return "seen" if sides == {"seen"} else ""
-        case ast.Call(ast.Attribute(part, way)) if way in PLAIN and not isinstance(part, ast.Call):
-            return inner(part)
-        case ast.Call(ast.Attribute(ast.Call() as part, way)) if way in PLAIN:
-            return inner(part)
+        case ast.Call(ast.Attribute(part, way)) if way in PLAIN:
+            return _ones(part, scope, source, deep)
         case ast.Call(ast.Name(name) | ast.Attribute(ast.Name("self"), name)):
             return _returned(name, source, deep)
         case _:
@@ -225,7 +234,7 @@ def _around(file: Path, kind: str) -> Iterator[Source]:
     above = [*file.parents][: UP + 1]
     root = next((one for one in above if any((one / mark).exists() for mark in MARKS)), above[0])
     texts = dict[Path, str]()
-    for path in sorted(root.rglob("*.py"))[: 10 * FILES]:
+    for path in itertools.islice(_files(root), MANY):
         if len(texts) < FILES and path != file and path.stat().st_size < LONGEST:
             text = path.read_text("utf-8", "replace")
             if "mask" in text:
@@ -238,6 +247,13 @@ def _around(file: Path, kind: str) -> Iterator[Source]:
             words |= set(re.findall(r"^class (\w+)", text, re.MULTILINE))
             if (source := _parsed(path, text)) is not None:
                 yield source
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """The Python files of a repository, without those of environments and of what is built."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(one for one in folders if not NOT_ITS_OWN.match(one))
+        yield from (Path(folder, one) for one in sorted(files) if one.endswith(".py"))
 
 
 def _parsed(path: Path, text: str | None = None) -> Source | None:

@@ -92,6 +92,7 @@ def _surroundings(reading: Projections) -> tuple[str, ...]:
 
 Known = Mapping[Variant, Sequence[Fault]]  # the faults that can be made on each base
 Explained = tuple[Variant, list[Fault]]
+Pairs = Callable[[Variant, Sequence[Fault]], Iterable[tuple[Fault, Fault]]]
 
 
 def named(case: Case, bases: Sequence[Variant], sure: bool, twice: bool = True) -> Explained | None:
@@ -106,7 +107,7 @@ def named(case: Case, bases: Sequence[Variant], sure: bool, twice: bool = True) 
     if not _fills(case):
         known = {b: [one for one in rows if "fill" not in one.change] for b, rows in known.items()}
     one = single(known, case.fits) or _solved(case, bases)
-    return one or (double(known, case.fits) if twice else None)
+    return one or (double(known, case.fits, case.pairs) if twice else None)
 
 
 def _fills(case: Case) -> bool:
@@ -125,14 +126,19 @@ def single(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
     return None
 
 
-def double(known: Known, fits: Callable[[Variant], bool]) -> Explained | None:
+def every(base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]:
+    """All pairs of faults that can be made at once."""
+    return (pair for pair in combinations(rows, 2) if pair[0].adds_to(pair[1]))
+
+
+def double(known: Known, fits: Callable[[Variant], bool], pairs: Pairs = every) -> Explained | None:
     """Find two faults that fit together, for as long as that takes no more than `SECONDS`."""
     until = time.process_time() + SECONDS
     for base, rows in known.items():
-        for first, second in combinations(rows, 2):
+        for first, second in pairs(base, rows):
             if time.process_time() > until:
                 return None
-            if first.adds_to(second) and fits(second.on(first.on(base))):
+            if fits(second.on(first.on(base))):
                 return base, [first, second]
     return None
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -82,6 +83,13 @@ class Variant:
     rotated: str = "qk"
     normed: str = "before"
 
+    def but(self, **changes: Any) -> Variant:
+        """The same with other values: `replace`, in a tenth of its time, as a search makes a
+        hundred thousand."""
+        other = object.__new__(Variant)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
 
 MASKS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "none": lambda i, j, t: (i >= 0) & (j >= 0),
@@ -144,6 +152,9 @@ MADE_OF = attrgetter(
     *"order packing turned unbiased roles split rope rotated normed residual".split()
 )
 """The fields of a variant that its heads depend on."""
+ATTENDED = attrgetter(*"over turned_keys share scale fill softmax values".split())
+"""Those that say what becomes of the heads, but for masks and caps, which the textbook has, too."""
+TEXTBOOK = Variant()
 
 
 def sizes_of(reading: Projections, x: Tensor) -> dict[str, int]:
@@ -239,8 +250,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Mapping[str
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     scale = scale_of(variant.scale, sizes)
     allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
-    plain = (variant.softmax, variant.fill, variant.values) == ("keys", "-inf", "weights")
-    if plain and variant.turned_keys == "transposed" and not _after(variant):
+    if ATTENDED(variant) == ATTENDED(TEXTBOOK):
         mask = None if variant.mask == "none" else Dense(allowed[None, None])
         out = attention(q, k, v, mask=mask, scale=scale, softcap=variant.softcap).out
     else:
