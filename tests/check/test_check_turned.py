@@ -186,7 +186,7 @@ def test_a_gate_that_nothing_is_weighed_with_is_a_mistake() -> None:
 
 def test_widths_of_outputs_are_no_flags() -> None:
     roles = [building_role(f"output_{one}", True) for one in ("dimension", "filters", "scores")]
-    assert roles == ["width", "width", "flag"]
+    assert roles == ["out_width", "width", "flag"]
 
 
 class NotAssigned(Heads):

@@ -52,15 +52,13 @@ def relative(ctx: ProbeContext) -> Finding | None:
     subject = ctx.exact
     if subject.module is None or not 4 <= ctx.tokens <= MOST or does_without_shift(subject):
         return None
-    if (rising := _rising(ctx)) is not None:
-        return rising
     window = subject.roles.get("window")
     if subject.only and isinstance(window, tuple) and ctx.tokens - math.prod(window) not in (0, 1):
         return None  # another window is meant
     seen = [_looked_at(pair, ctx.x) for pair in pairs(subject)]
     results = [one for one in seen if one is not None]
     right = (one for one in results if one.severity == "passed")  # with a table as it is meant
-    return next(right, results[0] if results else _idle(ctx) or _alike(ctx))
+    return next(right, results[0] if results else _rising(ctx) or _idle(ctx) or _alike(ctx))
 
 
 def _rising(ctx: ProbeContext) -> Finding | None:
