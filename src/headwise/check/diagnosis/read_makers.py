@@ -34,6 +34,7 @@ PLAIN = set(
 """Methods that leave it open which numbers a mask holds."""
 PADS = re.compile(r"pad", re.IGNORECASE)
 LENGTHS = re.compile(r"len|size|valid")
+"""Names of the filling, and of how many tokens are real."""
 TURNED = {"seen": "hidden", "hidden": "seen"}
 
 

@@ -25,8 +25,8 @@ UNCHANGED = 1e-6
 FAR = 1e3
 """How far hidden scores lie below the others."""
 
-
 NAMED = re.compile(r"(?<!non)(?<!non_)causal")
+"""Names of classes that hide later tokens."""
 ROW = r"\[ *\w+ *, *1 *, *1 *, *\w+ *\]|\( *\w+ *, *1 *, *1 *, *\w+ *\)"
 """Axes of a mask that says of every key whether it counts, for all queries alike."""
 

@@ -222,8 +222,8 @@ def _turned(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:
     made = made_for(target, form.argument)
     if made is None or made.ones == ("seen" if ones_seen else "hidden"):
         return None
-    words_ = {"name": form.argument, "made": made.code, "ones": made.ones, "form": form}
-    return found(rule, "made", **words_, line=quoted(made.place))
+    told = {"name": form.argument, "form": form, "line": quoted(made.place)}
+    return found(rule, "made", made=made.code, ones=made.ones, **told)
 
 
 def _beside(ctx: ProbeContext, rule: str, form: MaskForm) -> Finding | None:

@@ -349,13 +349,12 @@ class _Constructor:
         home = sys.modules.get(self.factory.__module__)
         code = "".join(linecache.getlines(getattr(home, "__file__", None) or ""))
         needed = (one for one in signature(kind) if one.default is one.empty)
+        words = {one.name: getattr(one.annotation, "__name__", one.annotation) for one in needed}
         return {
-            one.name: PLAIN[str(getattr(one.annotation, "__name__", one.annotation))]
-            for one in needed
-            if str(getattr(one.annotation, "__name__", one.annotation)) in PLAIN
-            and building_role(one.name) is None
-            and code
-            and not re.search(rf"\.{one.name}\b|[\"']{one.name}[\"']", code)
+            name: PLAIN[word]
+            for name, word in words.items()
+            if code and word in PLAIN and building_role(name) is None
+            if not re.search(rf"\.{name}\b|[\"']{name}[\"']", code)
         }
 
     def question(self, unknown: list[str], what: str) -> Unsaid:
