@@ -30,7 +30,7 @@ BASES = 16
 SCALES = [10 ** (n / 5) for n in range(-15, 11)]
 NUMBERS = [10 ** (n / 4) for n in range(-4, 25)]
 """What is tried first for a scale, and for how far below 0 hidden scores are."""
-SECONDS = 3.0
+SECONDS = 1.5
 """How long pairs of mistakes are tried."""
 SCALING = re.compile(r"scal|multiplier|alpha|temperature|factor")
 """Names of numbers that somebody may mean scores to be multiplied by."""
