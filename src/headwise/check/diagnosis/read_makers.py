@@ -184,9 +184,7 @@ def _ones(value: ast.expr, scope: Mapping[str, ast.expr], source: Source, deep: 
         case ast.Call(ast.Attribute(part, "eq" | "ne" as way), [right]):
             equal = ast.Eq() if way == "eq" else ast.NotEq()
             return _compared(_spelt(part, scope), equal, right, inner(part))
-        case ast.Call(ast.Attribute(_, "tril"), [part, *_]) if "ones" in ast.unparse(part):
-            return "seen"
-        case ast.Call(ast.Attribute(part, "tril")) if "ones" in ast.unparse(part):
+        case ast.Call(ast.Attribute(_, "tril")) if "ones" in ast.unparse(value):
             return "seen"
         case ast.Call(ast.Attribute(_, "triu")) if re.search(r"ones.*\b1\)", ast.unparse(value)):
             return "hidden"

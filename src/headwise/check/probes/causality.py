@@ -13,6 +13,7 @@ from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Example, Finding
 from ..target.checked_target import Target
 from ..target.construct import name_of
+from ..target.masking import NAMED
 from ..target.signatures import source_of
 from .probe_context import NOTHING, ProbeContext
 
@@ -25,8 +26,6 @@ UNCHANGED = 1e-6
 FAR = 1e3
 """How far hidden scores lie below the others."""
 
-NAMED = re.compile(r"(?<!non)(?<!non_)causal")
-"""Names of classes that hide later tokens."""
 ROW = r"\[ *\w+ *, *1 *, *1 *, *\w+ *\]|\( *\w+ *, *1 *, *1 *, *\w+ *\)"
 """Axes of a mask that says of every key whether it counts, for all queries alike."""
 
@@ -60,7 +59,7 @@ def _of_keys(ctx: ProbeContext) -> Finding | None:
     subject, form = ctx.subject, ctx.subject.mask_form
     target = subject.caller.target
     kind, name = type(target) if isinstance(target, nn.Module) else target, name_of(target)
-    if form is None or subject.causal_from != "mask" or not NAMED.search(name.lower()):
+    if form is None or subject.causal_from != "mask" or not re.search(NAMED, name.lower()):
         return None
     said = re.search(rf"\b{form.argument}\b[^\[(\n]{{0,60}}({ROW})", source_of(kind))
     if said is None or subject.caller.named("causal"):

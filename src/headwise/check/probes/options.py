@@ -248,7 +248,8 @@ def _options(subject: Target) -> Iterator[dict[str, Any]]:
 def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     """Arguments of the constructor that may have another size, with such a size: where there are
     names for them, all that must agree go together."""
-    names = [parameter.name for parameter in signature(type(subject.module))]
+    parameters = signature(type(subject.module))
+    names = [parameter.name for parameter in parameters]
     roles = {name: building_role(name, beside=names) for name in names}
     dims = [name for name, role in roles.items() if role == "head_dim"]
     values = [name for name in dims if OF_VALUES.search(name.lower())]
@@ -262,7 +263,7 @@ def _sizes(subject: Target) -> Iterator[dict[str, Any]]:
     if subject.num_heads == subject.num_kv_heads != 1 and groups:  # it may run for no fewer
         yield {groups[0]: 1}
         yield {**dict.fromkeys(heads[:1], 2 * subject.num_heads), groups[0]: subject.num_heads}
-    for one in signature(type(subject.module)):  # a side of a window that all tokens are in
+    for one in parameters:  # a side of a window that all tokens are in
         side = subject.arguments.get(one.name, one.default)
         if roles[one.name] == "window" and type(side) is int and side**2 == subject.room:
             yield {one.name: side - 2}

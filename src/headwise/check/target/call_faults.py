@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
-from .errors import is_users, users_frames
+from .errors import failing_line, is_users, users_frames
 from .introspect import numbers_in
 
 LONGEST = 400
@@ -129,8 +129,7 @@ def is_no_tensor(caller: Caller, error: BaseException) -> bool:
     name, owner = getattr(error, "name", None), getattr(error, "obj", None)
     if not isinstance(error, AttributeError) or not isinstance(owner, Tensor) or not name:
         return False
-    frames = users_frames(error)
-    line = frames[-1].line or "" if frames else ""
+    line = failing_line(error)
     asks = any(re.search(rf"\b{one}\.{name}\b", line) for one in caller.inputs)
     return asks and not difflib.get_close_matches(name, dir(Tensor), cutoff=0.75)
 
@@ -138,8 +137,7 @@ def is_no_tensor(caller: Caller, error: BaseException) -> bool:
 def _of_input(caller: Caller, error: BaseException) -> bool:
     """Whether a line fails on an input itself for the number of its axes, or for numbers that are
     no tokens of a vocabulary."""
-    frames = users_frames(error)
-    words = set(re.findall(r"\w+", frames[-1].line or "")) if frames else set[str]()
+    words = set(re.findall(r"\w+", failing_line(error)))
     return OF_INPUT.search(str(error)) is not None and bool(words & {*caller.inputs})
 
 

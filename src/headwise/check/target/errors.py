@@ -80,6 +80,12 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
 
 
+def failing_line(error: BaseException) -> str:
+    """The line of somebody's own files that an error came from last; empty where there is none."""
+    frames = users_frames(error)
+    return (frames[-1].line or "") if frames else ""
+
+
 def wants_memory(error: BaseException) -> bool:
     """Whether there was not enough memory, in PyTorch's words or in Python's."""
     said = re.search(r"can't allocate memory|not enough memory", str(error), re.IGNORECASE)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .call_adapter import ALL_SHAPES, MaskForm, Result, UnusableResult
 from .call_faults import axis_too_many, fails_after_softmax, of_guess, own_areas, pools
 from .checked_target import BATCH, TOKENS, Target
-from .errors import Broken, users_frames
+from .errors import Broken, failing_line
 from .fills import OPTIONAL, SURE, Fill
 from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
 from .refusals import not_run, refuse
@@ -261,8 +261,7 @@ def _cut_short(errors: Sequence[BaseException]) -> bool:
 
 def _is_of_shape(error: BaseException) -> bool:
     """Whether the line that failed takes the shape of something apart."""
-    frames = users_frames(error)
-    return bool(frames) and OF_SHAPES.search(frames[-1].line or "") is not None
+    return OF_SHAPES.search(failing_line(error)) is not None
 
 
 def _is_sure(subject: Target) -> bool:

@@ -22,6 +22,8 @@ FILL, EVEN = 0.02, 1.5
 """A later token that has less than this share of an earlier one's influence, and no other later
 token more than so many times as much, was hidden by one number that is too small."""
 
+NAMED = r"(?<!non)(?<!non_)causal"
+"""Names of classes that hide later tokens."""
 CAUSAL = re.compile(r"(?<!non-)(?<!non )(?<!non)(?<!not )\b(causal|auto-?regressive)\b")
 OPEN = re.compile(
     r"\b(optional(ly)?|if|or|either|whether|both|can be|bidirectional|cross|masks?|supports?)\b"
@@ -178,7 +180,7 @@ def _named_causal(subject: Target) -> bool:
         return False
     named = subject.caller.named
     fills = named("lengths") or named("padding")  # which "masked" speaks of
-    if re.search(r"(?<!non)(?<!non_)causal|decoder" + r"|(?<!un)masked" * (not fills), name):
+    if re.search(NAMED + r"|decoder" + r"|(?<!un)masked" * (not fills), name):
         return True
     if subject.roles.get("causal") is not None:
         return bool(subject.roles["causal"])
