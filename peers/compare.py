@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     names = chosen.peer or list(PEERS)
     answers = {name: in_its_own_environment(name) for name in names}
-    print(f"| | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    print(f"| what is asked | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     for key, words in {"version": "version", **QUESTIONS, "licence": "licence"}.items():
         print(f"| {words} | {' | '.join(answers[name][key] for name in names)} |")
     (OUT / "answers.json").write_text(json.dumps(answers, indent=1, ensure_ascii=False), "utf-8")

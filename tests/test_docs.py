@@ -60,6 +60,16 @@ def test_the_first_command_is_real(
     assert (tmp_path / "headwise-look.html").is_file()
 
 
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.md")],
+    ids=lambda page: page.name,
+)
+def test_every_column_of_a_table_is_named(page: Path) -> None:
+    heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", page.read_text("utf-8"), re.M)
+    assert [head for head in heads if re.search(r"\|\s*\|", head)] == []
+
+
 def test_notebooks_are_kept_without_outputs() -> None:
     for file in (ROOT / "examples").glob("*.ipynb"):
         cells = json.loads(file.read_text("utf-8"))["cells"]
