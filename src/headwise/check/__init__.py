@@ -68,10 +68,16 @@ def check(
     from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
     from .probes.options import despite_guesses, guesses_that_count, options
+    from .probes.turning import turning
     from .target.construct import name_of
     from .target.errors import Broken
     from .target.resolve import resolve
+    from .target.sizes import BuildSizes
 
+    if not args and call is None:
+        own = BuildSizes(embed_dim, num_heads, num_kv_heads)
+        if (verdict := turning(thing, arguments, own)) is not None:
+            return verdict
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     arguments |= {**sizes, "causal": causal, "seed": seed, "call": call}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():

@@ -47,6 +47,18 @@ def misspelt(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "misspelt", one.lineno, {"name": one.name}
 
 
+def inner_forward(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`def forward` that stands inside another method, in a class that has none of its own."""
+    home = known.get(getattr(kind, "name", ""))
+    own = getattr(home, "forward", None) if isinstance(home, type) else None
+    if getattr(own, "__name__", "") != "_forward_unimplemented":
+        return
+    for method in [one for one in getattr(kind, "body", ()) if isinstance(one, ast.FunctionDef)]:
+        for one in nodes(ast.FunctionDef, *method.body):
+            if one.name == "forward" and one.args.args and one.args.args[0].arg == "self":
+                yield "inner", one.lineno, {"name": method.name}
+
+
 def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """Layers, or weights, that a constructor keeps in a plain list and hands on to nothing that
     knows them."""

@@ -240,7 +240,8 @@ def undefined_names(part: ast.stmt, source: Source, known: Known) -> Iterator[Sa
 
 def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """What methods take from self, and nothing in the file or beside it defines or could set; where
-    every call of forward takes it, one that is spelled nearly as another is enough."""
+    every call of forward takes it, one that is spelled nearly as another is enough, and one that is
+    an argument of the method is one of the file alone."""
     thing = known.get(getattr(kind, "name", ""))
     if not isinstance(kind, ast.ClassDef) or not _is_of_file(thing):
         return
@@ -262,7 +263,9 @@ def missing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             continue
         near = get_close_matches(name, source.attributes(kind.name), 1, 0.85)
         always = node in plain
-        if (near and always) or not is_set_beside(name, kind.name, source.file):
+        _, function = source.owner_at(node.lineno)
+        own = function is not None and name in {one.arg for one in nodes(ast.arg, function)}
+        if (near and always) or own or not is_set_beside(name, kind.name, source.file):
             yield "missing" if always else "unset", node.lineno, {"name": name}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from .read_pieces import (
     Said,
     built_of_self,
     called_of_self,
+    given_before,
+    in_order,
     of_self,
     overwritten,
     products,
@@ -52,6 +55,23 @@ def lost_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         if role and called_of_self(lost.value) and len(roles) == 1 and role not in roles:
             words = {"part": LONG[role], "name": name, "other": min(others)}
             yield "lost", statement.lineno, words
+
+
+def copied_lines(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`q = norm(q, eps)`, and in the next line `k = norm(q, eps)`, which loses the keys that were
+    there."""
+    for function in nodes(ast.FunctionDef, part):
+        lines = [one for one in in_order(function) if isinstance(one, ast.Assign)]
+        for first, second in itertools.pairwise(lines):
+            name, other = word_of(second.targets[0]), word_of(first.targets[0])
+            there = given_before(function, name, first.lineno) is not None
+            read, same = names(second.value), ast.dump(first.value) == ast.dump(second.value)
+            if there and same and qkv_of(name) and other in read and name not in read:
+                yield (
+                    "lost",
+                    second.lineno,
+                    {"part": LONG[qkv_of(name)], "name": name, "other": other},
+                )
 
 
 def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

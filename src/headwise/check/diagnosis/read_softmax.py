@@ -27,6 +27,8 @@ from .read_pieces import (
 
 OF_THREE = re.compile(r"\b(bmm|baddbmm)\(")
 """What makes tensors of three axes, and no others."""
+LESS = re.compile(r"\bsqueeze\(|\[[^\]]*\b\d\]|(view|reshape|flatten|sum|mean|select)\(")
+"""What may leave fewer axes."""
 NEIGHBOURS = re.compile(r"unfold|gather|index|expand|repeat|unsqueeze|scatter|stack|roll|None\b")
 """Code that may lay each query beside the keys of its neighbours, or take these apart."""
 
@@ -166,7 +168,8 @@ def unsaid_axes(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         if re.fullmatch(r"(\w+\.)*Softmax\(\)", ast.unparse(one.value))
     } - {""}
     for function in nodes(ast.FunctionDef, part):
-        made = [one for one in nodes(ast.Assign, function) if OF_THREE.search(ast.unparse(one))]
+        given = [(one, ast.unparse(one.value)) for one in nodes(ast.Assign, function)]
+        made = [one for one, code in given if OF_THREE.search(code) and not LESS.search(code)]
         of_three = {target_of(one) for one in made}
         for call in nodes(ast.Call, function):
             called = ast.unparse(call.func)

@@ -6,6 +6,7 @@ from .read_built import (
     always_dropped,
     gpu_by_default,
     handed_up,
+    inner_forward,
     listed_layers,
     made_anew,
     misspelt,
@@ -60,6 +61,7 @@ from .read_masks import (
 )
 from .read_pieces import Reader
 from .read_roles import (
+    copied_lines,
     crossed_parts,
     gathered_keys,
     lost_roles,
@@ -92,11 +94,12 @@ from .read_softmax import (
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (misspelt, worn_out, handed_up),
+    "builds": (misspelt, inner_forward, worn_out, handed_up),
     "shape": (returns_nothing, fixed_tokens),
     "roles": (
         mixed_roles,
         lost_roles,
+        copied_lines,
         unread_roles,
         unread_parts,
         crossed_parts,

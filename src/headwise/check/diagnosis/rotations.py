@@ -21,6 +21,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import tensors_in
 from ..target.checked_target import Target
 from ..target.errors import is_users
+from ..target.introspect import IS_MORE, TURNS
 from ..target.signatures import source_of
 from ..target.ways import table_options
 from .call_lines import quoted
@@ -32,10 +33,6 @@ HALF = re.compile(
 """Names of functions that turn each pair of features by a quarter."""
 SIGNED = re.compile(r"[(,\[=]\s*-\s*(\w+\.)*sin\w*\b|sin\(.*\* *\(?-1\b")
 """Tables that hold the sign instead."""
-TURNS = re.compile(r"rotar|rotat|(^|_)rot(_|$)|(^|_)rope|rope(_|$)")
-"""Names of functions that turn, and of the classes of what is called to do so."""
-IS_MORE = re.compile(r"att|mha|head|block|layer|model|transformer|former$")
-"""Classes that do more than turn what they are given."""
 STRETCHES = re.compile(r"norm|xpos|scale_base|decay|cache", re.I)
 """What code of a rotation speaks of that gives other lengths."""
 NEAR = 0.02

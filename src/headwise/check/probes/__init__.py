@@ -105,7 +105,7 @@ def run(subject: Target) -> list[Finding]:
     own = ProbeContext(subject, exact=False) if ctx.exact.dtype != subject.dtype else None
     stopped = ""
     for rule, probe in PROBES.items():
-        if stopped and rule in NUMBERS:
+        if stopped and (rule in NUMBERS or (rule in FIRST and stopped == "deterministic")):
             results.append(skipped(rule, f"Not looked at before {stopped} is right."))
             continue
         if subject.only and rule in OTHER_LENGTHS:
@@ -123,7 +123,7 @@ def run(subject: Target) -> list[Finding]:
         results.append(one)
         stops = one.severity == "error" or (rule == "deterministic" and one.severity == "skipped")
         if rule in FIRST and stops and not _still_numbers(rule, ctx):
-            stopped = rule
+            stopped = one.rule
     return results
 
 

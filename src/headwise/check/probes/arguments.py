@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..diagnosis.call_lines import Calls
-from ..diagnosis.rotations import TURNS
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
 from ..target.call_adapter import ALL_SHAPES, Caller, MaskForm
@@ -22,7 +21,7 @@ from ..target.call_faults import refuses
 from ..target.checked_target import Target
 from ..target.errors import told, users_frames
 from ..target.fills import left_out, reversed_rows
-from ..target.introspect import SPEAKS_OF_ROPE, names_in
+from ..target.introspect import SPEAKS_OF_ROPE, TURNS, names_in
 from ..target.layouts import AXES, written_axes
 from ..target.names import building_role
 from ..target.signatures import is_read

@@ -14,6 +14,7 @@ from ..findings.verdict import Finding
 from ..target.call_adapter import Result, tensors_in
 from ..target.checked_target import TOKENS, Target
 from ..target.construct import source_of
+from ..target.errors import told
 from ..target.introspect import (
     SPEAKS_OF_ROPE,
     is_called,
@@ -65,6 +66,9 @@ def shape(ctx: ProbeContext) -> Finding | None:
         except Failed as failure:
             if failure.no_mistake is not None:
                 continue
+            if _goes_in_first(ctx, x):
+                said = told(failure.error)
+                return found("deterministic", "once", x=list(x.shape), error=said)
             raise
         if list(out.shape) != wanted:
             return found("shape", "sizes", x=list(x.shape), out=list(out.shape), wanted=wanted)
@@ -75,6 +79,15 @@ def shape(ctx: ProbeContext) -> Finding | None:
         return found("shape", "dtype", dtype=next(names), out=next(names))
     pooled = "Whatever the batch and the number of tokens, there is one output for all of them."
     return passed("shape", pooled) if ctx.exact.caller.pooled else passed("shape")
+
+
+def _goes_in_first(ctx: ProbeContext, x: Tensor) -> bool:
+    """Whether it takes x if nothing was called before."""
+    try:
+        ctx.exact.untouched()(x)
+    except Exception:  # whatever somebody's code raises
+        return False
+    return True
 
 
 def finite(ctx: ProbeContext) -> Finding | None:

@@ -25,7 +25,7 @@ from ..target.checked_target import Target
 from ..target.construct import build
 from ..target.fills import FILLS, Fill, Place
 from ..target.names import parts_of
-from ..target.signatures import signature
+from ..target.signatures import keys_read, signature
 from ..target.sizes import BuildSizes
 from .cache_steps import (
     Use,
@@ -145,7 +145,8 @@ def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]
         yield Way(lambda: handed_back(subject.fresh(), name, None, flags), grows=True)
         nothing = (None, None)
         yield Way(lambda: handed_back(subject.fresh(), name, nothing, flags), grows=True)
-        yield Way(filled(subject, lambda: {name: {}}, {}, flags))
+        keys = keys_read(caller.target, name)
+        yield Way(filled(subject, lambda: {name: dict.fromkeys(keys)}, {}, flags))
         yield Way(filled(subject, lambda: {name: []}, {}, flags), False)
     for kind in _own_caches(subject):
         yield Way(filled(subject, lambda kind=kind: {name: kind()}, {}, flags))

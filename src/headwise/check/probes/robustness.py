@@ -291,13 +291,14 @@ def reload(ctx: ProbeContext) -> Finding | None:
     randomise(other.module, 17)
     x = ctx.random.input()
     before = ctx.call(x, ctx.random)  # which may leave something to be saved
+    loaded = (other, other.untouched())  # what a call kept of other weights is in the first
     try:
-        for one in (other.untouched(), other):
+        for one in reversed(loaded):
             if one.module is not None:
                 one.module.load_state_dict(copy.deepcopy(module.state_dict()))
     except RuntimeError as error:
         return found("reload", "loads", error=str(error).splitlines()[-1].strip())
-    if ctx.near(ctx.call(x, other), before):
+    if any(ctx.near(ctx.call(x, one), before) for one in loaded):
         return passed("reload")
     return found("reload", "differs")
 

@@ -332,8 +332,9 @@ class Target:
         return self.fresh()
 
     def randomised(self, seed: int = 1) -> Target:
-        """A copy with fresh random parameters, so that no zeros hide anything."""
-        own = self.fresh()
+        """A copy with fresh random parameters, so that no zeros hide anything; what a call kept of
+        the old ones is not in it."""
+        own = self.untouched()
         if own.module is not None:
             randomise(own.module, seed)
         return own

@@ -30,6 +30,10 @@ SPEAKS_OF_ROPE = re.compile(
     r"rope|rotar|rotat|rot_?emb|rot_?dim|(^|_)rot(_|$)|freqs?|position_embeddings|theta|"
     r"(^|_)(cos|sin)(_|$)"
 )
+TURNS = re.compile(r"rotar|rotat|(^|_)rot(_|$)|(^|_)rope|rope(_|$)")
+"""Names of functions that turn, and of the classes of what is called to do so."""
+IS_MORE = re.compile(r"att|mha|head|block|layer|model|transformer|former$")
+"""Classes that do more than turn what they are given."""
 
 
 def names_in(module: nn.Module) -> Iterator[str]:

@@ -44,6 +44,10 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise Broken(replace(broken.finding, ground=ground)) from sure
     if (sides := _exchanged(subject, error)) is not None:
         raise Broken(sides) from error
+    apart = [BATCH, subject.num_heads, TOKENS]
+    if "heads" in subject.roles and getattr(error, "shape", [])[:-1] == apart:
+        words = {"x": shape, "error": error, "B": BATCH, "T": TOKENS}
+        raise Broken(replace(found("shape", "result", **words), ground="any")) from error
     if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):

@@ -102,6 +102,18 @@ def _wanted_within(kind: type) -> list[inspect.Parameter]:
     return wanted
 
 
+def keys_read(target: Any, name: str) -> list[str]:
+    """The words under which a call's code looks into an argument: k and v of `cache["k"]`.
+
+    >>> class Layer(nn.Module):
+    ...     def forward(self, x, cache=None): ...
+    >>> keys_read(Layer(), "cache")
+    []
+    """
+    said = re.findall(rf"(?<![.\w]){name}\[[\"'](\w+)[\"']\]", source_of(entry(target)))
+    return [*dict.fromkeys(said)]
+
+
 def entry(target: Any) -> Any:
     """What takes the arguments of a call: `forward`, or `__call__` where a class defines it
     instead."""

@@ -22,6 +22,7 @@ from .checked_target import Target
 from .fills import FILLS, OPTIONAL, Fill, left_out
 from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, Layout
 from .learnt import learn
+from .signatures import keys_read
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
@@ -64,6 +65,9 @@ def ways(caller: Caller) -> Iterator[Way]:
         yield Way(usual, None, form, fills)
     for room, form in product((4, 2), forms):
         yield Way(usual, room, form)
+    for name in caller.named("cache"):
+        if keys := keys_read(caller.target, name):  # an empty one
+            yield Way(usual, None, None, {name: lambda place, keys=keys: dict.fromkeys(keys)})
     if caller.named("height") or caller.named("grid"):
         yield from (Way(usual, AREAS[0], None, fills, True) for one in given for fills in one[:1])
     if tables != wanted:

@@ -1,0 +1,168 @@
+"""Judge what turns queries and keys by itself: a module or function of rotary positions.
+
+All tokens are made equal, once as queries and once as keys. What is turned well then has products
+in which only the distance of two tokens counts (Su et al. 2021, RoFormer, eq. 16).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..findings.rules import found, passed
+from ..findings.verdict import Finding, Verdict
+from ..target.call_adapter import Caller, tensors_in
+from ..target.checked_target import BATCH, TOKENS
+from ..target.construct import build, name_of
+from ..target.errors import is_users
+from ..target.introspect import IS_MORE, TURNS
+from ..target.names import calling_role
+from ..target.signatures import source_of
+from ..target.sizes import BuildSizes, flat, shown
+
+HEADS, WIDTHS = 3, (8, 16, 24, 64, 128)
+"""How many heads a tensor has that is turned, and how wide they may be where no argument tells."""
+LAYOUTS = {
+    "[B, H, T, D]": lambda row: row.expand(BATCH, HEADS, TOKENS, -1),
+    "[B, T, H, D]": lambda row: row.expand(BATCH, TOKENS, HEADS, -1),
+    "[B, T, D]": lambda row: row.expand(BATCH, TOKENS, -1),
+    "[T, B, H, D]": lambda row: row.expand(TOKENS, BATCH, HEADS, -1),
+    "[T, D]": lambda row: row.expand(TOKENS, -1),
+}
+"""The shapes in which queries may go in, all of them the same row `[D]`."""
+PLANES = re.compile(r"(?<![a-z])(2d|3d|axial|height|width|grid|patch|image|frames?|mrope)", re.I)
+"""Words of positions in more than one dimension, which have other distances."""
+GATHERS = re.compile(r"softmax|scaled_dot_product|nn\.Linear|MultiheadAttention")
+"""Code that does more than turn."""
+NEAR = 1e-3
+"""Of the product of two vectors of length 1."""
+
+
+def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict | None:
+    """The verdict on what only turns queries and keys; None for anything else.
+
+    Raises:
+        ValueError: it is such, and how to build or to call it cannot be worked out.
+    """
+    if not _turns(thing):
+        return None
+    try:
+        target, named = _made(thing, arguments, sizes)
+    except Exception as error:
+        raise ValueError(
+            f"check({name_of(thing)}): it turns queries and keys, and I do not know how to build "
+            f"it: {type(error).__name__}: {error}"
+        ) from error
+    name = f"{name_of(thing)}({shown(named)})" if inspect.isclass(thing) else f"{name_of(thing)}(…)"
+    ways = [one for width in _widths(named) for one in _ways(target, width)]
+    if not ways:
+        raise ValueError(
+            f"check({name}): it turns queries and keys, and I do not know how to call it; check "
+            "the layer that calls it, or what takes queries alone and gives them back turned"
+        )
+    best = next((one for one in ways if one[1] is None), ways[0])
+    layout, wrong, kept = best
+    said = "Only the distance of two tokens counts in products of what it turned."
+    results = [wrong or passed("rotary", said)]
+    results += [found("input-kept", "other", name="what it turns")] if not kept else []
+    errors = tuple(one for one in results if one.severity == "error")
+    note = f"it is judged as what turns queries and keys, {layout}; no attention was looked at"
+    return Verdict(name, errors + tuple(one for one in results if one not in errors), (note,))
+
+
+def _turns(thing: Any) -> bool:
+    """Whether it goes by the name of a rotation, and does no more; positions in one dimension."""
+    kind = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
+    said = (kind.__name__, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__))
+    file = getattr(inspect.getmodule(kind), "__file__", None) or ""
+    code = source_of(kind)
+    named = any(TURNS.search(one.lower()) for one in said) and is_users(file)
+    named = named and IS_MORE.search(kind.__name__.lower()) is None
+    called = not inspect.isclass(kind) or {"forward", "__call__"} & {*vars(kind)}
+    return bool(named and called and code and not GATHERS.search(code) and not PLANES.search(code))
+
+
+def _made(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> tuple[Any, dict[str, Any]]:
+    if not inspect.isclass(thing):
+        return thing, {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target, named, *_ = build(thing, (), arguments, sizes)
+    if isinstance(target, nn.Module):
+        target.eval()
+    return target, named
+
+
+def _widths(named: dict[str, Any]) -> list[int]:
+    """How wide what it turns may be: the even numbers among its arguments, the smallest first."""
+    told = {one for _, one in flat(named) if type(one) is int and one % 2 == 0 and 2 <= one <= 512}
+    return [*dict.fromkeys((*sorted(told), *WIDTHS))]
+
+
+def _ways(target: Any, width: int) -> Iterator[tuple[str, Finding | None, bool]]:
+    """The shapes in which queries and keys go in and come out turned: each with what is wrong
+    then, and whether what went in is what it was."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, width, generator=draw)
+    q, k = rows / rows.norm(dim=-1, keepdim=True)
+    caller = Caller(target, head_dim=width, heads=HEADS)
+    pair = [name for name in caller.parameters if calling_role(name) in ("query", "key")]
+    pair = pair if len(pair) == 2 else caller.positional[:1]
+    beside = [n for n in caller.parameters if caller.required(n) and n not in pair]
+    if not pair or any(caller.roles[name] != "positions" for name in beside):
+        return  # tables of ours would be judged, too
+    for layout, shaped in LAYOUTS.items():
+        axis = layout[1:-1].split(", ").index("T")
+        given = shaped(q).clone(), shaped(k).clone()
+        with contextlib.suppress(Exception), torch.no_grad():  # it goes in otherwise
+            places = {name: torch.arange(TOKENS) for name in beside}
+            gave = _turned(caller.target, pair, given, places)
+            kept = torch.equal(given[0], shaped(q)) and torch.equal(given[1], shaped(k))
+            scores = _scores(*gave, axis)
+            if scores is not None:
+                yield layout, _fault(scores, gave, axis, name_of(target)), kept
+
+
+def _turned(
+    target: Any, names: list[str], given: tuple[Tensor, Tensor], more: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys as they come out, from one call or from two."""
+    calls = [given] if len(names) == 2 else [given[:1], given[1:]]
+    gave: list[Tensor] = []
+    for feeds in calls:
+        raw = target(**dict(zip(names, feeds, strict=True)), **more)
+        same = [one for one in tensors_in(raw) if one.shape == feeds[0].shape]
+        gave += same[: len(feeds)]
+    one, two = gave
+    return one, two
+
+
+def _scores(q: Tensor, k: Tensor, axis: int) -> Tensor | None:
+    """`[N, T, T]`: the products of each query with each key, for all heads and sequences; None
+    where the order of the tokens counts for nothing."""
+    rows = [one.movedim(axis, -2).reshape(-1, TOKENS, one.shape[-1]).double() for one in (q, k)]
+    scores = rows[0] @ rows[1].mT
+    still = (scores - scores[:, :1, :1]).abs().max() <= NEAR
+    return None if still or not bool(scores.isfinite().all()) else scores
+
+
+def _fault(scores: Tensor, gave: tuple[Tensor, Tensor], axis: int, name: str) -> Finding | None:
+    """What is wrong with products that do not hang on the distance alone."""
+    apart = (scores[:, 1:, 1:] - scores[:, :-1, :-1]).abs()
+    most = scores.abs().max().clamp(min=1.0)
+    if bool(apart.max() <= NEAR * most):
+        return None
+    _, i, j = (int(n) for n in torch.unravel_index(apart.argmax(), apart.shape))
+    lengths = gave[0].movedim(axis, -2).norm(dim=-1)
+    longer = bool((lengths - lengths[..., :1]).abs().max() > NEAR)
+    which = int(apart.flatten(1).amax(1).argmax())
+    one, two = (float(scores[which, i + n, j + n]) for n in (0, 1))
+    way = "pairs" if longer else "absolute"
+    words = {"i": i, "j": j, "one": f"{one:.3f}", "two": f"{two:.3f}", "a": i + 1, "b": j + 1}
+    return found("rotary", way, name=name, **words)
