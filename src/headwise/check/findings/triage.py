@@ -16,7 +16,7 @@ from .verdict import Finding
 UNNAMED = "definition"
 """The diagnosis' rule where numbers are wrong and no mistake that it knows fits."""
 
-LAST = ("dropout-in-eval", "move")
+LAST = ("dropout-in-eval", "gradients", "move")
 """Rules that wait for a call that fails; of another device, for all else."""
 
 BOTH = {"cache", "rotary"}

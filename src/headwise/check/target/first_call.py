@@ -25,7 +25,7 @@ from .checked_target import BATCH, TOKENS, Target
 from .errors import Broken, failing_line
 from .fills import OPTIONAL, SURE, Fill
 from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
-from .refusals import not_run, refuse
+from .refusals import leaves_heads_apart, not_run, refuse
 from .vectors import gives_vectors, takes_vectors, weighs_one
 from .ways import Way, learnt_ways, lengths_of, table_options, ways
 
@@ -206,7 +206,8 @@ class _Search:
         no_axes = all(all(self._unpacked.get(n, [False])) for n in (2, 3, 4))
         cut = no_axes or _cut_short(errors)
         sure = _is_sure(subject) and (cut or fails_after_softmax(subject, errors[0]))
-        refuse(subject, errors[0], self.own or sure)
+        apart = (one for one in errors if leaves_heads_apart(subject, one))
+        refuse(subject, next(apart, errors[0]), self.own or sure)
 
 
 def _otherwise(search: _Search, widened: bool) -> bool:

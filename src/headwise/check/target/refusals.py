@@ -44,8 +44,7 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise Broken(replace(broken.finding, ground=ground)) from sure
     if (sides := _exchanged(subject, error)) is not None:
         raise Broken(sides) from error
-    apart = [BATCH, subject.num_heads, TOKENS]
-    if "heads" in subject.roles and getattr(error, "shape", [])[:-1] == apart:
+    if leaves_heads_apart(subject, error):
         words = {"x": shape, "error": error, "B": BATCH, "T": TOKENS}
         raise Broken(replace(found("shape", "result", **words), ground="any")) from error
     if guessed:
@@ -60,6 +59,12 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def leaves_heads_apart(subject: Target, error: BaseException) -> bool:
+    """Whether a call gives `[B, H, T, D]`, whatever else it was given."""
+    apart = [BATCH, subject.num_heads, TOKENS]
+    return "heads" in subject.roles and getattr(error, "shape", [])[:-1] == apart
 
 
 def _exchanged(subject: Target, error: BaseException) -> Finding | None:

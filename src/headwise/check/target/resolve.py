@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from .checked_target import Target
 from .construct import build, name_of
 from .copies import copied
 from .errors import Broken, told, wants_memory
-from .first_call import first_call
+from .first_call import first_call, mixes
 from .functions import called_at_once, holding, of_function, weights_taken
 from .introspect import (
     facts,
@@ -29,6 +30,7 @@ from .introspect import (
     matrix_width,
     names_called,
     own_sizes,
+    written_code,
 )
 from .kinds import (
     holds_qkv,
@@ -44,6 +46,9 @@ from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
 from .signatures import signature, with_forward
 from .sizes import BuildSizes, shown
 from .unknowns import is_apart
+
+SCORES = re.compile(r"softmax|matmul|einsum|bmm|\bmm\(|@|scaled_dot|[Aa]tt(entio)?n|[qQ]uer")
+"""Code that may make scores of two tokens, or speaks of such."""
 
 
 @dataclass(frozen=True)
@@ -396,10 +401,23 @@ def _settled(
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
     _refuse_unmade(subject)
+    if call is None:
+        _refuse_other_parts(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
+
+
+def _refuse_other_parts(subject: Target) -> None:
+    """Ask for what computes attention where no token hangs on another, and no code speaks of what
+    would make it so: a table of positions, a norm, a feed-forward part."""
+    code = written_code(subject.module) if subject.module is not None else ""
+    if code and not SCORES.search(code) and mixes(subject) == (False, False):
+        raise ValueError(
+            f"check({subject.name}): it computes each token by itself, and nothing in its code "
+            "makes scores of two; name what computes attention"
+        )
 
 
 def _refuse_dictionaries(subject: Target) -> None:
