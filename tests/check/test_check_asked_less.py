@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from headwise.check import check
@@ -120,3 +121,38 @@ def test_sizes_that_take_all_memory_are_no_end(monkeypatch: pytest.MonkeyPatch) 
 def test_names_of_lengths() -> None:
     assert {calling_role(name) for name in ("xs_lens", "src_len", "memory_lengths")} == {"lengths"}
     assert calling_role("kv_len") != "lengths"
+
+
+class HeadsApart(Base):
+    """Forgets to join the heads, and takes another sequence under a name of its own."""
+
+    def forward(self, x: Tensor, somewhere: Tensor) -> Tensor:
+        q, k, v = self.to_q(x), *self.to_kv(somewhere).chunk(2, -1)
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (q, k, v))
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+class TooWide(Base):
+    """A table as wide as all heads together, with rows that must be told."""
+
+    def __init__(self, dim: int, heads: int, max_rows: int) -> None:
+        super().__init__(dim, heads)
+        self.table = nn.Parameter(torch.randn(heads, max_rows, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.to_q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        bias = q @ self.table[:, : x.shape[1]].mT
+        k, v = self.to_kv(x).chunk(2, -1)
+        return self.attend(self.to_q(x), k, v) + bias.sum()
+
+
+def test_heads_apart_are_wrong_whatever_was_guessed() -> None:
+    first = check(HeadsApart).errors[0]
+    assert first.rule == "shape"
+    assert "Join the heads again" in first.hint
+
+
+def test_a_number_that_changes_nothing_is_not_at_fault() -> None:
+    first = check(TooWide).errors[0]
+    assert first.rule == "runs"
+    assert "self.table" in first.message

@@ -190,6 +190,17 @@ class InAList(Layer):
         return self.attend(q, k, v)
 
 
+class InADictionary(Layer):
+    """A dictionary that the call looks into, and must be given."""
+
+    def forward(self, x: Tensor, kv_cache: dict[str, Any]) -> Tensor:
+        q, k, v = self.project(x)
+        if kv_cache["k"] is not None:
+            k, v = join((kv_cache["k"], kv_cache["v"]), k, v)
+        kv_cache["k"], kv_cache["v"] = k, v
+        return self.attend(q, k, v)
+
+
 class OnlyIfGiven(Layer):
     """What comes back is None where nothing went in; at first there are keys of no tokens."""
 
@@ -265,6 +276,7 @@ FORMS: tuple[type[Layer], ...] = (
     SetUp,
     Apart,
     InAList,
+    InADictionary,
     OnlyIfGiven,
     Preset,
     ByLayer,
@@ -346,6 +358,27 @@ def test_positions_go_on_behind_a_cache() -> None:
         assert (first.rule, first.message[:20]) == ("cache", "With kv_cache=True: ")
 
 
+class NeverEmptied(Layer):
+    """Keeps the keys of all calls, of any sequence."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads)
+        self.kept: Kept | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        if self.kept is not None:
+            k, v = join(self.kept, k, v)
+        self.kept = k, v
+        return self.attend(q, k, v)
+
+
+def test_keys_of_an_earlier_call_are_named() -> None:
+    first = check(NeverEmptied).errors[0]
+    assert first.rule == "deterministic"
+    assert "as long as nothing was called before" in first.message
+
+
 # --- what must stay silent ------------------------------------------------------------------------
 
 
@@ -361,6 +394,22 @@ class CachesItsTable(Layer):
         q, k, v = self.project(x)
         if self.cache_weights:
             self.cached = (q @ k.transpose(-2, -1)).softmax(-1)
+        return self.attend(q, k, v)
+
+
+class KeepsItsTable(Layer):
+    """A table that is made of a parameter, once for each length."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads)
+        self.slope = nn.Parameter(torch.ones(d_model), requires_grad=False)
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if length not in self.kept:
+            self.kept[length] = torch.arange(length).to(x)[:, None] / 16 * self.slope
+        q, k, v = self.project(x + self.kept[length])
         return self.attend(q, k, v)
 
 
@@ -393,7 +442,7 @@ class Halved(OfConstructor):
         return self.attend(q, k, v)
 
 
-@pytest.mark.parametrize("layer", [CachesItsTable, OneByOne, WithAPlace, Halved])
+@pytest.mark.parametrize("layer", [CachesItsTable, KeepsItsTable, OneByOne, WithAPlace, Halved])
 def test_what_is_used_in_another_way_is_let_be(layer: type[Layer]) -> None:
     assert not check(layer).errors
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+from torch import nn
 
 from headwise.check.diagnosis.read_built import (
     gpu_by_default,
+    inner_forward,
     made_anew,
     misspelt,
     no_bias,
@@ -31,7 +33,7 @@ from headwise.check.diagnosis.read_ends import fixed_tokens
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
 from headwise.check.diagnosis.read_masks import own_masks_by_fused, small_fills, tiled_masks
 from headwise.check.diagnosis.read_pieces import Reader
-from headwise.check.diagnosis.read_roles import own_products
+from headwise.check.diagnosis.read_roles import copied_lines, own_products
 from headwise.check.diagnosis.read_roots import inverse_roots, scaled_biases, whole_roots
 from headwise.check.diagnosis.read_sizes import (
     fused_merges,
@@ -40,7 +42,7 @@ from headwise.check.diagnosis.read_sizes import (
     summed_apart,
     viewed_heads,
 )
-from headwise.check.diagnosis.read_softmax import said_axes, single_numbers
+from headwise.check.diagnosis.read_softmax import said_axes, single_numbers, unsaid_axes
 from headwise.check.files.syntax import Source
 
 Filling = str | tuple[str, ...]
@@ -268,6 +270,25 @@ class Layer(nn.Module):
         values = {0}
         return query @ keys.mT @ values
 """
+INNER = """class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+    {0}def forward(self): ...
+"""
+NORMED = """
+class Layer(nn.Module):
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        q = self.norm(q, 1e-6)
+        k = self.norm({0}, 1e-6)
+        return self.attend(q, k, self.v(x))
+"""
+UNSAID = """
+class Layer(nn.Module):
+    def forward(self, x, keys):
+        scores = torch.bmm(keys, x.unsqueeze(2)){0}
+        return F.softmax(scores)
+"""
 ON_A_GPU = """
 class Layer(nn.Module):
     def __init__(self, dim):
@@ -294,6 +315,7 @@ class Layer(nn.Module):
         (turned_from_start, TURNS, ":t", "cache.length : cache.length + t"),
         (own_words, BUILTIN, "type", "self.type"),
         (own_products, OWN, "query", "keys"),
+        (copied_lines, NORMED, "q", "k"),
         (either_tensor, EITHER, "values or keys", "keys if values is None else values"),
         (on_a_gpu, ON_A_GPU, ".cuda(2)", ""),
         (gpu_by_default, KEPT_DEVICE, "self", "x"),
@@ -316,6 +338,7 @@ class Layer(nn.Module):
         (regions_astray, REGIONS, "1, 1, H, W", "1, H, W, 1"),
         (tiled_masks, FOLDED, "repeat(self.h, 1, 1)", "repeat_interleave(self.h, 0)"),
         (said_axes, WRITTEN, "1", "0"),
+        (unsaid_axes, UNSAID, "", ".squeeze(2)"),
         (made_anew, MADE, ("forward", ANEW), ("__init__", ANEW)),
         (made_anew, MADE, ("forward", ANEW), ("forward", f"if self.Q is None: {ANEW}")),
         (scaled_biases, BIAS, "self.scale", "1.0"),
@@ -348,6 +371,14 @@ def test_a_softmax_of_one_number() -> None:
 def test_a_constructor_that_nothing_calls() -> None:
     assert said(misspelt, filled(BUILT, "__int__")) == ["misspelt"]
     assert not said(misspelt, filled(BUILT, "__init__"))
+
+
+def test_a_forward_inside_the_constructor() -> None:
+    for ahead, ways in (("    ", [("inner", 4, {"name": "__init__"})]), ("", [])):
+        code = filled(INNER, ahead)
+        known, source = {"nn": nn}, Source(code, "layer.py")
+        exec(code, known)
+        assert [*inner_forward(source.tree.body[-1], source, known)] == ways
 
 
 def test_words_that_are_kept_are_no_scores() -> None:

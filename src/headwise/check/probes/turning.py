@@ -79,13 +79,20 @@ def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict
 def _turns(thing: Any) -> bool:
     """Whether it goes by the name of a rotation, and does no more; positions in one dimension."""
     kind = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
+    family = [one for one in getattr(kind, "__mro__", [kind]) if is_users(_file_of(one))]
     said = (kind.__name__, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__))
-    file = getattr(inspect.getmodule(kind), "__file__", None) or ""
-    code = source_of(kind)
-    named = any(TURNS.search(one.lower()) for one in said) and is_users(file)
-    named = named and IS_MORE.search(kind.__name__.lower()) is None
-    called = not inspect.isclass(kind) or {"forward", "__call__"} & {*vars(kind)}
-    return bool(named and called and code and not GATHERS.search(code) and not PLANES.search(code))
+    named = any(TURNS.search(one.lower()) for one in said) and family[:1] == [kind]
+    if not named or IS_MORE.search(kind.__name__.lower()):
+        return False
+    called = any({"forward", "__call__"} & {*vars(one)} for one in family)
+    code = "".join(map(source_of, family))
+    other = GATHERS.search(code) or PLANES.search(code)
+    return bool(code and not other and (called or not inspect.isclass(kind)))
+
+
+def _file_of(kind: Any) -> str:
+    """The file that a class or function stands in; one of Python's own where that is not known."""
+    return getattr(inspect.getmodule(kind), "__file__", None) or inspect.__file__
 
 
 def _made(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> tuple[Any, dict[str, Any]]:
