@@ -145,8 +145,8 @@ def _passed(subject: Target, name: str, flags: dict[str, bool]) -> Iterator[Way]
         yield Way(lambda: handed_back(subject.fresh(), name, None, flags), grows=True)
         nothing = (None, None)
         yield Way(lambda: handed_back(subject.fresh(), name, nothing, flags), grows=True)
-        keys = keys_read(caller.target, name)
-        yield Way(filled(subject, lambda: {name: dict.fromkeys(keys)}, {}, flags))
+        for keys in ((), keys_read(caller.target, name)):
+            yield Way(filled(subject, lambda keys=keys: {name: dict.fromkeys(keys)}, {}, flags))
         yield Way(filled(subject, lambda: {name: []}, {}, flags), False)
     for kind in _own_caches(subject):
         yield Way(filled(subject, lambda kind=kind: {name: kind()}, {}, flags))

@@ -354,7 +354,7 @@ class Target:
         if "dropout" in self.roles:
             with contextlib.suppress(Broken, ValueError):
                 own = self.rebuilt(dropout=0.5)
-        own = self.training(0.5) if own is None else own.to(self.dtype)
+        own = self.training(0.5) if own is None else own.untouched().to(self.dtype)
         if own is not None and own.module is not None:
             own.module.eval()
         return own

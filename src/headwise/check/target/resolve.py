@@ -310,9 +310,9 @@ def _of_factory(
         return replace(subject, **made)
 
     def alike(request: Request, broken: Broken, made_up: Mapping[str, Any]) -> bool:
-        """Whether other numbers in place of those that were made up fail in the same words."""
+        """Whether other numbers in place of those that were made up fail with the same shapes."""
         others = {n: 2 * one for n, one in made_up.items() if type(one) is int and n in names}
-        if len(others) < len(made_up):
+        if len(others) < len(made_up) or not isinstance(broken.__cause__, RuntimeError):
             return False
         try:
             make(request, **others)
