@@ -36,8 +36,12 @@ LAYOUTS = {
     "[T, D]": lambda row: row.expand(TOKENS, -1),
 }
 """The shapes in which queries may go in, all of them the same row `[D]`."""
-PLANES = re.compile(r"(?<![a-z])(2d|3d|axial|height|width|grid|patch|image|frames?|mrope)", re.I)
-"""Words of positions in more than one dimension, which have other distances."""
+OTHERWISE = re.compile(
+    r"(?<![a-z])(2d|3d|axial|height|width|grid|patch|image|frames?|vision|spatial|mrope)|"
+    r"xpos|scale_base|downscale|decay",
+    re.I,
+)
+"""Words of positions in more than one dimension, and of lengths that change on purpose."""
 GATHERS = re.compile(r"softmax|scaled_dot_product|nn\.Linear|MultiheadAttention")
 """Code that does more than turn."""
 NEAR = 1e-3
@@ -66,8 +70,7 @@ def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict
             f"check({name}): it turns queries and keys, and I do not know how to call it; check "
             "the layer that calls it, or what takes queries alone and gives them back turned"
         )
-    best = next((one for one in ways if one[1] is None), ways[0])
-    layout, wrong, kept = best
+    layout, wrong, kept = next((one for one in ways if one[1] is None), ways[0])
     said = "Only the distance of two tokens counts in products of what it turned."
     results = [wrong or passed("rotary", said)]
     results += [found("input-kept", "other", name="what it turns")] if not kept else []
@@ -77,7 +80,8 @@ def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict
 
 
 def _turns(thing: Any) -> bool:
-    """Whether it goes by the name of a rotation, and does no more; positions in one dimension."""
+    """Whether it goes by the name of a rotation, and does no more: of positions in one dimension,
+    and without a change of lengths."""
     kind = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
     family = [one for one in getattr(kind, "__mro__", [kind]) if is_users(_file_of(one))]
     said = (kind.__name__, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__))
@@ -86,7 +90,7 @@ def _turns(thing: Any) -> bool:
         return False
     called = any({"forward", "__call__"} & {*vars(one)} for one in family)
     code = "".join(map(source_of, family))
-    other = GATHERS.search(code) or PLANES.search(code)
+    other = GATHERS.search(code) or OTHERWISE.search(code)
     return bool(code and not other and (called or not inspect.isclass(kind)))
 
 
