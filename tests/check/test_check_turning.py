@@ -17,7 +17,8 @@ class Rotary(nn.Module):
         self.register_buffer("freqs", base ** (-torch.arange(0, head_dim, 2) / head_dim))
 
     def angles(self, tokens: int) -> Tensor:
-        return torch.outer(torch.arange(tokens), self.freqs).repeat_interleave(2, -1)[:, None]
+        places = torch.arange(tokens, device=self.freqs.device)
+        return torch.outer(places, self.freqs).repeat_interleave(2, -1)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         angles = self.angles(x.shape[1])
@@ -25,9 +26,23 @@ class Rotary(nn.Module):
         return x * angles.cos() + turned * angles.sin()
 
 
+class CountedRotary(Rotary):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class RotaryOfMaps(Rotary):
+    def angles(self, tokens: int) -> Tensor:
+        height = 1
+        return super().angles(tokens // height)
+
+
 class RotaryOfOtherPairs(Rotary):
     def angles(self, tokens: int) -> Tensor:
-        angles = torch.outer(torch.arange(tokens), self.freqs)
+        angles = torch.outer(torch.arange(tokens, device=self.freqs.device), self.freqs)
         return torch.cat((angles, angles), -1)[:, None]
 
 
@@ -35,8 +50,15 @@ class RotaryUneven(Rotary):
     """Angles that grow with the square of the position."""
 
     def angles(self, tokens: int) -> Tensor:
-        places = torch.arange(tokens) ** 2
+        places = torch.arange(tokens, device=self.freqs.device) ** 2
         return torch.outer(places, self.freqs).repeat_interleave(2, -1)[:, None]
+
+
+class RotaryHere(Rotary):
+    """Positions on the CPU."""
+
+    def angles(self, tokens: int) -> Tensor:
+        return torch.outer(torch.arange(tokens), self.freqs).repeat_interleave(2, -1)[:, None]
 
 
 class RotaryInPlace(Rotary):
@@ -76,8 +98,8 @@ class RotaryTables(nn.Module):
         self.register_buffer("freqs", 10000.0 ** (-torch.arange(0, dim, 2) / dim))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None] * self.freqs
-        return angles.cos(), angles.sin()
+        angles = position_ids[..., None] * torch.cat((self.freqs, self.freqs))
+        return angles.cos().expand(x.shape), angles.sin().expand(x.shape)
 
 
 class PositionalEncoding(nn.Module):
@@ -92,7 +114,8 @@ class PositionalEncoding(nn.Module):
 @pytest.mark.parametrize("kind", [Rotary, RoPE])
 def test_what_turns_well(kind: type[nn.Module]) -> None:
     verdict = check(kind)
-    assert [(one.rule, one.severity) for one in verdict.results] == [("rotary", "passed")]
+    assert [one.rule for one in verdict.results] == ["rotary", "move"]
+    assert {one.severity for one in verdict.results} == {"passed"}
     assert "no attention was looked at" in verdict.notes[0]
 
 
@@ -102,6 +125,7 @@ def test_what_turns_well(kind: type[nn.Module]) -> None:
         (RotaryOfOtherPairs, "rotary", "change their length"),
         (RotaryUneven, "rotary", "the distance alone should count"),
         (RoPEOtherWay, "rotary", "the distance alone should count"),
+        (RotaryHere, "move", "on the CPU, whatever the input's device"),
         (RotaryInPlace, "input-kept", "no longer what was handed in"),
     ],
 )
@@ -114,6 +138,15 @@ def test_what_does_not(kind: type[nn.Module], rule: str, said: str) -> None:
 def test_one_that_is_built() -> None:
     assert check(Rotary(16)).passed
     assert not check(RotaryOfOtherPairs(16)).passed
+    layer = CountedRotary(16)
+    assert check(layer).passed
+    assert layer.calls == 0
+    assert layer.training
+
+
+def test_positions_in_two_dimensions_are_asked_about() -> None:
+    with pytest.raises(ValueError, match=r"speaks of 'height'.*check the layer that calls it"):
+        check(RotaryOfMaps)
 
 
 def test_tables_are_asked_about() -> None:

@@ -6,25 +6,29 @@ in which only the distance of two tokens counts (Su et al. 2021, RoFormer, eq. 1
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..findings.rules import found, passed
+from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding, Verdict
 from ..target.call_adapter import Caller, tensors_in
 from ..target.checked_target import BATCH, TOKENS
 from ..target.construct import build, name_of
-from ..target.errors import is_users
+from ..target.copies import copied
+from ..target.errors import is_users, told
 from ..target.introspect import IS_MORE, TURNS
 from ..target.names import calling_role
 from ..target.signatures import source_of
 from ..target.sizes import BuildSizes, flat, shown
+from .devices import Elsewhere, everything
 
 HEADS, WIDTHS = 3, (8, 16, 24, 64, 128)
 """How many heads a tensor has that is turned, and how wide they may be where no argument tells."""
@@ -37,13 +41,14 @@ LAYOUTS = {
 }
 """The shapes in which queries may go in, all of them the same row `[D]`."""
 OTHERWISE = re.compile(
-    r"(?<![a-z])(2d|3d|axial|height|width|grid|patch|image|frames?|vision|spatial|mrope)|"
+    r"(?<![a-z])(2d|3d|axial|height|grid|patch|image|frames|vision|spatial|mrope)|"
     r"xpos|scale_base|downscale|decay",
     re.I,
 )
-"""Words of positions in more than one dimension, and of lengths that change on purpose."""
+"""Names of positions in more than one dimension, and of lengths that change on purpose."""
 GATHERS = re.compile(r"softmax|scaled_dot_product|nn\.Linear|MultiheadAttention")
 """Code that does more than turn."""
+SAID = "Only the distance of two tokens counts in products of what it turned."
 NEAR = 1e-3
 """Of the product of two vectors of length 1."""
 
@@ -54,8 +59,14 @@ def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict
     Raises:
         ValueError: it is such, and how to build or to call it cannot be worked out.
     """
-    if not _turns(thing):
+    if not _turns(thing) or (arguments and not inspect.isclass(thing)):
         return None
+    if said := OTHERWISE.search(" ".join(_names(thing))):
+        raise ValueError(
+            f"check({name_of(thing)}): it turns queries and keys, and its code speaks of "
+            f"{said[0]!r}: only positions in one dimension that keep lengths are judged; check the "
+            "layer that calls it"
+        )
     try:
         target, named = _made(thing, arguments, sizes)
     except Exception as error:
@@ -70,28 +81,41 @@ def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict
             f"check({name}): it turns queries and keys, and I do not know how to call it; check "
             "the layer that calls it, or what takes queries alone and gives them back turned"
         )
-    layout, wrong, kept = next((one for one in ways if one[1] is None), ways[0])
-    said = "Only the distance of two tokens counts in products of what it turned."
-    results = [wrong or passed("rotary", said)]
-    results += [found("input-kept", "other", name="what it turns")] if not kept else []
-    errors = tuple(one for one in results if one.severity == "error")
+    layout, results = next((one for one in ways if one[1][0].severity == "passed"), ways[0])
     note = f"it is judged as what turns queries and keys, {layout}; no attention was looked at"
-    return Verdict(name, errors + tuple(one for one in results if one not in errors), (note,))
+    wrong = (one for one in results if one.severity == "error")
+    return Verdict(name, (*wrong, *(one for one in results if one.severity != "error")), (note,))
 
 
 def _turns(thing: Any) -> bool:
-    """Whether it goes by the name of a rotation, and does no more: of positions in one dimension,
-    and without a change of lengths."""
-    kind = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
-    family = [one for one in getattr(kind, "__mro__", [kind]) if is_users(_file_of(one))]
+    """Whether it goes by the name of a rotation, and does no more."""
+    kind = _kind(thing)
     said = (kind.__name__, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__))
-    named = any(TURNS.search(one.lower()) for one in said) and family[:1] == [kind]
+    named = any(TURNS.search(one.lower()) for one in said) and is_users(_file_of(kind))
     if not named or IS_MORE.search(kind.__name__.lower()):
         return False
-    called = any({"forward", "__call__"} & {*vars(one)} for one in family)
-    code = "".join(map(source_of, family))
-    other = GATHERS.search(code) or OTHERWISE.search(code)
-    return bool(code and not other and (called or not inspect.isclass(kind)))
+    family = getattr(kind, "__mro__", ())
+    called = any(
+        {"forward", "__call__"} & {*vars(one)} for one in family[:-1] if one is not nn.Module
+    )
+    return bool((code := _code(thing)) and not GATHERS.search(code) and (called or not family))
+
+
+def _kind(thing: Any) -> Any:
+    return thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
+
+
+def _code(thing: Any) -> str:
+    """What somebody wrote of it, and of the classes that it derives from."""
+    family = getattr(kind := _kind(thing), "__mro__", [kind])
+    return "".join(textwrap.dedent(source_of(one)) for one in family if is_users(_file_of(one)))
+
+
+def _names(thing: Any) -> set[str]:
+    """The names in its code, its own among them."""
+    tree = ast.parse(_code(thing))
+    every = {getattr(one, field, None) for one in ast.walk(tree) for field in ("id", "attr", "arg")}
+    return {one for one in every if one} | {_kind(thing).__name__}
 
 
 def _file_of(kind: Any) -> str:
@@ -101,7 +125,8 @@ def _file_of(kind: Any) -> str:
 
 def _made(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> tuple[Any, dict[str, Any]]:
     if not inspect.isclass(thing):
-        return thing, {}
+        target = copied(thing)
+        return target.eval() if isinstance(target, nn.Module) else target, {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         target, named, *_ = build(thing, (), arguments, sizes)
@@ -116,13 +141,13 @@ def _widths(named: dict[str, Any]) -> list[int]:
     return [*dict.fromkeys((*sorted(told), *WIDTHS))]
 
 
-def _ways(target: Any, width: int) -> Iterator[tuple[str, Finding | None, bool]]:
-    """The shapes in which queries and keys go in and come out turned: each with what is wrong
-    then, and whether what went in is what it was."""
+def _ways(target: Any, width: int) -> Iterator[tuple[str, list[Finding]]]:
+    """The shapes in which queries and keys go in and come out turned, and what is found then: of
+    the turns, of what went in, and of another device."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(2, width, generator=draw)
     q, k = rows / rows.norm(dim=-1, keepdim=True)
-    caller = Caller(target, head_dim=width, heads=HEADS)
+    caller = Caller(copied(target), head_dim=width, heads=HEADS)
     pair = [name for name in caller.parameters if calling_role(name) in ("query", "key")]
     pair = pair if len(pair) == 2 else caller.positional[:1]
     beside = [n for n in caller.parameters if caller.required(n) and n not in pair]
@@ -134,10 +159,32 @@ def _ways(target: Any, width: int) -> Iterator[tuple[str, Finding | None, bool]]
         with contextlib.suppress(Exception), torch.no_grad():  # it goes in otherwise
             places = {name: torch.arange(TOKENS) for name in beside}
             gave = _turned(caller.target, pair, given, places)
-            kept = torch.equal(given[0], shaped(q)) and torch.equal(given[1], shaped(k))
-            scores = _scores(*gave, axis)
+            back = _turned(caller.target, pair, (-shaped(q), -shaped(k)), places)
+            tables = any(map(torch.allclose, gave, back))  # they do not hang on what is turned
+            scores = None if tables else _scores(*gave, axis)
             if scores is not None:
-                yield layout, _fault(scores, gave, axis, name_of(target)), kept
+                turned = _fault(scores, gave, axis, name_of(target)) or passed("rotary", SAID)
+                kept = torch.equal(given[0], shaped(q)) and torch.equal(given[1], shaped(k))
+                input_kept = () if kept else (found("input-kept", "other", name="what it turns"),)
+                yield layout, [turned, *input_kept, _moved(target, pair, given, places)]
+
+
+def _moved(
+    target: Any, names: list[str], given: tuple[Tensor, Tensor], more: dict[str, Any]
+) -> Finding:
+    """Whether it turns on another device what lies there, with what moves with it; its tables are
+    made there, as nothing was called before."""
+    if "cuda" in _code(target):
+        return skipped("move", "Its code speaks of a GPU, which is not here.")
+    own = copied(target)
+    there = [*given, *more.values(), *(everything(own) if isinstance(own, nn.Module) else ())]
+    try:
+        with Elsewhere(there):
+            _turned(own, names, given, more)
+    except Exception as error:  # only another device is a fault
+        if "device" in str(error):
+            return found("move", "device", error=told(error))
+    return passed("move")
 
 
 def _turned(
