@@ -34,6 +34,31 @@ class CountedRotary(Rotary):
         return super().forward(x)
 
 
+class RotaryByName(nn.Module):
+    """Without a forward."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(dim)
+
+    def apply_rotary(self, x: Tensor) -> Tensor:
+        return self.rotary(x)
+
+
+class RotaryByNames(nn.Module):
+    """With two, of which either may be meant."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(dim)
+
+    def apply_to_queries(self, x: Tensor) -> Tensor:
+        return self.rotary(x)
+
+    def apply_to_keys(self, x: Tensor) -> Tensor:
+        return self.rotary(-x)
+
+
 class RotaryOfMaps(Rotary):
     def angles(self, tokens: int) -> Tensor:
         height = 1
@@ -111,7 +136,7 @@ class PositionalEncoding(nn.Module):
         return x + self.table[: x.shape[1]]
 
 
-@pytest.mark.parametrize("kind", [Rotary, RoPE])
+@pytest.mark.parametrize("kind", [Rotary, RoPE, RotaryByName])
 def test_what_turns_well(kind: type[nn.Module]) -> None:
     verdict = check(kind)
     assert [one.rule for one in verdict.results] == ["rotary", "move"]
@@ -149,9 +174,10 @@ def test_positions_in_two_dimensions_are_asked_about() -> None:
         check(RotaryOfMaps)
 
 
-def test_tables_are_asked_about() -> None:
+@pytest.mark.parametrize("kind", [RotaryTables, RotaryByNames])
+def test_what_gives_tables_or_has_several_names_is_asked_about(kind: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match="I do not know how to call it"):
-        check(RotaryTables)
+        check(kind)
 
 
 def test_what_scores_no_tokens_is_asked_about() -> None:

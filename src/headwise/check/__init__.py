@@ -74,16 +74,16 @@ def check(
     from .target.resolve import resolve
     from .target.sizes import BuildSizes
 
-    if not args and call is None:
-        own = BuildSizes(embed_dim, num_heads, num_kv_heads)
-        if (verdict := turning(thing, arguments, own)) is not None:
-            return verdict
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    arguments |= {**sizes, "causal": causal, "seed": seed, "call": call}
+    said = {**arguments, **sizes, "causal": causal, "seed": seed, "call": call}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         try:
-            subject = resolve(thing, *args, **arguments)
+            if not args and call is None:
+                alone = turning(thing, arguments, BuildSizes(embed_dim, num_heads, num_kv_heads))
+                if alone is not None:
+                    return alone
+            subject = resolve(thing, *args, **said)
         except Broken as broken:
             own, read = broken.finding, [*read_off(thing)]
             if own.rule not in ("builds", "shape"):  # what was read of these says more

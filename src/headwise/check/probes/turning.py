@@ -26,7 +26,7 @@ from ..target.copies import copied
 from ..target.errors import is_users, told
 from ..target.introspect import IS_MORE, TURNS
 from ..target.names import calling_role
-from ..target.signatures import source_of
+from ..target.signatures import source_of, with_forward
 from ..target.sizes import BuildSizes, flat, shown
 from .devices import Elsewhere, everything
 
@@ -94,11 +94,7 @@ def _turns(thing: Any) -> bool:
     named = any(TURNS.search(one.lower()) for one in said) and is_users(_file_of(kind))
     if not named or IS_MORE.search(kind.__name__.lower()):
         return False
-    family = getattr(kind, "__mro__", ())
-    called = any(
-        {"forward", "__call__"} & {*vars(one)} for one in family[:-1] if one is not nn.Module
-    )
-    return bool((code := _code(thing)) and not GATHERS.search(code) and (called or not family))
+    return bool((code := _code(thing)) and not GATHERS.search(code))
 
 
 def _kind(thing: Any) -> Any:
@@ -131,6 +127,7 @@ def _made(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> tuple[Any
         torch.manual_seed(0)
         target, named, *_ = build(thing, (), arguments, sizes)
     if isinstance(target, nn.Module):
+        with_forward(target)
         target.eval()
     return target, named
 
