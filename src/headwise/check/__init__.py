@@ -68,7 +68,7 @@ def check(
     from .findings.triage import joined, urgency, with_other
     from .probes import run as probe
     from .probes.options import despite_guesses, guesses_that_count, options
-    from .probes.turning import turning
+    from .probes.rotary_modules import judge_rotary
     from .target.construct import name_of
     from .target.errors import Broken
     from .target.resolve import resolve
@@ -80,7 +80,8 @@ def check(
         torch.manual_seed(seed)
         try:
             if not args and call is None:
-                alone = turning(thing, arguments, BuildSizes(embed_dim, num_heads, num_kv_heads))
+                own = BuildSizes(embed_dim, num_heads, num_kv_heads)
+                alone = judge_rotary(thing, arguments, own)
                 if alone is not None:
                     return alone
             subject = resolve(thing, *args, **said)

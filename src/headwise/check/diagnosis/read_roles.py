@@ -67,11 +67,8 @@ def copied_lines(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]
             there = given_before(function, name, first.lineno) is not None
             read, same = names(second.value), ast.dump(first.value) == ast.dump(second.value)
             if there and same and qkv_of(name) and other in read and name not in read:
-                yield (
-                    "lost",
-                    second.lineno,
-                    {"part": LONG[qkv_of(name)], "name": name, "other": other},
-                )
+                words = {"part": LONG[qkv_of(name)], "name": name, "other": other}
+                yield "lost", second.lineno, words
 
 
 def unread_roles(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -45,8 +45,7 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if (sides := _exchanged(subject, error)) is not None:
         raise Broken(sides) from error
     if leaves_heads_apart(subject, error):
-        words = {"x": shape, "error": error, "B": BATCH, "T": TOKENS}
-        raise Broken(replace(found("shape", "result", **words), ground="any")) from error
+        raise Broken(replace(_other_shape(shape, error), ground="any")) from error
     if guessed:
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
@@ -54,11 +53,15 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         weights = error.shape == [BATCH, TOKENS]
         if own_number or weights or pools(caller, error):
             raise how_to_call(subject, error) from error
-        raise Broken(found("shape", "result", x=shape, error=error, B=BATCH, T=TOKENS)) from error
+        raise Broken(_other_shape(shape, error)) from error
     broken = not_run(f"x {shape}", error)
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def _other_shape(x: list[int], error: BaseException) -> Finding:
+    return found("shape", "result", x=x, error=error, B=BATCH, T=TOKENS)
 
 
 def leaves_heads_apart(subject: Target, error: BaseException) -> bool:

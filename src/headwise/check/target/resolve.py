@@ -90,7 +90,7 @@ def resolve(
                 f"check({type(thing).__name__}(…), {shown(arguments) or '…'}): this is built "
                 "already; arguments of its constructor go with the class, not with an instance"
             )
-        return _of_instance(thing, request)
+        return _scoring(_of_instance(thing, request))
     if not callable(thing):
         raise ValueError(
             f"check({thing!r}): this is a {type(thing).__name__}; give a module, a class with "
@@ -100,7 +100,7 @@ def resolve(
     why, spoken, used = home.get("__alone__", ("", {}, {}))  # by `files.alone`
     lost = spoken.get(name_of(thing), ())
     try:
-        subject = _of_callable(thing, args, arguments, request)
+        subject = _scoring(_of_callable(thing, args, arguments, request))
     except Broken as broken:
         if not lost or broken.finding.rule == "file-import" or broken.finding.ground == "any":
             raise
@@ -401,23 +401,24 @@ def _settled(
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     first_call(subject)
     _refuse_unmade(subject)
-    if call is None:
-        _refuse_other_parts(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:
         subject.head_dim = subject.out_dim // heads
     return subject
 
 
-def _refuse_other_parts(subject: Target) -> None:
-    """Ask for what computes attention where no token hangs on another, and no code speaks of what
-    would make it so: a table of positions, a norm, a feed-forward part."""
-    code = written_code(subject.module) if subject.module is not None else ""
+def _scoring(subject: Target) -> Target:
+    """The subject, but where no token hangs on another, and no code speaks of what would make it
+    so: a table of positions, a norm, a feed-forward part. Then what computes attention is asked
+    for."""
+    shown = subject.caller.custom is not None
+    code = written_code(subject.module) if subject.module is not None and not shown else ""
     if code and not SCORES.search(code) and mixes(subject) == (False, False):
         raise ValueError(
             f"check({subject.name}): it computes each token by itself, and nothing in its code "
             "makes scores of two; name what computes attention"
         )
+    return subject
 
 
 def _refuse_dictionaries(subject: Target) -> None:

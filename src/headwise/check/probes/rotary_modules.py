@@ -53,7 +53,7 @@ NEAR = 1e-3
 """Of the product of two vectors of length 1."""
 
 
-def turning(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict | None:
+def judge_rotary(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict | None:
     """The verdict on what only turns queries and keys; None for anything else.
 
     Raises:
