@@ -113,7 +113,7 @@ def test_sizes_that_take_all_memory_are_no_end(monkeypatch: pytest.MonkeyPatch) 
     def copied(target: object) -> object:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1")
 
-    monkeypatch.setattr(sys.modules["headwise.check.target.resolve"], "copied", copied)
+    monkeypatch.setattr(sys.modules["headwise.check.target.module_target"], "copied", copied)
     with pytest.raises(ValueError, match="more memory than there is"):
         check(NonCausal)
 
