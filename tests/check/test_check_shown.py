@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.check import check
 from headwise.check.files import check_file
-from headwise.check.target.call_faults import makes_tensors
+from headwise.check.target.shown_call import makes_tensors
 
 LAYER = """
 import torch

@@ -79,18 +79,16 @@ def check(
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         try:
-            if not args and call is None:
-                own = BuildSizes(embed_dim, num_heads, num_kv_heads)
-                alone = judge_rotary(thing, arguments, own)
-                if alone is not None:
-                    return alone
+            own = BuildSizes(embed_dim, num_heads, num_kv_heads)
+            if not args and (alone := judge_rotary(thing, arguments, own, call)) is not None:
+                return alone
             subject = resolve(thing, *args, **said)
         except Broken as broken:
-            own, read = broken.finding, [*read_off(thing)]
-            if own.rule not in ("builds", "shape"):  # what was read of these says more
-                read = [one for one in read if one.rule != own.rule]
-            told = own.rule == "shape" and any(one.rule == own.rule for one in read)
-            findings = sorted(read if told else [*read, own], key=urgency)
+            fault, read = broken.finding, [*read_off(thing)]
+            if fault.rule not in ("builds", "shape"):  # what was read of these says more
+                read = [one for one in read if one.rule != fault.rule]
+            told = fault.rule == "shape" and any(one.rule == fault.rule for one in read)
+            findings = sorted(read if told else [*read, fault], key=urgency)
             return Verdict(name_of(thing), tuple(findings))
         except ValueError:
             if read := sorted(read_off(thing), key=urgency):  # which needs no call

@@ -46,6 +46,16 @@ def fixed_tokens(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]
                     pass
 
 
+def breakpoints(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """A debugger that each call begins: `import ipdb; ipdb.set_trace()`, under no condition."""
+    for function in nodes(ast.FunctionDef, part):
+        for one in function.body:
+            call = one.value if isinstance(one, ast.Expr) else None
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if name.split(".")[-1] in ("set_trace", "breakpoint"):
+                yield "breakpoint", one.lineno, {"name": name}
+
+
 def _prints(statement: ast.stmt) -> bool:
     return ast.unparse(statement).startswith("print(")
 

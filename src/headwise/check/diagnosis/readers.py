@@ -35,7 +35,7 @@ from .read_code import (
     undefined_names,
     unread_turns,
 )
-from .read_ends import fixed_tokens, masks_beside, positions_beside, returns_nothing
+from .read_ends import breakpoints, fixed_tokens, masks_beside, positions_beside, returns_nothing
 from .read_maps import (
     cut_otherwise,
     joined_otherwise,
@@ -146,6 +146,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "dropout-in-eval": (always_dropped,),
     "unused-result": (thrown_away, never_read),
     "runs": (
+        breakpoints,
         late_tests,
         empty_tests,
         either_tensor,

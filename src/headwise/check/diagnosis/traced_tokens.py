@@ -198,7 +198,8 @@ def _normalised_over(rows: Tensor) -> str:
     """The axis of `[…, H, T, D]` along which vectors have one length, where features have not."""
     axes = {"tokens": -2, "heads": -3} if rows.ndim > 3 else {"tokens": -2}
     even = (name for name, axis in axes.items() if _is_even(rows, axis))
-    return "" if _is_even(rows, -1) else next(even, "")
+    same = torch.equal(rows, rows[..., :1, :].expand_as(rows))  # made of no token, ones perhaps
+    return "" if same or _is_even(rows, -1) else next(even, "")
 
 
 def _is_even(rows: Tensor, axis: int) -> bool:

@@ -8,11 +8,13 @@ like any other, of the rules `file-…`.
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
+import importlib
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -172,17 +174,17 @@ def _child(
 
 
 def _valued(name: str, value: Any, module: ModuleType) -> Any:
-    """What somebody typed for an argument: an expression where it begins with a name that the file
-    or PyTorch knows, and a word else.
+    """What somebody typed for an argument: an expression where something is called in it, or where
+    it begins with a name that the file, PyTorch or the repository knows; else a word.
 
     Raises:
         ValueError: the expression fails.
     """
-    known = {"torch": sys.modules["torch"], "nn": sys.modules["torch.nn"], **vars(module)}
-    first = re.match(r"([A-Za-z_]\w*)[.(]", value) if isinstance(value, str) else None
-    if first is None or first[1] not in known:
+    first = re.match(r"([A-Za-z_]\w*)[.(]|[\[({]", value) if isinstance(value, str) else None
+    if first is None:
         return value
-    return _evaluated(f"--{name}", value, known)
+    known = _known(value, module)
+    return _evaluated(f"--{name}", value, known) if "(" in value or first[1] in known else value
 
 
 def _typed(call: str, module: ModuleType) -> Callable[..., Any]:
@@ -192,10 +194,25 @@ def _typed(call: str, module: ModuleType) -> Callable[..., Any]:
         ValueError: it is none.
     """
     usual = 'as in --call "lambda layer, x: layer(x)"'
-    made = _evaluated("--call", call, {"torch": sys.modules["torch"], **vars(module)}, f"; {usual}")
+    made = _evaluated("--call", call, _known(call, module), f"; {usual}")
     if not callable(made):
         raise ValueError(f"--call {call!r}: is no function; {usual}")
     return made
+
+
+def _known(text: str, module: ModuleType) -> dict[str, Any]:
+    """The names that an expression may use: the file's own, PyTorch's, and the modules of the
+    repository that it speaks of, `package.part.Name`."""
+    known = {"torch": sys.modules["torch"], "nn": sys.modules["torch.nn"], **vars(module)}
+    for dotted in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)+", text):
+        first, *parts = dotted.split(".")
+        if first in known or hasattr(builtins, first):
+            continue
+        for end in range(len(parts)):  # as far as it names modules
+            with contextlib.suppress(ImportError, ValueError):
+                importlib.import_module(".".join([first, *parts[:end]]))
+                known[first] = sys.modules[first]
+    return known
 
 
 def _evaluated(option: str, text: str, known: dict[str, Any], hint: str = "") -> Any:
@@ -210,7 +227,7 @@ def _evaluated(option: str, text: str, known: dict[str, Any], hint: str = "") ->
         raise ValueError(f"{option} {text!r}: {type(error).__name__}: {error}{hint}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def telling(send: Send, path: Path) -> Iterator[None]:
     """Send what ends a check of the file as a finding."""
     try:

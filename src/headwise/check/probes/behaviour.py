@@ -25,6 +25,7 @@ from ..target.introspect import (
     written_code,
 )
 from ..target.masking import one_attends
+from ..target.shown_call import is_plain
 from .backward import wrong_backward
 from .probe_context import NOTHING, Failed, ProbeContext, failing
 
@@ -124,9 +125,24 @@ def past_used(ctx: ProbeContext) -> Finding | None:
         which = "its own token"
     elif len(pairs) >= total - tokens:
         which = "any other token"
+        if (shown := ctx.subject.caller.custom) is not None and not is_plain(shown):
+            return skipped(
+                "past-used",
+                "No output depends on any other token, in the call that "
+                "you show: it may bring keys of its own.",
+            )
     elif narrow:
         return skipped("past-used", "It attends along one side of a map.")
+    elif {b for _, b in pairs} == {0} and _has_class_token(ctx):
+        return skipped("past-used", "The class token is seen by itself alone.")
     return found("past-used", "unseen", i=i, which=which)
+
+
+def _has_class_token(ctx: ProbeContext) -> bool:
+    """Whether its code speaks of a token for the class, which comes first."""
+    module = ctx.subject.module
+    code = "" if module is None else source_of(type(module))
+    return re.search(r"\bcls|class_token", code, re.IGNORECASE) is not None
 
 
 def _in_one_line(ctx: ProbeContext) -> bool:

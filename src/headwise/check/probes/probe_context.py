@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..findings.verdict import Example, Finding
-from ..target.call_adapter import Result, UnusableResult
+from ..target.call_adapter import Result, ShownCallFails, UnusableResult
 from ..target.checked_target import Target
 from ..target.errors import told
 
@@ -44,7 +44,10 @@ class Failed(Exception):
 
     @property
     def no_mistake(self) -> str | None:
-        """Why PyTorch itself refuses the call, whatever layer makes it; None where it does not."""
+        """Why the call that was shown fails by itself, or PyTorch itself refuses it, whatever layer
+        makes it; None where neither is so."""
+        if isinstance(self.error, ShownCallFails):
+            return f"The call that you show fails by itself: {self.error}."
         return next((why for said, why in REFUSED.items() if said in str(self.error)), None)
 
 

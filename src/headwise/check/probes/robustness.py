@@ -20,11 +20,11 @@ from ..diagnosis.call_lines import recorded
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.call_faults import makes_tensors
 from ..target.checked_target import Target
 from ..target.copies import copied, randomise
 from ..target.errors import Broken, told
 from ..target.introspect import unregistered, written_code
+from ..target.shown_call import makes_tensors
 from ..target.signatures import source_of
 from .behaviour import bent
 from .devices import Elsewhere, everything
@@ -233,7 +233,7 @@ def _is_drawn(ctx: ProbeContext, name: str) -> bool:
 def move(ctx: ProbeContext) -> Finding | None:
     """To another device, to float64 and to bfloat16."""
     if makes_tensors(ctx.subject.caller.custom):
-        return skipped("move", "The call that you show makes tensors with no device=x.device.")
+        return skipped("move", "The call that you show makes tensors, with no device=x.device.")
     own = ctx.random.untouched()
     fault = _elsewhere(own) or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
     if fault is None and own.mask_form is not None:  # without one, it may make its own

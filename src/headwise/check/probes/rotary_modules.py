@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from ..target.signatures import source_of, with_forward
 from ..target.sizes import BuildSizes, flat, shown
 from .devices import Elsewhere, everything
 
-HEADS, WIDTHS = 3, (8, 16, 24, 64, 128)
-"""How many heads a tensor has that is turned, and how wide they may be where no argument tells."""
+HEADS, WIDTH, WIDTHS = 3, 24, (8, 16, 24, 64, 128)
+"""How many heads a tensor has that is turned, how wide x is in a call that is shown, and how wide
+heads may be where no argument tells."""
 LAYOUTS = {
     "[B, H, T, D]": lambda row: row.expand(BATCH, HEADS, TOKENS, -1),
     "[B, T, H, D]": lambda row: row.expand(BATCH, TOKENS, HEADS, -1),
@@ -40,6 +41,8 @@ LAYOUTS = {
     "[T, D]": lambda row: row.expand(TOKENS, -1),
 }
 """The shapes in which queries may go in, all of them the same row `[D]`."""
+SHOWN = ("[B, T, D]",)
+"""In which of them a call gets them that is shown."""
 OTHERWISE = re.compile(
     r"(?<![a-z])(2d|3d|axial|height|grid|patch|image|frames|vision|spatial|mrope)|"
     r"xpos|scale_base|downscale|decay",
@@ -53,20 +56,23 @@ NEAR = 1e-3
 """Of the product of two vectors of length 1."""
 
 
-def judge_rotary(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Verdict | None:
+def judge_rotary(
+    thing: Any,
+    arguments: dict[str, Any],
+    sizes: BuildSizes,
+    call: Callable[[Any, Tensor], Any] | None = None,
+) -> Verdict | None:
     """The verdict on what only turns queries and keys; None for anything else.
 
+    Args:
+        call: how somebody showed that it is called, on queries `[B, T, D]`.
+
     Raises:
-        ValueError: it is such, and how to build or to call it cannot be worked out.
+        ValueError: it is such, and how to build or to call it cannot be worked out, or it is right
+            to turn in another way.
     """
     if not _turns(thing) or (arguments and not inspect.isclass(thing)):
         return None
-    if said := OTHERWISE.search(" ".join(_names(thing))):
-        raise ValueError(
-            f"check({name_of(thing)}): it turns queries and keys, and its code speaks of "
-            f"{said[0]!r}: only positions in one dimension that keep lengths are judged; check the "
-            "layer that calls it"
-        )
     try:
         target, named = _made(thing, arguments, sizes)
     except Exception as error:
@@ -75,16 +81,57 @@ def judge_rotary(thing: Any, arguments: dict[str, Any], sizes: BuildSizes) -> Ve
             f"it: {type(error).__name__}: {error}"
         ) from error
     name = f"{name_of(thing)}({shown(named)})" if inspect.isclass(thing) else f"{name_of(thing)}(…)"
-    ways = [one for width in _widths(named) for one in _ways(target, width)]
+    target = target if call is None else _Shown(target, call)
+    widths = [sizes.embed_dim or WIDTH] if call else _widths(named)
+    ways = [one for width in widths for one in _ways(target, width)]
+    right = next((one for one in ways if one[1][0].severity == "passed"), None)
+    said = OTHERWISE.search(" ".join(_names(thing)))
+    if right is None and said:
+        raise ValueError(
+            f"check({name}): it turns queries and keys, and its code speaks of {said[0]!r}: only "
+            "positions in one dimension that keep lengths are judged; check the layer that calls it"
+        )
+    if not ways and call is not None:
+        x = [BATCH, TOKENS, widths[0]]
+        raise ValueError(
+            f"check({name}): it turns queries and keys, and the call that you show does not give "
+            f"back x {x} (sequences, tokens, features) turned: it must do for queries and for "
+            f"keys, each token in its place{_why_not(target, widths[0])}"
+        )
     if not ways:
         raise ValueError(
-            f"check({name}): it turns queries and keys, and I do not know how to call it; check "
-            "the layer that calls it, or what takes queries alone and gives them back turned"
+            f"check({name}): it turns queries and keys, and I do not know how to call it: show me "
+            'one call that gives x, queries or keys [B, T, D], back turned, --call "lambda rope, '
+            'x: rope(x, …)"; or check the layer that calls it'
         )
-    layout, results = next((one for one in ways if one[1][0].severity == "passed"), ways[0])
+    layout, results = right or ways[0]
     note = f"it is judged as what turns queries and keys, {layout}; no attention was looked at"
     wrong = (one for one in results if one.severity == "error")
     return Verdict(name, (*wrong, *(one for one in results if one.severity != "error")), (note,))
+
+
+class _Shown:
+    """What turns queries, in the call that somebody showed."""
+
+    def __init__(self, target: Any, call: Callable[[Any, Tensor], Any]) -> None:
+        self.target, self.call = target, call
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.call(self.target, x)
+
+
+def _own(target: Any) -> Any:
+    """What turns, by itself."""
+    return target.target if isinstance(target, _Shown) else target
+
+
+def _why_not(target: _Shown, width: int) -> str:
+    """The error of a call that is shown, if there is one."""
+    try:
+        target(torch.zeros(BATCH, TOKENS, width))
+    except Exception as error:  # whatever somebody's code raises
+        return f": {told(error)}"
+    return ""
 
 
 def _turns(thing: Any) -> bool:
@@ -150,7 +197,8 @@ def _ways(target: Any, width: int) -> Iterator[tuple[str, list[Finding]]]:
     beside = [n for n in caller.parameters if caller.required(n) and n not in pair]
     if not pair or any(caller.roles[name] != "positions" for name in beside):
         return  # tables of ours would be judged, too
-    for layout, shaped in LAYOUTS.items():
+    shown = isinstance(target, _Shown)
+    for layout, shaped in ((one, two) for one, two in LAYOUTS.items() if one in SHOWN or not shown):
         axis = layout[1:-1].split(", ").index("T")
         given = shaped(q).clone(), shaped(k).clone()
         with contextlib.suppress(Exception), torch.no_grad():  # it goes in otherwise
@@ -160,7 +208,7 @@ def _ways(target: Any, width: int) -> Iterator[tuple[str, list[Finding]]]:
             tables = any(map(torch.allclose, gave, back))  # they do not hang on what is turned
             scores = None if tables else _scores(*gave, axis)
             if scores is not None:
-                turned = _fault(scores, gave, axis, name_of(target)) or passed("rotary", SAID)
+                turned = _fault(scores, gave, axis, name_of(_own(target))) or passed("rotary", SAID)
                 kept = torch.equal(given[0], shaped(q)) and torch.equal(given[1], shaped(k))
                 input_kept = () if kept else (found("input-kept", "other", name="what it turns"),)
                 yield layout, [turned, *input_kept, _moved(target, pair, given, places)]
@@ -171,10 +219,11 @@ def _moved(
 ) -> Finding:
     """Whether it turns on another device what lies there, with what moves with it; its tables are
     made there, as nothing was called before."""
-    if "cuda" in _code(target):
+    if "cuda" in _code(_own(target)):
         return skipped("move", "Its code speaks of a GPU, which is not here.")
     own = copied(target)
-    there = [*given, *more.values(), *(everything(own) if isinstance(own, nn.Module) else ())]
+    held = _own(own)
+    there = [*given, *more.values(), *(everything(held) if isinstance(held, nn.Module) else ())]
     try:
         with Elsewhere(there):
             _turned(own, names, given, more)

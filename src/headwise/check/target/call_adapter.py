@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.masks import Causal, Dense
+from .errors import told
 from .fills import FILLS, OPTIONAL, SURE, Fill, Place, left_out, no_value
 from .layouts import SINGLE, USUAL, Layout, listed
 from .names import calling_role
@@ -114,9 +116,17 @@ class UnusableResult(Exception):
     """A call went through, but nothing in what it returned can be the output; its first tensor had
     the shape."""
 
+    begins = "it "  # in one line, as in `errors.told`
+
     def __init__(self, said: str, shape: Sequence[int] = ()) -> None:
         super().__init__(said)
         self.shape = list(shape)
+
+
+class ShownCallFails(Exception):
+    """The call that somebody shows failed outside of what it calls; its words are the error's."""
+
+    begins = ""
 
 
 @dataclass
@@ -306,7 +316,7 @@ class Caller:
         """
         memory, cross = (x, False) if source is None else (source, True)
         if self.custom is not None:
-            return self.read(self.custom(self.target, x), x, x)
+            return self.read(self._shown(self.custom, x), x, x)
         if self.layout is SINGLE:
             pairs = zip(x, memory, strict=True)
             return stacked(
@@ -366,6 +376,22 @@ class Caller:
         with torch.enable_grad():  # it keeps gradients for itself
             return self.target(*args, **values)
 
+    def _shown(self, call: Callable[[Any, Tensor], Any], x: Tensor) -> Any:
+        """What the call gives that somebody shows.
+
+        Raises:
+            ShownCallFails: it fails outside of the target.
+        """
+        try:
+            return call(self.target, x)
+        except Exception as error:
+            if wants_gpu(error):
+                with OnCPU():
+                    return call(self.target, x)
+            if _reached(self.target, error):
+                raise
+            raise ShownCallFails(told(error)) from error
+
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
         """The output and the weights among what was returned for x `[…, T, E]`."""
         lead, square = tuple(x.shape[:-1]), (x.shape[-2], source.shape[-2])
@@ -403,6 +429,16 @@ def _apart(out: Tensor, q: Tensor, turned: bool) -> Tensor:
     if not merged or out.shape[2] % q.shape[1]:
         return out
     return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+
+
+def _reached(target: Any, error: BaseException) -> bool:
+    """Whether an error came in the target or a layer of it."""
+    code = getattr(target, "__code__", None)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        own = isinstance(frame.f_locals.get("self"), nn.Module)
+        if frame.f_code is code or (own and not frame.f_code.co_name.endswith("_call_impl")):
+            return True
+    return False
 
 
 def _learnt_queries(target: Any) -> set[int]:

@@ -8,8 +8,6 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +18,8 @@ from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
 from .errors import failing_line, is_users, users_frames
 from .introspect import numbers_in
+from .on_cpu import wants_gpu
+from .signatures import source_of
 
 LONGEST = 400
 """The most tokens that are tried because an error speaks of them."""
@@ -195,6 +195,17 @@ def spoken(caller: Caller, error: BaseException) -> list[str]:
     return [name for name in left if name in words]
 
 
+def set_by(error: BaseException) -> list[str]:
+    """The methods of a module that set the attribute which it lacks, other than its constructor and
+    its `forward`."""
+    owner, name = getattr(error, "obj", None), getattr(error, "name", None)
+    if not isinstance(error, AttributeError) or not isinstance(owner, nn.Module) or not name:
+        return []
+    sets = re.compile(rf"\bself\.{name} *(:[^=\n]+)?=(?!=)")
+    methods = {n: one for n, one in vars(type(owner)).items() if n not in ("__init__", "forward")}
+    return [method for method, one in methods.items() if sets.search(source_of(one))]
+
+
 def refuses(error: BaseException) -> bool:
     """Whether an error is raised on purpose: by a `raise` or an `assert`, or for a package that is
     not there."""
@@ -211,42 +222,11 @@ def pools(caller: Caller, error: BaseException | None) -> bool:
     return caller.pools(shape, (BATCH, TOKENS))
 
 
-MADE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
-"""Functions that make tensors, on the CPU where no device is said."""
-
-
-def makes_tensors(call: Callable[..., Any] | None) -> bool:
-    """Whether a call that somebody shows makes tensors and says no device.
-
-    >>> makes_tensors(lambda layer, x: layer(x, torch.arange(x.shape[1])))
-    True
-    """
-    codes, said = [getattr(call, "__code__", None)], set[str]()
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            inner = [one for one in code.co_consts if isinstance(one, CodeType | tuple)]
-            words = [one for one in inner if isinstance(one, tuple)]  # names of keywords
-            said |= {*code.co_names, *(str(name) for one in words for name in one)}
-            codes += [one for one in inner if isinstance(one, CodeType)]
-    return bool(said & MADE) and not said & {"device", "to", "cuda"}
-
-
 def wants_kernel(error: BaseException) -> bool:
     """Whether a call fails for a kernel that only a GPU runs, where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line or "" for frame in users_frames(error)]
     asks = lines and re.search(r"torch\.cuda\.(device|stream|synchronize)\(", lines[-1])
     return not torch.cuda.is_available() and bool(
-        asks or any("/triton/" in frame.filename for frame in frames)
+        asks or wants_gpu(error) or any("/triton/" in frame.filename for frame in frames)
     )
-
-
-def reached(subject: Target, error: BaseException) -> bool:
-    """Whether a call that somebody shows fails in the target or a layer of it, and not before."""
-    code = getattr(subject.caller.target, "__code__", None)
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        own = isinstance(frame.f_locals.get("self"), nn.Module)
-        if frame.f_code is code or (own and not frame.f_code.co_name.endswith("_call_impl")):
-            return True
-    return False

@@ -66,7 +66,7 @@ def build(
             break
         except Exception as error:
             if isinstance(error, Missing):
-                name = error.args[0]
+                name = made.field_of(error.args[0])
                 if name not in sizes.changes and (learnt := made.field(name, sizes)) is not None:
                     sizes = learnt
                     continue
@@ -177,6 +177,11 @@ class _Constructor:
         read = [name for name in getattr(code, "co_names", ()) if len(name) > 1]
         grouped = any(building_role(name) == "kv_heads" for name in (*self.names, *read))
         return dataclasses.replace(sizes, **known).settle(grouped)
+
+    def field_of(self, name: str) -> str:
+        """The field that is read where it is asked for a method of text, `config.kind.lower()`."""
+        read = re.search(rf"\.(\w+)\.{name}\(", source_of(self.factory))
+        return read[1] if read and hasattr(str, name) else name
 
     def field(self, name: str, sizes: BuildSizes) -> BuildSizes | None:
         """The sizes with a field of a configuration, where the code tells what it is for."""
@@ -359,14 +364,19 @@ class _Constructor:
 
     def question(self, unknown: list[str], what: str) -> Unsaid:
         """What has to be asked for."""
-        name, plural = name_of(self.factory), "s" if len(unknown) > 1 else ""
-        call = ", ".join(f"{one}=…" for one in unknown)
-        flags = " ".join(f"--{one} …" for one in unknown)
+        plural = "s" if len(unknown) > 1 else ""
         return Unsaid(
-            f"check({name}): what is to be given for the {what}{plural} {', '.join(unknown)} "
-            f"cannot be worked out from the name{plural}; give it: hw.check({name}, {call}), or on "
-            f"the command line {flags}"
+            f"check({name_of(self.factory)}): what is to be given for the {what}{plural} "
+            f"{', '.join(unknown)} cannot be worked out from the name{plural}; give it: "
+            f"{as_typed(self.factory, unknown)}"
         )
+
+
+def as_typed(factory: Callable[..., Any], names: Iterable[str]) -> str:
+    """Arguments as they would be typed, in Python and on the command line."""
+    named = [*names]
+    call, options = ", ".join(f"{n}=…" for n in named), " ".join(f"--{n} …" for n in named)
+    return f"hw.check({name_of(factory)}, {call}), or on the command line {options}"
 
 
 def _beside(factory: Callable[..., Any]) -> Iterator[type[nn.Module]]:

@@ -35,7 +35,9 @@ def told(error: BaseException, file: Path | None = None) -> str:
     'ValueError: too long'
     """
     text = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    kind = type(error).__name__
+    begins = getattr(error, "begins", f"{kind}: ")  # ours say what they are
+    said = f"{begins}{text[0]}" if text else kind
     said += _meant(error)
     frames = traceback.walk_tb(error.__traceback__)
     names = ((place, place[0].f_code.co_filename) for place in frames)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..findings.rules import found
 from .checked_target import Target
-from .construct import build, name_of
+from .construct import as_typed, build, name_of
 from .errors import Broken, told, wants_memory
 from .introspect import facts, input_width, own_sizes
 from .kinds import is_function_of_qkv
@@ -22,7 +22,7 @@ from .masking import MASKS, shows_next
 from .memory import marked, unset_in
 from .module_target import Request, heads_of, module_target, width_of, without_weights
 from .names import building_role
-from .retries import SECONDS, UNMADE, asked_for, blamed, fitted, other_sizes
+from .retries import SECONDS, UNMADE, blamed, fitted, other_sizes
 from .signatures import signature
 from .sizes import BuildSizes, shown
 from .unknowns import is_apart
@@ -79,7 +79,7 @@ def _of_other_sizes(
             others.append(error)
             if isinstance(error, Broken) and error.finding.ground == "any":
                 break  # whatever its sizes are
-    fault = blamed(first, others, build.factory, given)
+    fault = blamed(first, others, build.factory, given, build.told_all)
     raise fault from fault.__cause__ or first.__cause__
 
 
@@ -88,6 +88,7 @@ class _Factory:
 
     Attributes:
         widths: of the input as it was built first, where it was.
+        told_all: whether every argument was said that it must get.
     """
 
     def __init__(
@@ -103,6 +104,10 @@ class _Factory:
         sizes = {n: getattr(request.sizes, n) for n in ("embed_dim", "num_heads", "num_kv_heads")}
         sizes = {n: size for n, size in sizes.items() if size is not None and n in self.names}
         self.said = arguments | sizes
+        needed = [
+            p.name for p in signature(factory) if p.default is p.empty and p.kind in (0, 1, 3)
+        ]
+        self.told_all = {*needed[len(args) :]} <= {*self.said}
 
     def __call__(self, request: Request, /, seed: int | None = None, **changes: Any) -> Target:
         """Build it, and find how what it gives is called.
@@ -142,7 +147,7 @@ class _Factory:
                 raise
             raise ValueError(
                 f"check({name}): with these sizes it takes more memory than there is; give smaller "
-                f"ones: hw.check({self.label}, {asked_for(self.factory)})"
+                f"ones: {as_typed(self.factory, self.names)}"
             ) from error
         except Broken as broken:
             raise self._blamed(broken, request, name, made_up) from broken.__cause__
@@ -171,7 +176,7 @@ class _Factory:
         guessed = ", ".join(f"{name}={value!r}" for name, value in made_up.items())
         return ValueError(
             f"check({name}): I made up {guessed}, and with it the call fails: give what is meant: "
-            f"hw.check({self.label}, {asked_for(self.factory)}). {broken.finding.message}"
+            f"{as_typed(self.factory, made_up)}. {broken.finding.message}"
         )
 
     def _alike(self, request: Request, broken: Broken, made_up: Mapping[str, Any]) -> bool:

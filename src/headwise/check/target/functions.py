@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .call_adapter import Caller, UnusableResult
 from .checked_target import BATCH, TOKENS, Target
-from .construct import name_of
+from .construct import as_typed, name_of
 from .errors import Broken, users_frames
 from .fills import left_out
 from .first_call import mixes, steady_form
@@ -123,10 +123,10 @@ def _with_axes(subject: Target, guessed: bool) -> Target:
         axes, error = max(errors, key=lambda one: _reached(one[1]))
         sizes = {"B": BATCH, "H": subject.num_heads, "T": TOKENS, "D": subject.head_dim}
         shape = [sizes[axis] for axis in re.findall(r"\w", AXES[axes])]
-        if missing:
+        if missing and subject.module is None:
             raise ValueError(
                 f"check({subject.name}): what it wants for {', '.join(missing)} cannot be worked "
-                f"out; give it by name: hw.check(…, {missing[0]}=…)"
+                f"out; give it: {as_typed(subject.caller.target, missing)}"
             ) from error
         if guessed or subject.guesses or len(forms) > 1:
             raise how_to_call(subject, error) from error

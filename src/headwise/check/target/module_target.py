@@ -19,6 +19,7 @@ from .functions import of_function
 from .introspect import input_width, is_called, layer_of, matrix_width, names_called
 from .masking import learn_causality
 from .names import building_role
+from .shown_call import fit_sizes, refuse_call
 from .signatures import signature, with_forward
 from .sizes import BuildSizes
 
@@ -71,7 +72,11 @@ def module_target(
         _refuse_dictionaries(subject)
         wide = known.get("kv_width", width)
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
+    else:
+        refuse_call(subject, call)
     first_call(subject)
+    if call is not None:
+        fit_sizes(subject, call)
     _refuse_unmade(subject)
     learn_causality(subject, request.causal)
     if said is None and subject.out_dim % heads == 0:

@@ -9,9 +9,10 @@ from typing import NoReturn
 from ..findings.rules import found
 from ..findings.verdict import Finding, Ground
 from .call_adapter import UnusableResult
-from .call_faults import is_miscalled, of_guess, pools, reached, wants_kernel
+from .call_faults import is_miscalled, of_guess, pools, set_by, wants_kernel
 from .checked_target import BATCH, TOKENS, Target
 from .errors import Broken, is_users, told
+from .shown_call import refuse_shown, shapes
 from .signatures import other_methods
 from .unknowns import fails_anyway, is_certain
 
@@ -23,16 +24,12 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         own: whether it is known to be the layer's own fault.
     """
     caller, shape = subject.caller, [BATCH, TOKENS, subject.embed_dim]
-    fails = caller.custom is not None and not isinstance(error, UnusableResult)
-    if fails and not reached(subject, error):
-        raise ValueError(
-            f"check({subject.name}): the call that you show fails before it reaches it, with "
-            f"x {shape}: {told(error)}"
-        ) from error
     if wants_kernel(error):
         raise ValueError(
             f"check({subject.name}): its call wants a GPU, which is not here: {told(error)}"
         ) from error
+    if (unset := _set_elsewhere(subject, error)) is not None:
+        raise unset from error
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
@@ -46,7 +43,9 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise Broken(sides) from error
     if leaves_heads_apart(subject, error):
         raise Broken(replace(_other_shape(shape, error), ground="any")) from error
-    if guessed:
+    if caller.custom is not None:
+        refuse_shown(subject, caller.custom, error)
+    if guessed or _lacks_a_package(error):
         raise how_to_call(subject, error) from error
     if isinstance(error, UnusableResult):
         own_number = "count" in subject.roles or "H" in caller.layout.axes
@@ -89,7 +88,7 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
     """That somebody has to say how it is called; or what is wrong where nothing else would do."""
     if (lacks := not_there(error)) is not None:
         return lacks
-    if isinstance(error, ImportError) and error.name:
+    if _lacks_a_package(error):
         return ValueError(
             f"check({subject.name}): its call wants what could not be imported here: "
             f"{told(error)}{install(error)}"
@@ -97,16 +96,32 @@ def how_to_call(subject: Target, error: BaseException) -> ValueError | Broken:
     caller = subject.caller
     given = ", ".join(["x"] * max(1, len(caller.inputs)) + [f"{n}=…" for n in caller.made_up])
     method = next((f".{name}" for name in other_methods(caller.target)), "")
-    call = f"lambda layer, x: layer{method}({given})"
+    failed = "…" if given == "x" and not method else given  # that very call
+    call = f"lambda layer, x: layer{method}({failed})"
+    unknown = "I do not know how to call this"
     if caller.guessed:
-        return ValueError(
-            f"check({subject.name}): what its call wants for {', '.join(caller.guessed)} cannot be "
-            f"worked out; say how to call it: hw.check(…, call={call})"
-        )
+        unknown = f"what its call wants for {', '.join(caller.guessed)} cannot be worked out"
     return ValueError(
-        f"check({subject.name}): I do not know how to call this: show me, with hw.check(…, "
-        f'call={call}), or on the command line --call "{call}". A call that I made up fails: '
+        f'check({subject.name}): {unknown}: show me, on the command line with --call "{call}", in '
+        f"Python with hw.check(…, call={call}). {shapes(subject)}. A call that I made up fails: "
         f"{told(error)}{install(error)}"
+    )
+
+
+def _lacks_a_package(error: BaseException) -> bool:
+    return isinstance(error, ImportError) and bool(error.name)
+
+
+def _set_elsewhere(subject: Target, error: BaseException) -> ValueError | None:
+    """That a method has to be called first, where only that sets what the call reads."""
+    setters = set_by(error)
+    if not setters or getattr(error, "obj", None) is not subject.module:
+        return None
+    name = getattr(error, "name", "")
+    return ValueError(
+        f"check({subject.name}): its call reads {name}, which only {' and '.join(setters)} sets: "
+        f'show a call that does so first: --call "lambda layer, x: (layer.{setters[0]}(…), '
+        f'layer(x))[-1]"'
     )
 
 

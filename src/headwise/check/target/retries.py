@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from .call_faults import refuses
-from .construct import Unsaid, name_of
+from .call_faults import refuses, set_by
+from .construct import Unsaid, as_typed, name_of
 from .errors import Broken, is_users, told
 from .names import building_role
 from .refusals import install, not_there
@@ -29,6 +29,8 @@ TRIES, SECONDS = 4, 8.0
 are."""
 SIZES = {"width", "heads", "kv_heads", "head_dim", "context", "dropout", "out_width", "bias"}
 """Roles of arguments that are what their names say."""
+MOST_NAMED = 4
+"""How many arguments are asked for, where none has to be given."""
 ENOUGH = 3
 """How many other sizes must fail alike."""
 TOO_FEW = re.compile(r"__init__\(\) missing \d+ required")
@@ -91,13 +93,19 @@ def fitted(tries: Iterable[BuildSizes], others: Sequence[Exception]) -> Iterator
 
 
 def blamed(
-    first: Exception, others: Sequence[Exception], factory: Callable[..., Any], given: bool
+    first: Exception,
+    others: Sequence[Exception],
+    factory: Callable[..., Any],
+    given: bool,
+    told_all: bool,
 ) -> Exception:
     """What to raise where no sizes will do: the first failure where it is the layer's own, else a
     question for its arguments.
 
     Args:
         others: what came of other sizes.
+        given: whether somebody said anything of it.
+        told_all: whether that was every argument that its constructor must get.
     """
     sure = (one for one in others if isinstance(one, Broken) and one.finding.ground == "any")
     if not isinstance(first, Broken) and (found := next(sure, None)) is not None:
@@ -107,22 +115,18 @@ def blamed(
     own = not _is_unset(fault)
     if fault and _builds(first):
         own = _is_its_own(fault, signature(factory)) or _is_steady(fault, others, factory)
-    if fault is None or own or (given and not missing):
+    if fault is None or own or (given and not missing and (told_all or not _builds(first))):
         return first
     if (lacks := not_there(fault)) is not None:
         return lacks
-    label = name_of(factory)
+    parameters = signature(factory)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind <= 1]
+    names = names or [p.name for p in parameters if p.kind in (1, 3)][:MOST_NAMED]
     return ValueError(
-        f"check({label}): I do not know how to build this: give its arguments, as in "
-        f"hw.check({label}, {asked_for(factory)}), or a layer that is built. With what I made up "
-        f"for them it fails: {told(fault)}{install(fault)}"
+        f"check({name_of(factory)}): I do not know how to build this: give its arguments, "
+        f"{as_typed(factory, names)}, or a layer that is built. With what I made up it fails: "
+        f"{told(fault)}{install(fault)}"
     )
-
-
-def asked_for(factory: Callable[..., Any]) -> str:
-    """The arguments that have to be given, as they would be typed."""
-    names = [p.name for p in signature(factory) if p.default is p.empty and p.kind <= 1]
-    return ", ".join(f"{name}=…" for name in names)
 
 
 def _builds(first: Exception) -> bool:
@@ -167,7 +171,7 @@ def _flags_spoken(
 
 def _is_unset(fault: BaseException | None) -> bool:
     """Whether a module lacks an attribute, which other arguments may set."""
-    return isinstance(getattr(fault, "obj", None), nn.Module)
+    return isinstance(getattr(fault, "obj", None), nn.Module) and not (fault and set_by(fault))
 
 
 def _is_of_arguments(fault: BaseException, builds: bool) -> bool:
