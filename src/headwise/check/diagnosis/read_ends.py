@@ -52,7 +52,7 @@ def breakpoints(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
         for one in function.body:
             call = one.value if isinstance(one, ast.Expr) else None
             name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-            if name.split(".")[-1] in ("set_trace", "breakpoint"):
+            if name == "breakpoint" or name.endswith("set_trace"):
                 yield "breakpoint", one.lineno, {"name": name}
 
 

@@ -22,7 +22,7 @@ from ..findings.verdict import Finding
 from ..target.call_faults import refuses
 from ..target.checked_target import Target
 from ..target.construct import words_of
-from ..target.errors import Broken
+from ..target.errors import Broken, failing_line
 from ..target.names import building_role
 from ..target.signatures import signature, source_of
 from ..target.sizes import flat, shown
@@ -381,7 +381,8 @@ def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding 
     except ValueError:  # it wants another call
         return None
     except Broken as broken:
-        return broken.finding if _is_sure(broken.__cause__, resized) else None
+        sure = _is_sure(broken.__cause__, resized) and not (resized and _is_added(subject, broken))
+        return broken.finding if sure else None
     if other is None or other.guesses or resized:
         return None
     same = {"causal": subject.causal, "causal_from": "given", "mask_form": subject.mask_form}
@@ -395,6 +396,13 @@ def _broken(subject: Target, changes: dict[str, Any], resized: bool) -> Finding 
         if one is not None and one.severity == "error":
             return one
     return None
+
+
+def _is_added(subject: Target, broken: Broken) -> bool:
+    """Whether what fails is the sum with x itself, which wants an output as wide as that."""
+    line = failing_line(broken.__cause__) if broken.__cause__ else ""
+    words = {*re.findall(r"\w+", line)}
+    return "+" in line and bool(words & {*subject.caller.inputs})
 
 
 def _staying(subject: Target, other: Target, changes: dict[str, Any], **same: Any) -> Target:

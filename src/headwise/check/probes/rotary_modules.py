@@ -43,12 +43,12 @@ LAYOUTS = {
 """The shapes in which queries may go in, all of them the same row `[D]`."""
 SHOWN = ("[B, T, D]",)
 """In which of them a call gets them that is shown."""
-OTHERWISE = re.compile(
-    r"(?<![a-z])(2d|3d|axial|height|grid|patch|image|frames|vision|spatial|mrope)|"
-    r"xpos|scale_base|downscale|decay",
-    re.I,
+OF_MAPS = re.compile(
+    r"(?<![a-z])(2d|3d|axial|height|grid|patch|image|frames|vision|spatial|mrope)", re.I
 )
-"""Names of positions in more than one dimension, and of lengths that change on purpose."""
+"""Names of positions in more than one dimension."""
+OF_LENGTHS = re.compile(r"xpos|scale_base|downscale|decay", re.I)
+"""Names of lengths that change on purpose."""
 GATHERS = re.compile(r"softmax|scaled_dot_product|nn\.Linear|MultiheadAttention")
 """Code that does more than turn."""
 SAID = "Only the distance of two tokens counts in products of what it turned."
@@ -85,8 +85,10 @@ def judge_rotary(
     widths = [sizes.embed_dim or WIDTH] if call else _widths(named)
     ways = [one for width in widths for one in _ways(target, width)]
     right = next((one for one in ways if one[1][0].severity == "passed"), None)
-    said = OTHERWISE.search(" ".join(_names(thing)))
-    if right is None and said:
+    words = " ".join(_names(thing))
+    of_maps, of_lengths = OF_MAPS.search(words), OF_LENGTHS.search(words)
+    said = of_maps or of_lengths
+    if said and (right is None or (of_maps and call is None)):
         raise ValueError(
             f"check({name}): it turns queries and keys, and its code speaks of {said[0]!r}: only "
             "positions in one dimension that keep lengths are judged; check the layer that calls it"

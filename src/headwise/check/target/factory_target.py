@@ -54,7 +54,21 @@ def factory_target(
     if subject.causal_from == "named" and any(one.default is False for one in flags):
         with contextlib.suppress(Broken, ValueError):  # its name says more than the default
             return build(replace(request, sizes=replace(own, causal=True)))
+    if subject.causal_from == "named":  # one that has to be given and was not
+        return _as_named(build, request, subject) or subject
     return subject
+
+
+def _as_named(build: _Factory, request: Request, subject: Target) -> Target | None:
+    """The target with the flag that makes it causal, where it is named so and the flag was made up
+    to be off; None where there is none."""
+    for name, value in subject.arguments.items():
+        if value is False and name not in build.said:
+            with contextlib.suppress(Broken, ValueError):
+                other = build(replace(request, sizes=replace(request.sizes, changes={name: True})))
+                if other.causal_from == "seen":
+                    return other
+    return None
 
 
 def _of_other_sizes(

@@ -20,6 +20,8 @@ from .functions import called_at_once, holding, of_function, weights_taken
 from .introspect import facts, written_code
 from .kinds import holds_qkv, is_factory, is_function_of_qkv, is_function_of_x, is_object
 from .module_target import Request, heads_of, module_target, width_of, without_weights
+from .names import building_role
+from .signatures import signature
 from .sizes import BuildSizes, shown
 
 SCORES = re.compile(r"softmax|matmul|einsum|bmm|\bmm\(|@|scaled_dot|[Aa]tt(entio)?n|[qQ]uer")
@@ -131,7 +133,10 @@ def _of_weights(function: Any, arguments: dict[str, Any], request: Request) -> T
     own, names = request.sizes.settle(False), [*weights_taken(function, arguments)]
     width, heads = own.embed_dim or 24, own.num_heads or 3
     sizes = replace(own, num_kv_heads=own.num_kv_heads or heads)
-    roles = {"heads": heads, "width": width}
+    takes = any(building_role(one.name) == "heads" for one in signature(function))
+    roles = {"width": width}
+    if takes or request.sizes.num_heads:  # else they stand in its code, perhaps as another number
+        roles["heads"] = heads
     label, faults = f"{name_of(function)}(…, {', '.join(names)})", list[Exception]()
     for turned in (False, True):
         module = holding(function, arguments, sizes, turned)

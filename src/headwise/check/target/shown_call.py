@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dis
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -33,10 +33,11 @@ def makes_tensors(call: Call | None) -> bool:
     >>> makes_tensors(lambda layer, x: layer(x, torch.arange(x.shape[1])))
     True
     """
-    said = set(_names(call))
-    own = getattr(call, "__globals__", {})
-    called = {name for name in said if callable(own.get(name))}  # a function of the file's
-    return bool((said & MAKERS) | called) and not said & {"device", "to", "cuda"}
+    said, own = set(_names(call)), getattr(call, "__globals__", {})
+    steps = (one for code in _codes(call) for one in dis.get_instructions(code))
+    read = (own.get(one.argval) for one in steps if one.opname == "LOAD_GLOBAL")
+    makes = said & MAKERS or any(isinstance(one, FunctionType) for one in read)
+    return bool(makes) and not said & {"device", "to", "cuda"}
 
 
 def is_plain(call: Call) -> bool:
@@ -153,12 +154,18 @@ def _error(subject: Target, x: Tensor) -> Exception | None:
 
 def _names(call: Call | None) -> Iterator[str]:
     """The names that a call's code speaks of, but for those of its arguments: what it reads, what
-    it calls and what it hands on by name."""
+    it calls, and a device that it hands on by name."""
+    for code in _codes(call):
+        yield from (*code.co_names, *code.co_freevars)
+        words = (one for one in code.co_consts if isinstance(one, tuple))
+        yield from ("device" for one in words if "device" in one)
+
+
+def _codes(call: Call | None) -> Iterator[CodeType]:
+    """A call's own code, and that of the functions within."""
     codes: list[Any] = [getattr(call, "__code__", None)]
     while codes:
         code = codes.pop()
         if isinstance(code, CodeType):
-            yield from (*code.co_names, *code.co_freevars)
-            words = (one for one in code.co_consts if isinstance(one, tuple))
-            yield from (f"{name}" for one in words for name in one if name == "device")
-            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+            yield code
+            codes += code.co_consts
