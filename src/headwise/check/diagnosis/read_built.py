@@ -47,6 +47,28 @@ def misspelt(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "misspelt", one.lineno, {"name": one.name}
 
 
+def refused_default(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`def __init__(self, mode="self_attention")`, and `assert mode in ("self-attention", …)`."""
+    for function in nodes(ast.FunctionDef, kind):
+        words = {
+            name: one.value
+            for name, one in defaults_of(function).items()
+            if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        }
+        for line in function.body if function.name == "__init__" else ():
+            match line:
+                case ast.Assert(ast.Compare(ast.Name(name), [ast.In()], [listed])):
+                    pass
+                case ast.If(ast.Compare(ast.Name(name), [ast.NotIn()], [listed]), [ast.Raise()]):
+                    pass
+                case _:
+                    continue
+            said = [getattr(one, "value", None) for one in getattr(listed, "elts", ())]
+            every = bool(said) and all(isinstance(one, str) for one in said)
+            if every and words.get(name, said[0]) not in said:
+                yield "default", line.lineno, {"name": name, "value": words[name]}
+
+
 def inner_forward(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`def forward` that stands inside another method, in a class that has none of its own."""
     home = known.get(getattr(kind, "name", ""))

@@ -5,6 +5,7 @@ file and is read in an argument's stead, and nothing that is returned. Readers a
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..files.syntax import Source, names, nodes
@@ -25,6 +26,28 @@ def returns_nothing(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sa
         value = last.targets[0] if isinstance(last, ast.Assign) else None
         if function.name == "forward" and not leaves and isinstance(value, ast.Name):
             yield "nothing", last.lineno, {"name": function.name, "value": value.id}
+
+
+def returns_input(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`return x` behind `out = self.norm(x + h)`: what came in, and nothing that was made of it."""
+    for function in nodes(ast.FunctionDef, *getattr(kind, "body", ())):
+        match function.body[-2:]:
+            case [ast.Assign([ast.Name(made)], ast.Call()) as line, ast.Return(ast.Name(given))]:
+                loads = [one.id for one in nodes(ast.Name, function) if one.lineno > line.lineno]
+                stored = {one.id for one in nodes(ast.Name, function) if not _is_read(one)}
+                first = [one.arg for one in function.args.args[1:2]]
+                changed = re.search(
+                    rf"\b{given}(\.\w+_\(|\[.*\] *[-+*/]?=(?!=))", ast.unparse(function)
+                )
+                untouched = first == [given] and given not in stored and not changed
+                if function.name == "forward" and untouched and made not in loads:
+                    yield "never", line.lineno, {"name": made}
+            case _:
+                pass
+
+
+def _is_read(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
 
 
 def fixed_tokens(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -58,6 +58,10 @@ COLUMN = re.compile(
     r"\.(view|reshape)\(\w+, 1, \w+, 1\)$"
 )
 """Code that lays one flag a token along the third of four axes."""
+ROW = re.compile(r"\[:, None, None, :\]$|\[:, None, None\]$")
+"""Code that lays one flag a token along the last of four axes."""
+FOUR = re.compile(r"einsum\(['\"][^'\"]*-> ?\w ?\w ?\w ?\w['\"]")
+"""Products of four axes."""
 LAST_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-1|3)\)|softmax\(.*dim=(-1|3)\)")
 OTHER_AXIS = re.compile(r"softmax\((\w+, )?(dim=)?(-2|1|2)\)|softmax\(.*dim=(-2|1|2)\)")
 """Softmaxes whose keys lie last, and others."""
@@ -305,12 +309,32 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             if is_mask(key.arg or "")
         ]
         hides = [*fills, *handed]
-        for one in hides if len(hides) == 1 else ():
+        for one in hides:
             bare = one.operand if isinstance(one, ast.UnaryOp) else one
             said = sorted(words_in(bare))
             whole = isinstance(bare, ast.Subscript | ast.Call) and _is_column(bare)
-            if word_of(bare) in laid or (whole and any(map(PADS.search, said))):
+            if any(word_of(other) == "" and ROW.search(ast.unparse(other)) for other in hides):
+                continue  # beside one of the keys
+            alone = len(hides) == 1 and word_of(bare) in laid
+            if alone or (whole and any(map(PADS.search, said))):
                 yield "rows", one.lineno, {"name": word_of(bare) or said[0]}
+
+
+def flat_masks(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scores.masked_fill(mask[:, None, :], …)` where an einsum has given the scores four axes."""
+    for function in nodes(ast.FunctionDef, part):
+        four = {
+            target_of(line)
+            for line in nodes(ast.Assign, function)
+            if FOUR.search(ast.unparse(line.value))
+        }
+        for call, mask, _ in _fills(function):
+            bare = mask.operand if isinstance(mask, ast.UnaryOp) else mask
+            taken = getattr(call.func, "value", None)
+            name = word_of(getattr(bare, "value", None))
+            flat = isinstance(bare, ast.Subscript) and ast.unparse(bare.slice) == "(:, None, :)"
+            if flat and word_of(taken) in four and PADS.search(name):
+                yield "flat", call.lineno, {"name": name, "code": ast.unparse(bare)}
 
 
 def _is_column(value: ast.expr | None) -> bool:

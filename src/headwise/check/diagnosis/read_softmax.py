@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files.syntax import Source, nodes, pairs
+from ..files.syntax import Source, names, nodes, pairs
 from .read_pieces import (
     Known,
     Said,
@@ -45,6 +45,7 @@ NO_KEYS = re.compile(r"b|bs|bsz|batch([ _]?size)?|(n|num|number of)?[ _]?heads?"
 """What people call the axes of sequences and of heads."""
 OWN = re.compile(r"^((my|stable|safe|custom|naive|manual|numerically)_)*softmax(_stable|_fn)?$")
 """Names of functions that compute a softmax and nothing else."""
+LOG = re.compile(r"\blog_softmax$")
 LARGEST = 1e-3
 """Errors up to it may be rounding, or what keeps a sum from 0."""
 
@@ -71,6 +72,24 @@ def _is_wrong(softmax: Callable[..., Any]) -> bool:
         errors = (float((torch.softmax(x, axis) - out.detach()).abs().max()) for axis in axes)
         gave.append(min(errors) > LARGEST)
     return bool(gave) and all(gave)
+
+
+def log_weights(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`attn = F.log_softmax(scores, -1)`, and `attn @ v` afterwards."""
+    for function in nodes(ast.FunctionDef, part):
+        logs = dict[str, int]()
+        for line in in_order(function):
+            code = ast.unparse(line)
+            for log, number in logs.items():
+                if re.search(rf"\b{log}\.(bmm|matmul)\(|\b{log} @ |(bmm|matmul)\({log},", code):
+                    yield "log", number, {"name": log}
+                    return
+            if not isinstance(line, ast.Assign) or not (name := target_of(line)):
+                continue
+            if isinstance(line.value, ast.Call) and LOG.search(ast.unparse(line.value.func)):
+                logs[name] = line.lineno
+            elif name in logs and ("exp" in code or name not in names(line.value)):
+                del logs[name]
 
 
 def diagonals(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

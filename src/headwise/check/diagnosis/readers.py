@@ -13,6 +13,7 @@ from .read_built import (
     moved_parameters,
     no_bias,
     on_a_gpu,
+    refused_default,
     repeated_layers,
     set_on_condition,
     worn_out,
@@ -35,7 +36,14 @@ from .read_code import (
     undefined_names,
     unread_turns,
 )
-from .read_ends import breakpoints, fixed_tokens, masks_beside, positions_beside, returns_nothing
+from .read_ends import (
+    breakpoints,
+    fixed_tokens,
+    masks_beside,
+    positions_beside,
+    returns_input,
+    returns_nothing,
+)
 from .read_maps import (
     cut_otherwise,
     joined_otherwise,
@@ -49,6 +57,7 @@ from .read_masks import (
     crossed_masks,
     dropped_masks,
     empty_bands,
+    flat_masks,
     idle_flags,
     misread_by_fused,
     multiplied_masks,
@@ -85,6 +94,7 @@ from .read_sizes import (
 )
 from .read_softmax import (
     diagonals,
+    log_weights,
     own_softmaxes,
     paired_alone,
     said_axes,
@@ -94,7 +104,7 @@ from .read_softmax import (
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (misspelt, inner_forward, worn_out, handed_up),
+    "builds": (refused_default, misspelt, inner_forward, worn_out, handed_up),
     "shape": (returns_nothing, fixed_tokens),
     "roles": (
         mixed_roles,
@@ -118,7 +128,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         empty_bands,
         regions_astray,
     ),
-    "padding": (padded_blocks, of_queries_alone),
+    "padding": (padded_blocks, of_queries_alone, flat_masks),
     "cache": (misaligned, first_alone, turned_from_start, stored_once, stored_astray),
     "scale": (powers, whole_roots, inverse_roots, scaled_biases),
     "head-split": (viewed_heads, heads_apart, split_by_heads, split_on),
@@ -135,7 +145,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         diagonals,
     ),
     "head-merge": (fused_merges,),
-    "softmax": (said_axes, unsaid_axes, single_numbers, paired_alone, own_softmaxes),
+    "softmax": (log_weights, said_axes, unsaid_axes, single_numbers, paired_alone, own_softmaxes),
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),
     "bias": (no_bias,),
@@ -144,7 +154,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "shared-heads": (repeated_layers,),
     "move": (on_a_gpu, gpu_by_default),
     "dropout-in-eval": (always_dropped,),
-    "unused-result": (thrown_away, never_read),
+    "unused-result": (thrown_away, never_read, returns_input),
     "runs": (
         breakpoints,
         late_tests,

@@ -281,8 +281,9 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     another."""
     names = [parameter.name for parameter in signature(type(subject.module))]
     same = [name for name in names if subject.arguments.get(name) == subject.embed_dim]
-    wide = [name for name in same if building_role(name, True, names) == "width"]
-    own = [name for name in wide if OWN_WIDTHS.search(name.lower())]
+    roles = {name: building_role(name, True, names) for name in same}
+    wide = [name for name, role in roles.items() if role in ("width", "out_width")]
+    own = [name for name in wide if OWN_WIDTHS.search(name.lower()) or roles[name] == "out_width"]
     if own and len(own) < len(wide):
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
 
@@ -304,7 +305,9 @@ def _widths_of_keys(subject: Target) -> Iterator[tuple[dict[str, Any], Finding]]
     flags = {one.name: True for one in taken if one.default is False}
     for name in [one.name for one in taken if building_role(one.name) == "kv_width"]:
         shapes = list[tuple[int, ...]]()
-        if not re.search(rf"(Linear|Norm)\([^()]*\b{name}\b", source_of(kind)):
+        code = source_of(kind)
+        read = len(re.findall(rf"\b{name}\b", code)) > 1
+        if read and not re.search(rf"(Linear|Norm)\([^()]*\b{name}\b", code):
             continue  # it may only say that there is another sequence
         try:
             for more in ({}, flags):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -185,6 +186,8 @@ class _Factory:
         made up."""
         if made_up and is_apart(broken.__cause__, made_up.values()):
             broken.finding = replace(broken.finding, ground="any")
+        if _comes_from(broken.__cause__, made_up.values()):
+            broken.finding = replace(broken.finding, ground="call")
         if not made_up or broken.finding.ground == "any" or self._alike(request, broken, made_up):
             return broken
         guessed = ", ".join(f"{name}={value!r}" for name, value in made_up.items())
@@ -254,6 +257,13 @@ def _inner(module: nn.Module) -> Iterator[nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from (child, *_inner(child))
+
+
+def _comes_from(error: BaseException | None, values: Iterable[Any]) -> bool:
+    """Whether an error was raised where one of these modules is called."""
+    made = [one for one in values if isinstance(one, nn.Module)]
+    frames = traceback.walk_tb(error.__traceback__ if error and made else None)
+    return any(frame.f_locals.get("self") is one for frame, _ in frames for one in made)
 
 
 def _hides_groups(subject: Target) -> bool:

@@ -97,6 +97,8 @@ def building_role(name: str, needed: bool = False, beside: Collection[str] = ())
     role = _BUILD.get(bare) or _BUILD.get(name.lower())
     if bare in _OF_KEYS and any(one.lower() in _NOT_OF_HEADS for one in beside):
         return "kv_width"
+    if bare == "width" and "height" in {_bare(one) for one in beside}:
+        return None  # of a map
     if bare == "block_size" and any("halo" in one.lower() for one in beside):
         return "window"  # of a map (Vaswani et al. 2021, HaloNet)
     if role is None and re.search(r"(^|_)drop(out)?(_|$)", bare):
