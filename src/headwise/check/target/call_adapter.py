@@ -31,6 +31,7 @@ from .signatures import (
     signature,
     source_of,
 )
+from .token_ids import behind
 
 _SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "[T, S]": lambda allowed, heads: allowed[0],
@@ -138,7 +139,7 @@ class Caller:
     of the first token, and `usual` the layout that the target itself says. A `pooled` output is
     one for all tokens, or one for each of the layer's own queries, and stands for that of each. In
     a `turned` call x is the second sequence that the target takes. Heads that come back `behind`
-    the tokens went in before them.
+    the tokens went in before them. Arguments of `ids` get those of tokens (`token_ids`).
     """
 
     target: Callable[..., Any]
@@ -156,6 +157,7 @@ class Caller:
     pooled: bool = False
     turned: bool = False
     behind: bool = False
+    ids: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         call = entry(self.target)
@@ -356,6 +358,14 @@ class Caller:
                 values[name] = fill(place)
         if cross and not self.separate:
             values |= dict.fromkeys(self.named("context")[:1], feeds[1])
+        if not self.ids:
+            return self._called(values, feeds)
+        named = [name for name in values if name in self.ids]
+        with behind(self.target, [values[name] for name in named]) as ids:
+            return self._called(values | dict(zip(named, ids, strict=True)), feeds)
+
+    def _called(self, values: dict[str, Any], feeds: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """What the target returns for arguments by name."""
         if not self.inputs:  # nothing is known of the signature
             return self.target(*(feeds if self.function else feeds[:1]), **values)
         args: list[Any] = []
@@ -382,6 +392,9 @@ class Caller:
         Raises:
             ShownCallFails: it fails outside of the target.
         """
+        if self.ids:
+            with behind(self.target, [x]) as ids:
+                return replace(self, ids=frozenset())._shown(call, ids[0])
         try:
             return call(self.target, x)
         except Exception as error:

@@ -201,7 +201,7 @@ def set_by(error: BaseException) -> list[str]:
     owner, name = getattr(error, "obj", None), getattr(error, "name", None)
     if not isinstance(error, AttributeError) or not isinstance(owner, nn.Module) or not name:
         return []
-    sets = re.compile(rf"\bself\.{name} *(:[^=\n]+)?=(?!=)")
+    sets = re.compile(rf"\bself\.{name}\b[^=()\n]*=(?!=)")
     methods = {n: one for n, one in vars(type(owner)).items() if n not in ("__init__", "forward")}
     return [method for method, one in methods.items() if sets.search(source_of(one))]
 

@@ -17,15 +17,17 @@ from itertools import chain, takewhile
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .call_adapter import ALL_SHAPES, MaskForm, Result, UnusableResult
 from .call_faults import axis_too_many, fails_after_softmax, of_guess, own_areas, pools
 from .checked_target import BATCH, TOKENS, Target
+from .copies import copied
 from .errors import Broken, failing_line
 from .fills import OPTIONAL, SURE, Fill
 from .layouts import SINGLE, TIME_FIRST, USUAL, batch_axis, said_layout
 from .refusals import leaves_heads_apart, not_run, refuse
+from .token_ids import OF_IDS, put_alike, put_in
 from .vectors import gives_vectors, takes_vectors, weighs_one
 from .ways import Way, learnt_ways, lengths_of, table_options, ways
 
@@ -223,6 +225,8 @@ def _otherwise(search: _Search, widened: bool) -> bool:
         if _goes_in(subject, widened):
             return True
         caller.pooled = False
+    if OF_IDS.search(str(errors[0])) and _goes_in_as_ids(subject):
+        return True
     if not caller.turned and caller.pair:
         subject.caller = replace(caller, turned=True)
         if _goes_in(subject, widened):
@@ -233,6 +237,42 @@ def _otherwise(search: _Search, widened: bool) -> bool:
         if _goes_in(subject, True):
             return True
         subject.embed_dim = own_width
+    return False
+
+
+def put_ids(subject: Target, names: frozenset[str]) -> bool:
+    """Let arguments of these names get ids of tokens, for which x goes in behind their embeddings;
+    whether any take them."""
+    module = copied(subject.module)
+    if module is None:
+        return False
+    caller, x = subject.caller, subject.caller.usual.into(subject.input())
+    subject.caller = replace(caller, target=module, ids=names)
+    wide = put_in(module, x, lambda: subject.result(subject.input()))
+    if not wide:
+        subject.caller = caller
+        return False
+    subject.embed_dim = wide
+    if subject.uncalled is not None:
+        uncalled: nn.Module = copied(subject.uncalled)
+        put_alike(uncalled, module)
+        subject.uncalled = uncalled
+    subject.notes.append(f"it takes ids of tokens: x goes in behind its embedding, [B, T, {wide}]")
+    return True
+
+
+def _goes_in_as_ids(subject: Target) -> bool:
+    """Whether it takes ids of tokens."""
+    first, caller = replace(subject, notes=[*subject.notes]), subject.caller
+    others = [name for name in caller.made_up if caller.roles[name] == "context"]
+    single = len(caller.inputs) == 1 and not caller.function and not caller.ids
+    kinds = dict.fromkeys((frozenset(caller.inputs), frozenset([*caller.inputs, *others])))
+    for names in kinds if single else ():
+        Way(caller.usual).set(subject)
+        if put_ids(subject, names) and _goes_in(subject, True):
+            return True
+        subject.caller, subject.embed_dim = caller, first.embed_dim
+        subject.uncalled, subject.notes = first.uncalled, [*first.notes]
     return False
 
 

@@ -14,12 +14,12 @@ from .call_adapter import OF_DICTS, Caller
 from .checked_target import Target
 from .copies import copied
 from .errors import Broken
-from .first_call import first_call
+from .first_call import first_call, put_ids
 from .functions import of_function
 from .introspect import input_width, is_called, layer_of, matrix_width, names_called
 from .masking import learn_causality
 from .names import building_role
-from .shown_call import fit_sizes, refuse_call
+from .shown_call import fit_sizes, refuse_call, wants_ids
 from .signatures import signature, with_forward
 from .sizes import BuildSizes
 
@@ -74,6 +74,10 @@ def module_target(
         _refuse_other_widths(subject, wide if wide != width and _reads(target, wide) else width)
     else:
         refuse_call(subject, call)
+        if wants_ids(call) and not put_ids(subject, frozenset(["ids"])):
+            raise ValueError(
+                f"check({name}): in the call that you show no nn.Embedding gets the ids as they are"
+            )
     first_call(subject)
     if call is not None:
         fit_sizes(subject, call)

@@ -115,7 +115,7 @@ def _lacks_a_package(error: BaseException) -> bool:
 def _set_elsewhere(subject: Target, error: BaseException) -> ValueError | None:
     """That a method has to be called first, where only that sets what the call reads."""
     setters = set_by(error)
-    if not setters or getattr(error, "obj", None) is not subject.module:
+    if not setters or type(getattr(error, "obj", None)) is not type(subject.module):
         return None
     name = getattr(error, "name", "")
     return ValueError(

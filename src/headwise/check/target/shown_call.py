@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import re
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,6 +19,8 @@ from .errors import told
 
 Call = Callable[[Any, Tensor], Any]
 
+IDS = re.compile(r"ids?$|^(idx|index|indices|tokens?)$")
+"""Names of ids of tokens."""
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
 """Functions that make tensors, on the CPU where no device is said."""
 DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
@@ -25,6 +28,16 @@ DRAWS |= {"normal", "normal_", "uniform_", "random_", "bernoulli", "bernoulli_",
 """Functions that draw random numbers."""
 SIZES = ((5, 3), (1, BATCH), (TOKENS, 1))
 """Tokens and sequences that a call which is shown is tried with, beside the usual ones."""
+
+
+def wants_ids(call: Call) -> bool:
+    """Whether a call says by the name of its second argument that it wants ids of tokens.
+
+    >>> wants_ids(lambda layer, ids: layer(ids)), wants_ids(lambda layer, x: layer(x))
+    (True, False)
+    """
+    code = getattr(call, "__code__", None)
+    return code is not None and code.co_argcount > 1 and bool(IDS.search(code.co_varnames[1]))
 
 
 def makes_tensors(call: Call | None) -> bool:
@@ -59,7 +72,8 @@ def shapes(subject: Target) -> str:
     return (
         f"x is [{BATCH}, {TOKENS}, {subject.embed_dim}]: sequences, tokens, features; the call may "
         "bring it into another form, and must give back the output of each token, "
-        f"[{BATCH}, {TOKENS}, …], or one for each sequence, [{BATCH}, …]"
+        f"[{BATCH}, {TOKENS}, …], or one for each sequence, [{BATCH}, …]; ids of tokens are "
+        "wanted with lambda layer, ids: …"
     )
 
 

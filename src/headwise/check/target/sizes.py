@@ -14,7 +14,14 @@ CONTEXT = 16
 """The longest sequence of a layer that asks for one: more than any probe needs but one."""
 
 
-USUAL = {"dropout": 0.0, "bias": True, "batch_first": True, "layer": 0, "vocabulary": 11}
+USUAL = {
+    "dropout": 0.0,
+    "bias": True,
+    "batch_first": True,
+    "layer": 0,
+    "layers": 2,
+    "vocabulary": 11,
+}
 USUAL |= {"eps": 1e-6, "flag": False, "once": 1, "base": 10000.0}
 USUAL |= {
     "batch": 2,
