@@ -603,9 +603,10 @@ class Classifier(nn.Module):
         return self.layer(tokens, tokens, tokens)
 
 
-def test_a_model_of_tokens_is_not_blamed_for_numbers() -> None:
-    with pytest.raises(ValueError, match="I do not know how to call this"):
-        check(Classifier, dim=24, heads=3)
+def test_x_goes_in_behind_the_embedding_of_a_model() -> None:
+    verdict = check(Classifier, dim=24, heads=3)
+    assert verdict.passed, str(verdict)
+    assert "it takes ids of tokens: x goes in behind its embedding, [B, T, 24]" in verdict.notes
 
 
 class BatchSaid(nn.Module):
@@ -654,7 +655,12 @@ class OfMaps(Base):
         return self.gathered(self.scores(rows), rows)
 
 
-@pytest.mark.parametrize("kind", [Processor, OfIds, OfMaps])
+def test_ids_may_be_made_of_what_goes_in() -> None:
+    verdict = check(OfIds, dim=24, heads=3)
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("kind", [Processor, OfMaps])
 def test_what_was_not_meant_to_be_a_sequence_is_asked_for(kind: type[Base]) -> None:
     with pytest.raises(ValueError, match="call"):
         check(kind, dim=24, heads=3)

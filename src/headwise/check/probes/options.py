@@ -282,7 +282,10 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     names = [parameter.name for parameter in signature(type(subject.module))]
     same = [name for name in names if subject.arguments.get(name) == subject.embed_dim]
     roles = {name: building_role(name, True, names) for name in same}
-    wide = [name for name, role in roles.items() if role in ("width", "out_width")]
+    wide = [name for name, role in roles.items() if role == "width"]
+    code = source_of(type(subject.module))
+    rooted = any(re.search(rf"(sqrt\(|\*\*).*\b{one}\b|\b{one}\b.*\*\*", code) for one in wide)
+    wide += [name for name, role in roles.items() if role == "out_width" and rooted]
     own = [name for name in wide if OWN_WIDTHS.search(name.lower()) or roles[name] == "out_width"]
     if own and len(own) < len(wide):
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))

@@ -119,6 +119,8 @@ SIZES = {"width", "heads", "kv_heads", "head_dim", "context", "out_width", "kv_w
 """Roles of numbers, which no flag is."""
 GUESSED = ("once", "temperature", "head_dim", "sides", "count")
 """Roles whose values are guesses where a name is only like a usual one."""
+SHARED = ("head_dim", "count", "layers")
+"""Roles of numbers that the width is divided by under other names."""
 GUESSES = (str, int, enum.Enum, nn.Embedding, nn.Identity)
 """What is chosen for an argument and may not be meant."""
 PLAIN = {"int": 1, "float": 1.0, "bool": False, "str": ""}
@@ -154,11 +156,11 @@ class _Constructor:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
         told = documented(self.factory, name)
         short = told if told and len(name) == 1 and told.role != role else None
-        if role not in (None, "head_dim", "count") and not short:
+        if role not in (None, *SHARED) and not short:
             return None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
         shared = use is not None and (use.divided or (role == "count" and use.role == "heads"))
-        if use is None or (role in ("head_dim", "count") and not shared):
+        if use is None or (role in SHARED and not shared):
             return None
         self.used[name] = use.role
         return use
