@@ -159,7 +159,8 @@ class _Constructor:
         if role not in (None, *SHARED) and not short:
             return None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
-        shared = use is not None and (use.divided or (role == "count" and use.role == "heads"))
+        counts = role in ("count", "layers")
+        shared = use is not None and (use.divided or (counts and use.role == "heads"))
         if use is None or (role in SHARED and not shared):
             return None
         self.used[name] = use.role
