@@ -14,6 +14,7 @@ from headwise.check.diagnosis.read_built import (
     misspelt,
     no_bias,
     on_a_gpu,
+    refused_default,
 )
 from headwise.check.diagnosis.read_caches import (
     first_alone,
@@ -29,9 +30,15 @@ from headwise.check.diagnosis.read_code import (
     turned_values,
     unread_turns,
 )
-from headwise.check.diagnosis.read_ends import fixed_tokens
+from headwise.check.diagnosis.read_ends import breakpoints, fixed_tokens, returns_input
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
-from headwise.check.diagnosis.read_masks import own_masks_by_fused, small_fills, tiled_masks
+from headwise.check.diagnosis.read_masks import (
+    flat_masks,
+    of_queries_alone,
+    own_masks_by_fused,
+    small_fills,
+    tiled_masks,
+)
 from headwise.check.diagnosis.read_pieces import Reader
 from headwise.check.diagnosis.read_roles import copied_lines, own_products
 from headwise.check.diagnosis.read_roots import inverse_roots, scaled_biases, whole_roots
@@ -42,7 +49,12 @@ from headwise.check.diagnosis.read_sizes import (
     summed_apart,
     viewed_heads,
 )
-from headwise.check.diagnosis.read_softmax import said_axes, single_numbers, unsaid_axes
+from headwise.check.diagnosis.read_softmax import (
+    log_weights,
+    said_axes,
+    single_numbers,
+    unsaid_axes,
+)
 from headwise.check.files.syntax import Source
 
 Filling = str | tuple[str, ...]
@@ -58,6 +70,48 @@ def said(reader: Reader, code: str) -> list[str]:
     return [way for way, _, _ in reader(source.tree.body[-1], source, {})]
 
 
+STOPS = """
+class Layer(nn.Module):
+    def forward(self, x):
+        {0}
+        return self.attend(x)
+"""
+LOGS = """
+class Layer(nn.Module):
+    def forward(self, q, k, v):
+        attn = F.{0}(q @ k.mT, dim=-1)
+        {1}
+        return attn @ v
+"""
+LAID = """
+class Layer(nn.Module):
+    def forward(self, q, k, v, mask):
+        sim = torch.einsum('b h i d, b h j d -> b h i j', q, k)
+        sim = sim.masked_fill(~mask[{0}], -1e9)
+        sim = sim.masked_fill(self.later, -1e9)
+        return sim.softmax(dim=-1) @ v
+"""
+DEFAULT = """
+class Layer(nn.Module):
+    def __init__(self, mode="{0}"):
+        assert mode in ("self", "memory")
+        self.mode = mode
+"""
+RETURNED = """
+class Layer(nn.Module):
+    def forward(self, h, mask):
+        x = self.attend(h, mask)
+        out = self.norm(x + h)
+        return {0}
+"""
+MASKED = """
+class Layer(nn.Module):
+    def forward(self, q, k, v, mask):
+        logits = q @ k.mT
+        if mask is not None:
+            {0} = hide(logits, mask)
+        return logits.softmax(-1) @ v
+"""
 SPLIT = """
 class Layer(nn.Module):
     def forward(self, x):
@@ -342,6 +396,15 @@ class Layer(nn.Module):
         (made_anew, MADE, ("forward", ANEW), ("__init__", ANEW)),
         (made_anew, MADE, ("forward", ANEW), ("forward", f"if self.Q is None: {ANEW}")),
         (scaled_biases, BIAS, "self.scale", "1.0"),
+        (breakpoints, STOPS, "import ipdb; ipdb.set_trace()", "if self.debug: breakpoint()"),
+        (breakpoints, STOPS, "breakpoint()", "self.log.breakpoint()"),
+        (log_weights, LOGS, ("log_softmax", "pass"), ("log_softmax", "attn = attn.exp()")),
+        (log_weights, LOGS, ("log_softmax", "pass"), ("softmax", "pass")),
+        (of_queries_alone, LAID, ":, None, :, None", ":, None, None, :"),
+        (flat_masks, LAID, ":, None, :", ":, None"),
+        (refused_default, DEFAULT, "self_attention", "self"),
+        (returns_input, RETURNED, "h", "out"),
+        (never_read, MASKED, "mask", "logits"),
         (summed_apart, EINSUM, "bhxydz,cij->bhxyij", "bhxydz,dij->bhxyij"),
     ],
     ids=lambda one: getattr(one, "__name__", "-"),

@@ -167,3 +167,121 @@ class OneKey(nn.Module):
 def test_what_learns_nothing_in_the_call_that_is_shown_is_a_mistake() -> None:
     verdict = check(OneKey, 24, call=lambda layer, x: layer(x.mean(1), x.mean(1)))
     assert [one.rule for one in verdict.errors] == ["gradients"], str(verdict)
+
+
+class Heads(nn.Module):
+    """Right; what goes in beside x has one number for each feature."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        q, k, v = (
+            one.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for one in self.qkv(x * gain).chunk(3, -1)
+        )
+        out = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+    def scored(self, x: Tensor) -> Tensor:
+        q, k, _ = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
+        return (q @ k.mT).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda layer, x: layer(x, torch.rand(24)), r"draws random numbers \(rand\)"),
+        (lambda layer, x: layer.train()(x, x), r"sets the mode \(train\)"),
+        (lambda layer, x: layer(x, x[:, :1, :5]), r"fails in the layer.*show another call"),
+        (lambda layer, x: layer.scored(x), r"\[2, 3, 7, 7\].*weights perhaps"),
+        (lambda layer, x: layer(x[:1] * 0, 1.0), "the same for any x"),
+        (lambda layer, x: layer(x, 1.0)[[0, 1]], r"with x \[1, 7, 24\].*any number of sequences"),
+    ],
+)
+def test_another_call_is_asked_for(call: Callable[..., Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(Heads, 24, 3, call=call)
+
+
+def test_a_call_may_fit_one_number_of_tokens() -> None:
+    verdict = check(Heads, 24, 3, call=lambda layer, x: layer(x, torch.ones(7, 1, device=x.device)))
+    assert verdict.passed, str(verdict)
+    assert verdict["one-token"].severity == "skipped"
+    assert any("goes with 7 tokens, and not with 5" in one for one in verdict.notes)
+
+
+class NoBatch(Heads):
+    """Drops the axis of a batch of one."""
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        batch, tokens, width = x.squeeze().shape
+        return super().forward(x.view(batch, tokens, width), gain)
+
+
+def test_the_layers_own_failure_with_other_sizes_is_a_mistake() -> None:
+    verdict = check(NoBatch, 24, 3, call=lambda layer, x: layer(x, torch.ones_like(x)))
+    assert [one.rule for one in verdict.errors] == ["shape"], str(verdict)
+
+
+class Started(Heads):
+    """Wants to be told first."""
+
+    def start(self, gain: Tensor) -> None:
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, self.gain)
+
+
+def test_a_method_that_has_to_be_called_first_is_named() -> None:
+    with pytest.raises(ValueError, match=r"reads gain, which only start sets.*layer\.start\("):
+        check(Started, 24, 3)
+    shown = check(
+        Started, 24, 3, call=lambda layer, x: (layer.start(x[..., :1] * 0 + 1), layer(x))[-1]
+    )
+    assert shown.passed, str(shown)
+
+
+def test_a_package_that_is_not_there_is_asked_for_in_any_call() -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        import nowhere  # type: ignore[import-not-found]
+
+        return nowhere.call(layer, x)
+
+    with pytest.raises(ValueError, match="No module named 'nowhere'"):
+        check(Heads, 24, 3, call=call)
+
+
+def test_modules_of_the_repository_may_be_named(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (tmp_path / ".git").mkdir()
+    (parts / "tables.py").write_text(
+        "import torch\n\ndef places(n):\n    return 0.1 * torch.arange(n)[:, None]\n"
+    )
+    path = tmp_path / "attention.py"
+    path.write_text(LAYER)
+    call = "lambda layer, x: layer(x, parts.tables.places(x.shape[1]))"
+    verdict = check_file(str(path), {"activation": "nn.Identity"}, call=call)
+    assert verdict.passed, str(verdict)
+    assert verdict["move"].severity == "skipped"
+
+
+def test_an_expression_that_cannot_be_evaluated_is_no_word(tmp_path: Path) -> None:
+    path = tmp_path / "attention.py"
+    path.write_text(LAYER)
+    with pytest.raises(ValueError, match=r"--kind 'made\(3\)': NameError"):
+        check_file(str(path), {"activation": "nn.Identity", "kind": "made(3)"}, call=SHOWN)
+
+
+def test_a_constructor_is_asked_about_as_long_as_something_is_made_up() -> None:
+    def build(flavour: int, dim: int = 24) -> nn.Module:
+        if flavour < 50:
+            raise ValueError("flavour is too small")
+        return Heads(dim, 3)
+
+    with pytest.raises(ValueError, match=r"--flavour …"):
+        check(build, dim=24)

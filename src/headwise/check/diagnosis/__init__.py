@@ -245,6 +245,8 @@ def _case(subject: Target, drops: bool) -> Case:
     """The case; where its number of heads cannot be right, with as many as its scores have."""
     if subject.caller.pooled:
         raise Unreadable("it gives one output for all tokens")
+    if subject.caller.ids:
+        raise Unreadable("more may lie between its embedding and its attention")
     if subject.vectors:
         raise Unreadable("it takes one vector of each sample")
     with contextlib.suppress(Unreadable):

@@ -36,6 +36,7 @@ def causality(ctx: ProbeContext) -> Finding | None:
         if ctx.subject.causal_from == "given":
             return skipped("causality", "Not asked for: causal=False.")
         way = "kept" if _is_kept(ctx) else "around" if _is_around(ctx) else ""
+        way = "" if ctx.exact.caller.pooled else way  # one for all tokens sees them all
         if way and _sees_future(ctx, 1.0) is not None:
             return found("causality", way)
         said = "Every token sees all others. If it is to be causal, say so: causal=True."

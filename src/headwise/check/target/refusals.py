@@ -65,8 +65,9 @@ def _other_shape(x: list[int], error: BaseException) -> Finding:
 
 def leaves_heads_apart(subject: Target, error: BaseException) -> bool:
     """Whether a call gives `[B, H, T, D]`, whatever else it was given."""
-    apart = [BATCH, subject.num_heads, TOKENS]
-    return "heads" in subject.roles and getattr(error, "shape", [])[:-1] == apart
+    apart, shape = [BATCH, subject.num_heads, TOKENS], getattr(error, "shape", [])
+    weights = shape[-1:] == [TOKENS]
+    return "heads" in subject.roles and shape[:-1] == apart and not weights
 
 
 def _exchanged(subject: Target, error: BaseException) -> Finding | None:

@@ -7,7 +7,7 @@ import contextlib
 import dis
 import re
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn",
 DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
 DRAWS |= {"normal", "normal_", "uniform_", "random_", "bernoulli", "bernoulli_", "multinomial"}
 """Functions that draw random numbers."""
-SIZES = ((5, 3), (1, BATCH), (TOKENS, 1))
+SIZES = ((TOKENS, 1), (TOKENS, 3), (5, BATCH), (1, BATCH))
 """Tokens and sequences that a call which is shown is tried with, beside the usual ones."""
 
 
@@ -49,7 +49,11 @@ def makes_tensors(call: Call | None) -> bool:
     said, own = set(_names(call)), getattr(call, "__globals__", {})
     steps = (one for code in _codes(call) for one in dis.get_instructions(code))
     read = (own.get(one.argval) for one in steps if one.opname == "LOAD_GLOBAL")
-    makes = said & MAKERS or any(isinstance(one, FunctionType) for one in read)
+    others = any(
+        isinstance(one, FunctionType | ModuleType) and not one.__name__.startswith("torch")
+        for one in read
+    )
+    makes = said & MAKERS or others
     return bool(makes) and not said & {"device", "to", "cuda"}
 
 
@@ -142,7 +146,8 @@ def fit_sizes(subject: Target, call: Call) -> None:
         error = _error(subject, x)
         if error is None:
             continue
-        own = isinstance(error, ShownCallFails | UnusableResult)
+        shape = isinstance(error, UnusableResult) and not is_plain(call)  # else the layer's own
+        own = isinstance(error, ShownCallFails) or shape
         if tokens != TOKENS and (own or not is_plain(call)):
             subject.room, subject.only, subject.told = TOKENS, True, True
             subject.notes.append(
