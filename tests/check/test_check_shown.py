@@ -232,7 +232,7 @@ class Started(Heads):
     def start(self, gain: Tensor) -> None:
         self.gain = gain
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x, self.gain)
 
 
