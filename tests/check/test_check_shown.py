@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,14 @@ class Heads(nn.Module):
 def test_another_call_is_asked_for(call: Callable[..., Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check(Heads, 24, 3, call=call)
+
+
+def test_a_call_may_be_any_callable() -> None:
+    def call(gain: float, layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = layer(x, gain)
+        return out
+
+    assert check(Heads, 24, 3, call=functools.partial(call, 1.0)).passed
 
 
 def test_a_call_may_fit_one_number_of_tokens() -> None:

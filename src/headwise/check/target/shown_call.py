@@ -65,7 +65,10 @@ def is_plain(call: Call) -> bool:
     >>> is_plain(lambda layer, x: layer(x.flatten(2))), is_plain(lambda layer, x: layer(x[:, 0]))
     (False, False)
     """
-    steps = [one.opname for one in dis.get_instructions(call)]
+    first = next(_codes(call), None)
+    if first is None:  # an object that is called, say
+        return False
+    steps = [one.opname for one in dis.get_instructions(first)]
     calls = [place for place, name in enumerate(steps) if name.startswith("CALL")]
     before = steps[: calls[-1]] if calls else []
     return not set(_names(call)) and not any(name.startswith("BINARY") for name in before)
