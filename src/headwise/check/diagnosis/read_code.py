@@ -121,7 +121,8 @@ def _never_read(part: ast.stmt, source: Source) -> Iterator[tuple[str, ast.expr,
             if not name or name in skipped or not isinstance(value, ast.Call | ast.BinOp):
                 continue
             rolls = getattr(getattr(value, "func", None), "attr", "") == "roll"
-            made_of = isinstance(value, ast.Call) and is_mask(name)  # a mask of itself
+            given = [word_of(one) for one in getattr(value, "args", ())]
+            made_of = is_mask(name) and name in given and len(given) > 1  # of scores and itself
             own = name in names(one.value) and (rolls or made_of or bool(called_of_self(value)))
             read = [load for load in loads if load.id == name and not is_within(load, one)]
             later = [load for load in read if not own or load.lineno > one.lineno]

@@ -5,7 +5,6 @@ All of this runs in the sandbox.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import importlib.util
@@ -105,23 +104,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
             failed = left(error, path, IMPORTING) if leaves else _failed_import(error, path)
             raise Broken(failed) from None
     _usual_settings()
-    _as_program(module, source)
     return module
-
-
-def _as_program(module: ModuleType, source: Source) -> None:
-    """Give the names their values that only a run as a program gives, and that something in the
-    file reads: `n_class = 7` under `if __name__ == "__main__":`."""
-    program = (one for one in source.tree.body if isinstance(one, ast.If))
-    blocks = [one.body for one in program if ast.unparse(one.test) == "__name__ == '__main__'"]
-    for line in (one for block in blocks for one in block):
-        match line:
-            case ast.Assign([ast.Name(name)], value) if not hasattr(module, name):
-                if not any(isinstance(one, ast.Call) for one in ast.walk(value)):
-                    with contextlib.suppress(Exception):
-                        exec(compile(ast.Module([line], []), source.file, "exec"), vars(module))
-            case _:
-                pass
 
 
 def _around(path: Path, source: Source) -> Iterator[Path]:

@@ -28,13 +28,14 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise ValueError(
             f"check({subject.name}): its call wants a GPU, which is not here: {told(error)}"
         ) from error
-    if (unset := _set_elsewhere(subject, error)) is not None:
-        raise unset from error
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
     guessed = (subject.guesses or made_up) and not own  # own is wrong whatever goes in
     sure = fails_anyway(subject)
+    for fault in filter(None, (error, sure)):
+        if (unset := _set_elsewhere(subject, fault)) is not None:
+            raise unset from fault
     if sure is not None and (guessed or is_certain(sure)):
         broken = not_run(f"x {shape}, whatever else is given,", sure)
         ground: Ground = "any" if is_certain(sure) else "call"
