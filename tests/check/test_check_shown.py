@@ -246,7 +246,7 @@ class Started(Heads):
 
 
 def test_a_method_that_has_to_be_called_first_is_named() -> None:
-    with pytest.raises(ValueError, match=r"reads gain, which only start sets.*layer\.start\("):
+    with pytest.raises(ValueError, match=r"reads gain, set by start alone.*layer\.start\("):
         check(Started, 24, 3)
     shown = check(
         Started, 24, 3, call=lambda layer, x: (layer.start(x[..., :1] * 0 + 1), layer(x))[-1]
@@ -277,6 +277,14 @@ def test_modules_of_the_repository_may_be_named(tmp_path: Path) -> None:
     verdict = check_file(str(path), {"activation": "nn.Identity"}, call=call)
     assert verdict.passed, str(verdict)
     assert verdict["move"].severity == "skipped"
+
+
+def test_names_of_a_calls_arguments_are_no_modules(tmp_path: Path) -> None:
+    path = tmp_path / "attention.py"
+    path.write_text(LAYER)
+    (tmp_path / "layer.py").write_text("raise SystemExit(3)\n")
+    call = SHOWN.replace("layer(x,", "layer.forward(x,")
+    assert check_file(str(path), {"activation": "nn.Identity"}, call=call).passed
 
 
 def test_an_expression_that_cannot_be_evaluated_is_no_word(tmp_path: Path) -> None:

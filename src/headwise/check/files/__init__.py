@@ -204,13 +204,18 @@ def _known(text: str, module: ModuleType) -> dict[str, Any]:
     """The names that an expression may use: the file's own, PyTorch's, and the modules of the
     repository that it speaks of, `package.part.Name`."""
     known = {"torch": sys.modules["torch"], "nn": sys.modules["torch.nn"], **vars(module)}
-    for dotted in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)+", text):
-        first, *parts = dotted.split(".")
-        if first in known or hasattr(builtins, first):
+    try:
+        parts = [*ast.walk(ast.parse(text, mode="eval"))]
+    except SyntaxError:  # which is told where it is evaluated
+        return known
+    own = {one.arg for one in parts if isinstance(one, ast.arg)} | {*known, *vars(builtins)}
+    for dotted in (ast.unparse(one) for one in parts if isinstance(one, ast.Attribute)):
+        first, *rest = dotted.split(".")
+        if first in own or not re.fullmatch(r"\w+(\.\w+)+", dotted):
             continue
-        for end in range(len(parts)):  # as far as it names modules
-            with contextlib.suppress(ImportError, ValueError):
-                importlib.import_module(".".join([first, *parts[:end]]))
+        for end in range(len(rest)):  # as far as it names modules
+            with contextlib.suppress(Exception):  # a name may be no module, and one may fail
+                importlib.import_module(".".join([first, *rest[:end]]))
                 known[first] = sys.modules[first]
     return known
 

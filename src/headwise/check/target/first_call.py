@@ -191,9 +191,8 @@ class _Search:
             _choose_table(subject)
         turned = {USUAL: TIME_FIRST, TIME_FIRST: USUAL}.get(caller.layout)
         free = self._batch is None and caller.custom is None and self._told is not True
-        with contextlib.suppress(
-            RuntimeError, UnusableResult
-        ):  # a script of PyTorch's may run once and no more
+        once = (RuntimeError, UnusableResult)  # of what may run once and no more
+        with contextlib.suppress(*once):
             if turned and free and mixes(subject) == (False, True):
                 caller.layout = caller.usual = turned
         if way.learnt or way == self._crossed:

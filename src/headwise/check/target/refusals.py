@@ -121,7 +121,7 @@ def _set_elsewhere(subject: Target, error: BaseException) -> ValueError | None:
         return None
     name = getattr(error, "name", "")
     return ValueError(
-        f"check({subject.name}): its call reads {name}, which only {' and '.join(setters)} sets: "
+        f"check({subject.name}): its call reads {name}, set by {' and '.join(setters)} alone: "
         f'show a call that does so first: --call "lambda layer, x: (layer.{setters[0]}(…), '
         f'layer(x))[-1]"'
     )
