@@ -8,11 +8,11 @@ it was then; `site-packages` for a commit means the installed package. Every ent
 command, with no more said than the file and the name.
 
 Printed is a row for each list as in docs/checking-lists.md, then each entry whose answer is not
-the one that is due. A mistake is caught where something is found wrong, and named where the first finding
-is of one of its rules. With `--told` the whole answers are kept, and compared with those kept
-there before. With `--shown` an entry of which the check asks how it is built or called is checked
-again with the arguments that stand in that file, as its user would write them behind the name:
-repository, commit, path, name, arguments.
+the one that is due. A mistake is caught where something is found wrong, and named where the first
+finding is of one of its rules. With `--told` the whole answers are kept, and compared with those
+kept there before. With `--shown` an entry of which the check asks how it is built or called is
+checked again with the arguments that stand in that file, as its user would write them behind the
+name: repository, commit, path, name, arguments.
 """
 
 from __future__ import annotations
