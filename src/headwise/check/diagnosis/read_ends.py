@@ -34,7 +34,7 @@ def returns_input(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
         match function.body[-2:]:
             case [ast.Assign([ast.Name(made)], ast.Call()) as line, ast.Return(ast.Name(given))]:
                 loads = [one.id for one in nodes(ast.Name, function) if one.lineno > line.lineno]
-                stored = {one.id for one in nodes(ast.Name, function) if not _is_read(one)}
+                stored = names(function, context=ast.Store)
                 first = [one.arg for one in function.args.args[1:2]]
                 changed = re.search(
                     rf"\b{given}(\.\w+_\(|\[.*\] *[-+*/]?=(?!=))", ast.unparse(function)
@@ -44,10 +44,6 @@ def returns_input(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
                     yield "never", line.lineno, {"name": made}
             case _:
                 pass
-
-
-def _is_read(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
 
 
 def fixed_tokens(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

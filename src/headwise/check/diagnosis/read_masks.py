@@ -309,12 +309,12 @@ def of_queries_alone(part: ast.stmt, source: Source, known: Known) -> Iterator[S
             if is_mask(key.arg or "")
         ]
         hides = [*fills, *handed]
+        if any(word_of(one) == "" and ROW.search(ast.unparse(one)) for one in hides):
+            continue  # keys are hidden, too
         for one in hides:
             bare = one.operand if isinstance(one, ast.UnaryOp) else one
             said = sorted(words_in(bare))
             whole = isinstance(bare, ast.Subscript | ast.Call) and _is_column(bare)
-            if any(word_of(other) == "" and ROW.search(ast.unparse(other)) for other in hides):
-                continue  # beside one of the keys
             alone = len(hides) == 1 and word_of(bare) in laid
             if alone or (whole and any(map(PADS.search, said))):
                 yield "rows", one.lineno, {"name": word_of(bare) or said[0]}

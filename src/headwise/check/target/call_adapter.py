@@ -11,6 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -392,18 +393,16 @@ class Caller:
         Raises:
             ShownCallFails: it fails outside of the target.
         """
-        if self.ids:
-            with behind(self.target, [x]) as ids:
-                return replace(self, ids=frozenset())._shown(call, ids[0])
-        try:
-            return call(self.target, x)
-        except Exception as error:
-            if wants_gpu(error):
-                with OnCPU():
-                    return call(self.target, x)
-            if _reached(self.target, error):
-                raise
-            raise ShownCallFails(told(error)) from error
+        with behind(self.target, [x]) if self.ids else nullcontext([x]) as (given,):
+            try:
+                return call(self.target, given)
+            except Exception as error:
+                if wants_gpu(error):
+                    with OnCPU():
+                        return call(self.target, given)
+                if _reached(self.target, error):
+                    raise
+                raise ShownCallFails(told(error)) from error
 
     def read(self, raw: Any, x: Tensor, source: Tensor) -> Result:
         """The output and the weights among what was returned for x `[…, T, E]`."""
