@@ -15,7 +15,19 @@ from ..target.checked_target import Target
 from .call_lines import Calls
 from .faults import Fault
 from .projections import Matrix, Projections, Unreadable, read
-from .variants import MADE_OF, SOFTMAXES, Heads, Variant, allowed_of, error, heads_of, rebuild
+from .variants import (
+    MADE_OF,
+    SOFTMAXES,
+    WEIGHED_BY,
+    Heads,
+    Variant,
+    allowed_of,
+    error,
+    heads_of,
+    rebuild,
+    sizes_of,
+    weights_from,
+)
 
 FITS = 1e-4
 """Largest share of the output by which a rebuilt one may differ: rounding in float32 inside a
@@ -33,6 +45,7 @@ class Case:
     drops: bool = False
     seen: dict[Variant, bool] = field(default_factory=dict)
     heads: dict[tuple[Any, ...], Heads] = field(default_factory=dict)
+    weights: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def call(self, x: Tensor) -> Tensor:
         """What the subject gives, nothing dropped."""
@@ -70,10 +83,15 @@ class Case:
     def gap(self, variant: Variant, place: int) -> float:
         """How far a variant's output for one of the inputs is from the subject's."""
         x, key = self.inputs[place], (place, *MADE_OF(variant))
+        whole = (*key, *WEIGHED_BY(variant))
         try:
             if key not in self.heads:
                 self.heads[key] = heads_of(self.reading, x, variant)
-            wanted = rebuild(self.reading, x, variant, self.heads[key])
+            q, k, _ = heads = self.heads[key]
+            if whole not in self.weights:
+                sizes = sizes_of(self.reading, x)
+                self.weights[whole] = weights_from(q, k, variant, sizes)
+            wanted = rebuild(self.reading, x, variant, heads, self.weights[whole])
         except Exception:  # somebody's norm may be no norm
             return math.inf
         return error(self.outputs[place], wanted, _seen(variant, x))

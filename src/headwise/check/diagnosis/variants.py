@@ -152,6 +152,8 @@ MADE_OF = attrgetter(
     *"order packing turned unbiased roles split rope rotated normed residual".split()
 )
 """The fields of a variant that its heads depend on."""
+WEIGHED_BY = attrgetter(*"over turned_keys share scale softcap mask fill softmax".split())
+"""Those that its weights depend on beside."""
 ATTENDED = attrgetter(*"over turned_keys share scale fill softmax values".split())
 """Those that say what becomes of the heads, but for masks and caps, which the textbook has, too."""
 TEXTBOOK = Variant()
@@ -171,26 +173,43 @@ def scale_of(name: str | float, sizes: Mapping[str, int]) -> float:
     """
     if not isinstance(name, str):
         return name
-    scale = 1.0
-    for roots, letters, square in re.findall(r"(√*)((?:Dv|[BTEHD])+)(²?)", name):
-        number = math.prod(sizes[letter] for letter in re.findall("Dv|.", letters))
-        scale *= number ** ((2 if square else 1) / 2 ** len(roots))
+    scale = math.prod(
+        math.prod(sizes[letter] for letter in letters) ** power for letters, power in _powers(name)
+    )
     return scale if name.startswith("times") else 1 / scale
 
 
+@cache
+def _powers(name: str) -> list[tuple[list[str], float]]:
+    """The letters of a scale's name, and to which power their product goes."""
+    return [
+        (re.findall("Dv|.", letters), (2 if square else 1) / 2 ** len(roots))
+        for roots, letters, square in re.findall(r"(√*)((?:Dv|[BTEHD])+)(²?)", name)
+    ]
+
+
 def rebuild(
-    reading: Projections, x: Tensor, variant: Variant, heads: Heads | None = None
+    reading: Projections,
+    x: Tensor,
+    variant: Variant,
+    heads: Heads | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The output `[B, T, …]` of a variant with these weights.
 
     Args:
         heads: what `heads_of` gives, where it is known already.
+        weights: what `weights_from` gives, where it is.
 
     Raises:
         RuntimeError: shapes do not fit each other.
     """
     q, k, v = heads or heads_of(reading, x, variant)
-    out = MERGES[variant.merge](attend(q, k, v, variant, sizes_of(reading, x)))
+    if weights is None:
+        mixed = attend(q, k, v, variant, sizes_of(reading, x))
+    else:
+        mixed = _weighted(weights, v, q.shape[1], variant)
+    out = MERGES[variant.merge](mixed)
     norm = reading.norms.get("x", nn.Identity())
     if variant.residual == "inside":
         out = norm(out)
@@ -230,8 +249,7 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
 def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
     """`[B, H, T, S]`: what the values are weighted with."""
     q, k, _ = heads_of(reading, x, variant)
-    allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
-    return _weights(q, k, allowed, scale_of(variant.scale, sizes_of(reading, x)), variant)
+    return weights_from(q, k, variant, sizes_of(reading, x))
 
 
 def _is_of_heads(norm: nn.Module, width: int) -> bool:
@@ -242,20 +260,30 @@ def _is_of_heads(norm: nn.Module, width: int) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant, sizes: Mapping[str, int]) -> Tensor:
     """`[B, H, T, Dv]` of queries `[B, H, T, D]` over keys and values `[B, G, S, …]`."""
+    if ATTENDED(variant) != ATTENDED(TEXTBOOK):
+        return _weighted(weights_from(q, k, variant, sizes), v, q.shape[1], variant)
+    allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
+    mask = None if variant.mask == "none" else Dense(allowed[None, None])
+    scale = scale_of(variant.scale, sizes)
+    return attention(q, k, v, mask=mask, scale=scale, softcap=variant.softcap).out
+
+
+def weights_from(q: Tensor, k: Tensor, variant: Variant, sizes: Mapping[str, int]) -> Tensor:
+    """What the values are weighted with, `[B, H, T, S]`; over heads `[B, T, H, H]`."""
     if q.shape[-1] != k.shape[-1]:
         raise RuntimeError(f"queries of width {q.shape[-1]} and keys of width {k.shape[-1]}")
-    k = _shared(k, q.shape[1], variant.share, "keys")
-    v = _shared(v, q.shape[1], variant.share, "values")
     if variant.over == "heads":
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    scale = scale_of(variant.scale, sizes)
+        k = _shared(k, q.shape[1], variant.share, "keys")
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
     allowed = allowed_of(variant.mask, q.shape[-2], k.shape[-2])
-    if ATTENDED(variant) == ATTENDED(TEXTBOOK):
-        mask = None if variant.mask == "none" else Dense(allowed[None, None])
-        out = attention(q, k, v, mask=mask, scale=scale, softcap=variant.softcap).out
-    else:
-        weights = _weights(q, k, allowed, scale, variant)
-        out = (weights.mT if variant.values == "turned" else weights) @ v
+    return _weights(q, k, allowed, scale_of(variant.scale, sizes), variant)
+
+
+def _weighted(weights: Tensor, v: Tensor, heads: int, variant: Variant) -> Tensor:
+    """`[B, H, T, Dv]`: the values, gathered."""
+    v = _shared(v, heads, variant.share, "values")
+    v = v.transpose(1, 2) if variant.over == "heads" else v
+    out = (weights.mT if variant.values == "turned" else weights) @ v
     return out.transpose(1, 2) if variant.over == "heads" else out
 
 

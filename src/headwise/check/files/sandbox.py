@@ -194,11 +194,13 @@ def _keep(job: dict[str, Any], printed: int, told: dict[str, str]) -> None:
 
 
 # What the code is told of the user's environment: where programs and libraries are, the language,
-# and what settles how numbers are computed. No tokens, no keys, no agents' sockets.
+# what settles how numbers are computed, and what torchrun sets. No tokens, no keys, no sockets of
+# agents.
 TOLD = re.compile(
     r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON(PATH|HOME|HASHSEED|UTF8)|VIRTUAL_ENV|CONDA_PREFIX|"
     r"(LD|DYLD)_\w+|CUDA_\w+|(OMP|MKL|OPENBLAS)_\w+|ATEN_CPU_CAPABILITY|SSL_CERT_(FILE|DIR)|"
     r"(HF|TRANSFORMERS)_(HUB_)?OFFLINE|HF_HUB_CACHE|TORCH_HOME|PYTHONUSERBASE|"
+    r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|"
     r"MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
 )
 

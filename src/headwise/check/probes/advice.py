@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
@@ -146,9 +146,13 @@ def parameter_count(ctx: ProbeContext) -> Finding | None:
     module, subject = ctx.subject.module, ctx.subject
     if module is None or subject.caller.pooled:
         return None
-    bending = (one for one in module.modules() if BENT.search(type(one).__name__))
-    norms = {id(p) for one in bending for p in one.parameters()}
-    count = sum(p.numel() for p in module.parameters() if id(p) not in norms)
+    beside = [
+        one
+        for one in module.modules()
+        if BENT.search(type(one).__name__) or isinstance(one, nn.Embedding)
+    ]
+    others = {id(p) for one in beside for p in one.parameters()}
+    count = sum(p.numel() for p in module.parameters() if id(p) not in others)
     if not count:
         return None
     E, H, D = subject.embed_dim, subject.num_heads, subject.head_dim

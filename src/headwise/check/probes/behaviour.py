@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ..target.introspect import (
     written_code,
 )
 from ..target.masking import one_attends
-from ..target.shown_call import is_plain
+from ..target.shown_call import is_plain, wants_ids
 from .backward import wrong_backward
 from .probe_context import NOTHING, Failed, ProbeContext, failing
 
@@ -185,8 +186,44 @@ def batch(ctx: ProbeContext) -> Finding | None:
     alone = torch.cat([ctx.call(row[None]) for row in ctx.x])
     if ctx.near(alone, ctx.out) and ctx.near(ctx.call(ctx.x.flip(0)).flip(0), ctx.out):
         return passed("batch")
+    if (name := _of_its_own(ctx)) is not None:
+        return skipped("batch", f"The call that you show gives {name} other numbers in each row.")
     said = "f(x[:1]) and f(x)[:1] are compared"
-    return found("batch", "mixed", ctx.example(said, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2))
+    example = ctx.example(said, lambda f, x: (f(x[:1]), f(x)[:1]), batch=2)
+    parts = () if ctx.exact.module is None else ctx.exact.module.modules()
+    last = [type(one).__name__ for one in parts if getattr(one, "batch_first", None) is False]
+    return found("batch", "inside" if last else "mixed", example, kind=next(iter(last), ""))
+
+
+def _of_its_own(ctx: ProbeContext) -> str | None:
+    """The argument that holds something else for a sequence alone than in a batch, where somebody
+    shows the call; None where there is none."""
+    module, caller = ctx.exact.module, ctx.exact.caller
+    if caller.custom is None or module is None or is_plain(caller.custom):
+        return None
+    places = wants_ids(caller.custom)  # ids are places in the batch
+    seen = list[dict[str, Tensor]]()
+
+    def note(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given = {**dict(zip(caller.positional, args, strict=False)), **keywords}
+        tensors = ((name, one) for name, one in given.items() if isinstance(one, Tensor))
+        seen.append({n: t for n, t in tensors if t.is_floating_point() or not places})
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        for x in (ctx.x, *(row[None] for row in ctx.x)):
+            ctx.call(x)
+    finally:
+        hook.remove()
+    if len(seen) != 1 + len(ctx.x):  # it is called several times
+        return None
+    whole, *rows = seen
+    for name, one in whole.items():
+        parts = [row[name] for row in rows if name in row]
+        batched = bool(parts) and one.ndim > 0 and len(one) == len(ctx.x) == sum(map(len, parts))
+        if batched and not torch.equal(torch.cat(parts), one):
+            return name
+    return None
 
 
 def equal_tokens(ctx: ProbeContext) -> Finding | None:
@@ -281,6 +318,7 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     pairs = zip(named, slopes, strict=True)
     dead = {name: _dead(ctx, name, one, slope) for (name, one), slope in pairs}
     missing = [said for name, said in dead.items() if said and name not in idle]
+    missing.sort(key=lambda said: said not in dead)  # whole ones first
     if not missing and idle:
         return skipped("gradients", f"Only another input reaches {', '.join(sorted(idle)[:3])}.")
     if not missing:

@@ -37,6 +37,8 @@ GIVEN = 0.25
 
 ITERATED = re.compile("spectral_?norm|power_iter", re.IGNORECASE)
 """Code that speaks of norms that are worked out over many calls."""
+COMPARES = re.compile(r"\.device\b *(!=|==|is\b|not\b|in\b)|(!=|==|is|not|in) +[\w.]+\.device\b")
+"""Code that makes anew for another device what it keeps."""
 DRAWN = re.compile("noise|generator|^rng$|rng_key")
 """Names of arguments that are drawn where they are left out."""
 
@@ -235,10 +237,29 @@ def move(ctx: ProbeContext) -> Finding | None:
     if makes_tensors(ctx.subject.caller.custom):
         return skipped("move", "The call that you show makes tensors, with no device=x.device.")
     own = ctx.random.untouched()
-    fault = _elsewhere(own) or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
+    fault = _elsewhere(own) or _left_behind(ctx)
+    fault = fault or _cast(ctx, torch.float64) or _cast(ctx, torch.bfloat16)
     if fault is None and own.mask_form is not None:  # without one, it may make its own
         fault = _elsewhere(ctx.random.untouched().unmasked())
     return fault or passed("move")
+
+
+def _left_behind(ctx: ProbeContext) -> Finding | None:
+    """What is wrong with a call on another device behind one on the CPU, which may have left
+    something there for the next."""
+    own, x = ctx.random.untouched(), ctx.random.input()
+    if own.module is None or COMPARES.search("".join(map(source_of, _kinds(own.module)))):
+        return None
+    if not ctx.near(ctx.call(x, own), ctx.call(x, own)):  # a cache, say
+        return None
+    fault = _elsewhere(own)
+    if fault is None or fault.severity != "error":
+        return None
+    return found("move", "kept", error=fault.message.partition(": ")[2])
+
+
+def _kinds(module: nn.Module) -> set[type[nn.Module]]:
+    return {type(one) for one in module.modules()}
 
 
 def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import linecache
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..findings.verdict import Finding
+
+OF_ENVIRONMENT = re.compile(r"(?:environ(?:\.get)?[\[(]|getenv\()\s*['\"](\w+)")
+"""How code reads a variable of the environment."""
 
 
 class Broken(Exception):
@@ -86,6 +90,17 @@ def failing_line(error: BaseException) -> str:
     """The line of somebody's own files that an error came from last; empty where there is none."""
     frames = users_frames(error)
     return (frames[-1].line or "") if frames else ""
+
+
+def variable_read(error: BaseException) -> str:
+    """The variable of the environment that the failing line reads and that is not set; empty where
+    there is none.
+
+    >>> variable_read(KeyError("LOCAL_RANK"))
+    ''
+    """
+    read = OF_ENVIRONMENT.search(failing_line(error))
+    return read[1] if read and read[1] not in os.environ else ""
 
 
 def wants_memory(error: BaseException) -> bool:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from ..findings.rules import found
 from .checked_target import Target
 from .construct import as_typed, build, name_of
-from .errors import Broken, told, wants_memory
+from .errors import Broken, told, variable_read, wants_memory
 from .introspect import facts, input_width, own_sizes
 from .kinds import is_function_of_qkv
 from .masking import MASKS, shows_next
 from .memory import marked, unset_in
 from .module_target import Request, heads_of, module_target, width_of, without_weights
 from .names import building_role
+from .refusals import unset_variable
 from .retries import SECONDS, UNMADE, blamed, fitted, other_sizes
 from .signatures import signature
 from .sizes import BuildSizes, shown
@@ -224,6 +225,8 @@ def _built(
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("check("):
             raise
+        if variable := variable_read(error):
+            raise unset_variable(label, variable, error) from error
         way = "super" if UNMADE.search(str(error)) else "fails"
         raise Broken(found("builds", way, label=label, error=told(error))) from error
     target = made[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from typing import NoReturn
@@ -11,10 +12,13 @@ from ..findings.verdict import Finding, Ground
 from .call_adapter import UnusableResult
 from .call_faults import is_miscalled, of_guess, pools, set_by, wants_kernel
 from .checked_target import BATCH, TOKENS, Target
-from .errors import Broken, is_users, told
+from .errors import Broken, failing_line, is_users, told, variable_read
 from .shown_call import refuse_shown, shapes
 from .signatures import other_methods
 from .unknowns import fails_anyway, is_certain
+
+OF_SCORES = re.compile(r"\b(q|k|quer(y|ies)|keys?|scores?|att\w*|w_?[qkv]|[qkv]_proj)\b")
+"""Names in a line that makes queries and keys, scores or weights."""
 
 
 def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
@@ -28,6 +32,8 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
         raise ValueError(
             f"check({subject.name}): its call wants a GPU, which is not here: {told(error)}"
         ) from error
+    if variable := variable_read(error):
+        raise unset_variable(subject.name, variable, error) from error
     made_up = caller.custom is None and (caller.made_up or of_guess(subject, error))
     own = own or isinstance(error, NameError) or "modified inplace" in str(error)
     own = own or is_miscalled(subject, error)
@@ -58,6 +64,15 @@ def refuse(subject: Target, error: BaseException, own: bool) -> NoReturn:
     if own:
         broken.finding = replace(broken.finding, ground="any")
     raise broken from error
+
+
+def unset_variable(label: str, name: str, error: BaseException) -> ValueError:
+    """That a variable of the environment has to be set first."""
+    return ValueError(
+        f"check({label}): it reads {name} of the environment, which is not set: in Python set "
+        f"os.environ[{name!r}] before hw.check(…); before the command those of torchrun may stand, "
+        f"LOCAL_RANK=0 headwise check …. {told(error)}"
+    )
 
 
 def _other_shape(x: list[int], error: BaseException) -> Finding:
@@ -147,13 +162,13 @@ def install(error: BaseException) -> str:
 
 def not_run(what: str, error: BaseException) -> Broken:
     """A first call that fails, with what its error says of the reason."""
-    text, way = str(error), "other"
+    text, way, line = str(error), "other", failing_line(error)
     if "mat1 and mat2" in text or "size mismatch" in text:
-        way = "matrices"
+        way = "scores" if OF_SCORES.search(line) else "matrices"
     elif ("view" in text and "contiguous" in text) or "view size" in text:
         way = "view"
     elif "must match" in text or "shape" in text or "expected" in text.lower():
-        way = "shapes"
+        way = "masks" if "mask" in line or OF_SCORES.search(line) else "shapes"
     elif isinstance(error, (NameError, AttributeError)):
         way = "name"
     return Broken(found("runs", way, what=what, error=told(error)))
