@@ -350,8 +350,8 @@ def test_what_no_mistake_explains_yields_to_what_was_seen() -> None:
 def test_one_fault_in_handling_explains_its_followers() -> None:
     results = joined([], [error("input-kept"), error("causality", "an inplace operation")])
     assert results[1].explained_by == "input-kept"
-    results = joined([error("registration")], [error("reload"), error("registered")])
-    assert [one.explained_by for one in results] == [None, "registration", "registration"]
+    results = joined([error("registered")], [error("reload"), error("move")])
+    assert [one.explained_by for one in results] == [None, "registered", "registered"]
     advice = Finding("registered", "warning", "a plain tensor")
     results = joined([], [advice, error("move"), Finding("reload", "warning", "other numbers")])
     assert [one.explained_by for one in results] == [None, "registered", None]

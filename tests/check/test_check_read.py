@@ -1281,7 +1281,7 @@ class FailsAndFills(Projected):
 @pytest.mark.parametrize(
     ("layer", "rule"),
     [
-        (PrivateLists, "registration"),
+        (PrivateLists, "registered"),
         (AsksTheMask, "mask"),
         (Called, "deterministic"),
         (FailsAndFills, "runs"),

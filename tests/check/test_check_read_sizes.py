@@ -273,9 +273,9 @@ class ListedAndHandedOn(Sized):
 
 
 def test_layers_in_a_plain_list_are_read() -> None:
-    assert [one.rule for one in read_off(Listed)] == ["registration"]
+    assert [one.rule for one in read_off(Listed)] == ["registered"]
     (one,) = read_off(ListedWeights)
-    assert (one.rule, "nn.ParameterList" in one.hint) == ("registration", True)
+    assert (one.rule, "nn.ParameterList" in one.hint) == ("registered", True)
     assert [*read_off(ListedAndHandedOn)] == []
 
 
@@ -335,7 +335,7 @@ def make_layers(width: int) -> nn.Module:
 
 def test_layers_that_a_call_makes_are_read() -> None:
     (one,) = read_off(attention_with_weights_of_its_own)
-    assert (one.rule, "project is made anew" in one.message) == ("registration", True)
+    assert (one.rule, "project is made anew" in one.message) == ("registered", True)
     assert [*read_off(make_layers)] == []
 
 

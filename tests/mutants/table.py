@@ -177,7 +177,7 @@ MUTANTS = (
             [Head(n_embd, head_size, block_size, dropout) for _ in range(n_head)]
         )""",
            "[Head(n_embd, head_size, block_size, dropout) for _ in range(n_head)]",
-           "registration", r"plain list"),
+           "registered", r"plain list"),
     Mutant("per_head", "no output projection", "self.dropout(self.proj(out))",
            "self.dropout(out)", "output-projection", r"never applied"),
     Mutant("per_head", "residual inside", "return self.dropout(self.proj(out))",

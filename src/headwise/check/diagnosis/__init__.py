@@ -75,6 +75,7 @@ DROPPING = re.compile("drop")
 HIDING = re.compile(r"mask|fill|inf")
 """What lines say that hide keys."""
 READ = {
+    "builds": set(),
     "roles": {"roles"},
     "mask-fill": {"causal-mask", "mask-fill"},
     "mask": {"causal-mask", "mask-fill"},
@@ -90,6 +91,8 @@ READ = {
     "move": {"move"},
     "registered": {"registered"},
     "dropout-in-eval": {"dropout-in-eval"},
+    "dropout": {"dropout-in-eval"},
+    "residual": {"residual"},
     "softmax": {"softmax"},
     "bias": {"bias"},
     "shape": {"shape"},

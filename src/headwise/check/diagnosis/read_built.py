@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..files.syntax import Source, names, nodes, pairs
+from ..target.names import building_role
 from .call_lines import FUSED
 from .read_pieces import (
     INNER,
@@ -31,6 +32,8 @@ FRESH = re.compile(r"(\w+\.)*(Alpha)?Dropout[123]?d?")
 """What makes a layer that drops."""
 MISSPELT = re.compile(r"__(int|inti|ini|innit|intit|nit|it)__|_init__|__init_|_init_")
 """Names that stand for `__init__`."""
+WORKED_OUT = {"head_dim", "kv_heads"}
+"""Roles of numbers that others tell where they are left out."""
 GPU = re.compile(r"(torch\.device\()?'cuda")
 ASKS_FOR_GPU = re.compile(r"is_available|is_cuda|device_count|autocast")
 """Code that makes tensors on a GPU where there is one."""
@@ -67,6 +70,24 @@ def refused_default(kind: ast.stmt, source: Source, known: Known) -> Iterator[Sa
             every = bool(said) and all(isinstance(one, str) for one in said)
             if every and words.get(name, said[0]) not in said:
                 yield "default", line.lineno, {"name": name, "value": words[name]}
+
+
+def multiplied_none(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`head_dim=None`, for what usually is worked out then, and `heads * self.head_dim`."""
+    for function in nodes(ast.FunctionDef, kind):
+        for name, default in defaults_of(function).items():
+            empty = isinstance(default, ast.Constant) and default.value is None
+            if function.name != "__init__" or not empty or building_role(name) not in WORKED_OUT:
+                continue
+            it = rf"(self\.)?{name}\b"
+            asks = rf"\b{it} (is|or|if|and|==|!=) |\b(if|not|and|or) {it}|\b{it} = (?!{name}$)"
+            if re.search(asks, ast.unparse(kind), re.MULTILINE):
+                continue
+            sums = [
+                one for line in filter(is_plain, function.body) for one in nodes(ast.BinOp, line)
+            ]
+            for one in [one for one in sums if name in map(word_of, (one.left, one.right))][:1]:
+                yield "none", one.lineno, {"name": name, "code": ast.unparse(one)}
 
 
 def inner_forward(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

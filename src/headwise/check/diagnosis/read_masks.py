@@ -77,6 +77,20 @@ def small_fills(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
             yield "small", call.lineno, {"name": said[0], "value": f"{number:g}"}
 
 
+def no_booleans(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
+    """`scores.masked_fill(1 - mask, …)`, which refuses numbers, while of True and False nothing is
+    subtracted."""
+    for call, mask, _ in _fills(part):
+        match mask:
+            case ast.BinOp(ast.Constant(1), ast.Sub(), other):
+                said = sorted(words_in(other))
+                if said and ".bool" not in ast.unparse(other):
+                    name = next(filter(is_mask, said), said[0])
+                    yield "subtracted", call.lineno, {"name": name, "code": ast.unparse(mask)}
+            case _:
+                pass
+
+
 def _fills(part: ast.AST) -> Iterator[tuple[ast.Call, ast.expr, ast.expr]]:
     """Calls of `masked_fill`, with the mask and with what is filled in."""
     for call in nodes(ast.Call, part):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .read_blocks import added_to_itself, fused_undropped, never_handed_on
 from .read_built import (
     always_dropped,
     gpu_by_default,
@@ -11,6 +12,7 @@ from .read_built import (
     made_anew,
     misspelt,
     moved_parameters,
+    multiplied_none,
     no_bias,
     on_a_gpu,
     refused_default,
@@ -61,6 +63,7 @@ from .read_masks import (
     idle_flags,
     misread_by_fused,
     multiplied_masks,
+    no_booleans,
     of_queries_alone,
     own_masks_by_fused,
     padded_blocks,
@@ -104,7 +107,7 @@ from .read_softmax import (
 from .rotations import quarter_turns
 
 READERS: dict[str, tuple[Reader, ...]] = {
-    "builds": (refused_default, misspelt, inner_forward, worn_out, handed_up),
+    "builds": (refused_default, multiplied_none, misspelt, inner_forward, worn_out, handed_up),
     "shape": (returns_nothing, fixed_tokens),
     "roles": (
         mixed_roles,
@@ -127,6 +130,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         masks_beside,
         empty_bands,
         regions_astray,
+        no_booleans,
     ),
     "padding": (padded_blocks, of_queries_alone, flat_masks),
     "cache": (misaligned, first_alone, turned_from_start, stored_once, stored_astray),
@@ -149,12 +153,13 @@ READERS: dict[str, tuple[Reader, ...]] = {
     "rotary": (read_on_turned, positions_beside),
     "rotation": (quarter_turns, unread_turns, turned_values),
     "bias": (no_bias,),
-    "registered": (moved_parameters,),
-    "registration": (listed_layers, made_anew),
+    "registered": (moved_parameters, listed_layers, made_anew),
     "shared-heads": (repeated_layers,),
     "move": (on_a_gpu, gpu_by_default),
     "dropout-in-eval": (always_dropped,),
-    "unused-result": (thrown_away, never_read, returns_input),
+    "dropout": (fused_undropped,),
+    "residual": (added_to_itself,),
+    "unused-result": (thrown_away, never_read, returns_input, never_handed_on),
     "runs": (
         breakpoints,
         late_tests,

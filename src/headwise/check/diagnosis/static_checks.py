@@ -254,7 +254,7 @@ def plain_lists(subject: Target) -> list[Finding]:
         if all(isinstance(one, nn.Module | nn.Parameter) for one in members):
             wanted = "ParameterList" if isinstance(members[0], nn.Parameter) else "ModuleList"
             words = {"name": name, "count": len(members), "wanted": wanted}
-            return [found("registration", "list", **words)]
+            return [found("registered", "members", **words)]
     return []
 
 

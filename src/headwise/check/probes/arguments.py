@@ -68,11 +68,13 @@ def cross(ctx: ProbeContext) -> Finding | None:
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
         loose = refused or caller.made_up or (context and not caller.separate)
         surely = caller.separate or crossed or context[0] not in caller.guessed
-        if loose and not (surely and _has_length_of_queries(failure.error, tokens)):
+        square = _meets_length(failure.error, tokens) and _apart(ctx, subject, source)
+        own = square or _has_length_of_queries(failure.error, tokens)
+        if loose and not (surely and own):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
         if _says_causal(caller.target):
             return skipped("cross", "It says that it is causal: all comes from one sequence.")
-        return found("cross", "fails", error=failure, **sizes)
+        return found("cross", "square" if square else "fails", error=failure, **sizes)
     if list(out.shape) != [batch, tokens, ctx.subject.out_dim]:
         return found("cross", "shape", out=list(out.shape), **sizes)
     if ctx.near(ctx.result(x, subject, -source).out, out):
@@ -175,6 +177,20 @@ def _has_length_of_queries(error: Exception, tokens: int) -> bool:
     if said is None or tokens not in sizes:
         return False
     return int(said[2]) * tokens % (math.prod(sizes) * LENGTH) == 0
+
+
+def _meets_length(error: Exception, tokens: int) -> bool:
+    """Whether an error says that what has `LENGTH` places meets what has as many as queries."""
+    sizes = re.findall(r"size of tensor \w \((\d+)\)", str(error))
+    return {*map(int, sizes)} == {LENGTH, tokens}
+
+
+def _apart(ctx: ProbeContext, subject: Target, source: Tensor) -> bool:
+    """Whether a query sees nothing of the others of its sequence, beside as many keys of another."""
+    same, moved = source[:, : ctx.tokens], ctx.x.clone()
+    moved[:, 1:] += 1.0
+    outs = (ctx.result(x, subject, same).out[:, :1] for x in (ctx.x, moved))
+    return ctx.near(*outs)
 
 
 def _queries_apart(ctx: ProbeContext, subject: Target, context: list[str]) -> Finding:

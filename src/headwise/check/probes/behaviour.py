@@ -322,7 +322,7 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     if not missing and idle:
         return skipped("gradients", f"Only another input reaches {', '.join(sorted(idle)[:3])}.")
     if not missing:
-        return passed("gradients")
+        return _second_step(ctx) or passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     code = "".join(map(source_of, {type(part) for part in own.module.modules()}))
     untouched = {name for (name, _), slope in zip(named, slopes, strict=True) if slope is None}
@@ -335,6 +335,23 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     lost = lost and not STOPPED.search(code)
     shown = own.caller.custom is not None and all(dead[name] == name for name in dead if dead[name])
     return replace(one, ground="call") if lost or shown else one
+
+
+def _second_step(ctx: ProbeContext) -> Finding | None:
+    """That a second step of training goes back through the graph of the first, which a call has
+    kept in a cache."""
+    own = ctx.exact.fresh()
+    assert own.module is not None
+    own.module.train()
+    try:
+        for _ in range(2):
+            own(ctx.x).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+        return found("gradients", "second") if "a second time" in said else None
+    except Exception:  # the other probes say what else fails
+        return None
+    return None
 
 
 def _unconnected(result: Result, parameters: Sequence[Tensor]) -> bool:

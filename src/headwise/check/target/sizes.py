@@ -25,6 +25,7 @@ USUAL = {
 USUAL |= {"eps": 1e-6, "flag": False, "once": 1, "base": 10000.0}
 USUAL |= {
     "batch": 2,
+    "most_sequences": 8,
     "device": None,
     "dtype": None,
     "scale": 1.0,

@@ -3,6 +3,7 @@ nobody gave, the likeliest first."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -19,6 +20,7 @@ from .call_faults import (
     spoken,
 )
 from .checked_target import Target
+from .errors import failing_line
 from .fills import FILLS, OPTIONAL, Fill, left_out
 from .layouts import LAYOUTS, MAPS, SINGLE, TIME_FIRST, Layout
 from .learnt import learn
@@ -26,6 +28,8 @@ from .signatures import keys_read
 
 MASKS = ("mask", "padding", "lengths", "cache")
 """Roles of arguments that are learnt apart."""
+EXACT = re.compile(r"\bself\.(seq(uence)?_?(len(gth)?|size)|(num|n)_(tokens|patches))\b")
+"""Numbers of a layer's own, of all tokens of a sequence by their names, and not of the most."""
 TABLES = 150
 """How many tables are tried on a call."""
 
@@ -105,9 +109,10 @@ def lengths_of(subject: Target, layout: Layout, errors: Sequence[BaseException])
         maps_with = product(sizes[:1], maps, given)  # what else they want
         yield from (Way(axes, size, None, fills, only=True) for size, axes, fills in maps_with)
         said = dict.fromkeys(size for error in errors for size in sizes_in(error))
+        exact = any(EXACT.search(failing_line(one)) for one in errors[:1])
         full = subject.context_length  # which shorter inputs may be filled up to
         said |= dict.fromkeys(n for error in errors for n in _tokens_out(error) if n == full)
-        plain = known - {full if caller.made_up else None}
+        plain = known - {full if caller.made_up or exact else None}
         new = [n for n in said if n <= LONGEST and n not in plain][:3]
         yield from (Way(axes, size, only=True) for size in new for axes in (layout, *MAPS))
         yield from (Way(layout, size, form, only=True) for size in new for form in forms)
