@@ -21,6 +21,7 @@ from .read_pieces import (
     Said,
     called_of_self,
     defaults_of,
+    given_before,
     is_plain,
     of_self,
     root_of,
@@ -107,8 +108,11 @@ def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
     knows them."""
     if not isinstance(kind, ast.ClassDef):
         return
+    registers = re.search(r"\b(add_module|register_module|setattr)\(", ast.unparse(kind))
     for target, value in (pair for node in nodes(ast.Assign, kind) for pair in pairs(node)):
         made = [value.elt] if isinstance(value, ast.ListComp) else getattr(value, "elts", [])
+        if not made and not registers:
+            made = list(_appended(kind, of_self(target)))
         kinds = [known.get(word_of(getattr(one, "func", None))) for one in made]
         calls = [ast.unparse(getattr(one, "func", one)) for one in made]
         weights = [one.split(".")[-1] == "Parameter" for one in calls]
@@ -123,6 +127,19 @@ def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
         if plain and made and not handed and (all(layers) or all(weights)):
             what, wanted = ("weights", "Parameter") if all(weights) else ("layers", "Module")
             yield "read", target.lineno, {"name": name, "what": what, "wanted": f"{wanted}List"}
+
+
+def _appended(kind: ast.ClassDef, name: str) -> Iterator[ast.expr]:
+    """What the constructor appends to a list of its own, each as it was made."""
+    for function in [
+        one for one in nodes(ast.FunctionDef, kind) if one.name == "__init__" and name
+    ]:
+        for call in nodes(ast.Call, function):
+            match call:
+                case ast.Call(ast.Attribute(owner, "append"), [one]) if of_self(owner) == name:
+                    yield given_before(function, word_of(one), call.lineno) or one
+                case _:
+                    pass
 
 
 def made_anew(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:

@@ -186,7 +186,7 @@ def _meets_length(error: Exception, tokens: int) -> bool:
 
 
 def _apart(ctx: ProbeContext, subject: Target, source: Tensor) -> bool:
-    """Whether a query sees nothing of the others of its sequence, beside as many keys of another."""
+    """Whether a query sees nothing of the others, where as many keys come from elsewhere."""
     same, moved = source[:, : ctx.tokens], ctx.x.clone()
     moved[:, 1:] += 1.0
     outs = (ctx.result(x, subject, same).out[:, :1] for x in (ctx.x, moved))

@@ -287,7 +287,9 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     rooted = any(re.search(rf"(sqrt\(|\*\*).*\b{one}\b|\b{one}\b.*\*\*", code) for one in wide)
     wide += [name for name, role in roles.items() if role == "out_width" and rooted]
     own = [name for name in wide if OWN_WIDTHS.search(name.lower()) or roles[name] == "out_width"]
-    if own and len(own) < len(wide):
+    single = len(wide) == 1 and subject.num_heads == 1  # the input's may be the file's own number
+    if single or (own and len(own) < len(wide)):
+        own = wide if single else own
         yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
 
 

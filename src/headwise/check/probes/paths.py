@@ -51,6 +51,8 @@ def paths(ctx: ProbeContext) -> Finding | None:
                 return found("paths", "differs", call=call)
             if (form := _masked_apart(ctx, other)) is not None:
                 return found("paths", "masked", call=call, form=form)
+            if _in_their_place(ctx, other):
+                return found("paths", "weights", call=call)
         except (Broken, Failed) as failure:
             error = failure.__cause__
             if isinstance(error, RuntimeError) and is_own(error):
@@ -142,6 +144,15 @@ def _out(ctx: ProbeContext, subject: Target) -> Tensor:
     nothing of masks."""
     own = replace(subject.unmasked(), open_form=ctx.exact.open_form)
     return ctx.call(ctx.x, own)
+
+
+def _in_their_place(ctx: ProbeContext, other: Target) -> bool:
+    """Whether the other path gives back something else where this one gives weights."""
+    weights, raw = ctx.result(ctx.x).weights, ctx.result(ctx.x, other).raw
+    if weights is None or not isinstance(raw, tuple) or len(raw) != 2:
+        return False
+    place = raw[1]
+    return isinstance(place, Tensor) and place.shape[-1] != weights.shape[-1]
 
 
 def _masked_apart(ctx: ProbeContext, other: Target) -> MaskForm | None:

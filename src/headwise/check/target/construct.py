@@ -154,8 +154,10 @@ class _Constructor:
 
     def _use(self, name: str, role: str | None) -> Use | None:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
-        told = documented(self.factory, name)
-        short = told if told and len(name) == 1 and told.role != role else None
+        told, short = documented(self.factory, name), None
+        if len(name) == 1:  # which names several things
+            ways = (told, use_of(self.factory, name))
+            short = next((one for one in ways if one and one.sure and one.role != role), None)
         if role not in (None, *SHARED) and not short:
             return None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)
