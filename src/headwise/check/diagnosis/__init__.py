@@ -275,9 +275,7 @@ def _with_other_heads(
             continue
         subject = replace(case.subject, num_heads=heads)
         with contextlib.suppress(Unreadable):
-            other = replace(
-                case, subject=subject, reading=projections_of(subject), seen={}, heads={}
-            )
+            other = replace(case, subject=subject, reading=projections_of(subject))
             others = list(textbook(subject, other.reading))
             if fits := [base for base in others if other.fits(base)]:
                 return other, others, fits[0]

@@ -36,16 +36,17 @@ module stays far below, and every mistake moves some number by more than this.""
 
 @dataclass
 class Case:
-    """A subject with random weights, its reading, and what it gives for a few inputs."""
+    """A subject with random weights, its reading, and what it gives for a few inputs; what was made
+    of these is remembered, and forgotten where a case is made of another."""
 
     subject: Target
     reading: Projections
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     drops: bool = False
-    seen: dict[Variant, bool] = field(default_factory=dict)
-    heads: dict[tuple[Any, ...], Heads] = field(default_factory=dict)
-    weights: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    seen: dict[Variant, bool] = field(default_factory=dict, init=False)
+    heads: dict[tuple[Any, ...], Heads] = field(default_factory=dict, init=False)
+    weights: dict[tuple[Any, ...], Tensor] = field(default_factory=dict, init=False)
 
     def call(self, x: Tensor) -> Tensor:
         """What the subject gives, nothing dropped."""

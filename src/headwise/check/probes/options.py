@@ -289,8 +289,8 @@ def _inner(subject: Target) -> Iterator[dict[str, Any]]:
     own = [name for name in wide if OWN_WIDTHS.search(name.lower()) or roles[name] == "out_width"]
     single = len(wide) == 1 and subject.num_heads == 1  # the input's may be the file's own number
     if single or (own and len(own) < len(wide)):
-        own = wide if single else own
-        yield dict.fromkeys(own, subject.embed_dim + 4 * (subject.num_heads or 1))
+        wider = subject.embed_dim + 4 * (subject.num_heads or 1)
+        yield {wide[0]: 2 * wider} if single else dict.fromkeys(own, wider)
 
 
 def _head_widths(subject: Target) -> Iterator[dict[str, Any]]:

@@ -216,9 +216,9 @@ def _at(node: ast.AST, words: set[str], home: Mapping[str, Any], deep: int) -> I
     elif any(map(spoken, _tested(node))):
         yield Use("flag", sure=False)
     match node:
-        case ast.Assign([target], ast.BinOp(left, ast.FloorDiv(), right)) if (
-            _role(target) == "head_dim" and (spoken(left) or spoken(right))
-        ):
+        case ast.Assign([target], ast.BinOp(left, ast.FloorDiv(), right)) if _role(
+            target
+        ) == "head_dim" and (spoken(left) or spoken(right)):
             yield Use("width", divided=True) if spoken(left) else Use("heads")
         case ast.Compare(left, [ast.Eq()], [ast.Constant(str(word))]) if spoken(left):
             yield Use(value=word, sure=False)
