@@ -49,6 +49,31 @@ def join(past: Any, k: Tensor, v: Tensor) -> Kept:
     return torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
 
 
+class InABuffer(Layer):
+    """Written to by each call, trained or not."""
+
+    def __init__(self, d_model: int, n_heads: int, max_batch_size: int, max_len: int) -> None:
+        super().__init__(d_model, n_heads)
+        for name in ("k_kept", "v_kept"):
+            rows = torch.zeros(max_batch_size, n_heads, max_len, self.head_dim)
+            self.register_buffer(name, rows, persistent=False)
+
+    def forward(self, x: Tensor, start_pos: int = 0) -> Tensor:
+        q, k, v = self.project(x)
+        end = start_pos + x.shape[1]
+        for kept, new in ((self.k_kept, k), (self.v_kept, v)):
+            kept[: len(x), :, start_pos:end] = self.stored(new)
+        return self.attend(q, self.k_kept[: len(x), :, :end], self.v_kept[: len(x), :, :end])
+
+    def stored(self, new: Tensor) -> Tensor:
+        return new
+
+
+def test_a_second_step_of_training_goes_through_the_first() -> None:
+    one = check(InABuffer)["gradients"]
+    assert (one.severity, "second step" in one.message) == ("warning", True)
+
+
 class OfConstructor(Layer):
     """Switched on as it is built."""
 
@@ -403,13 +428,13 @@ class KeepsItsTable(Layer):
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__(d_model, n_heads)
         self.slope = nn.Parameter(torch.ones(d_model), requires_grad=False)
-        self.kept: dict[int, Tensor] = {}
+        self.kept: dict[tuple[int, torch.device], Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        if length not in self.kept:
-            self.kept[length] = torch.arange(length).to(x)[:, None] / 16 * self.slope
-        q, k, v = self.project(x + self.kept[length])
+        key = x.shape[1], x.device
+        if key not in self.kept:
+            self.kept[key] = torch.arange(key[0]).to(x)[:, None] / 16 * self.slope
+        q, k, v = self.project(x + self.kept[key])
         return self.attend(q, k, v)
 
 

@@ -259,6 +259,22 @@ def test_what_is_made_anew_for_another_device_is_no_mistake(layer: type[KeptForA
     assert [one.rule for one in check(layer, 24, 3).errors] == []
 
 
+class KeptForTheFirst(KeptForADevice):
+    """It is kept for the device of the first call, whatever the next one's is."""
+
+    def later(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if getattr(self, "_last", None) is None or len(self._last) < n:
+            self._last = torch.ones(n, n, device=x.device).triu(1).bool()
+        return self._last[:n, :n]
+
+
+def test_what_a_call_leaves_on_its_device() -> None:
+    (one,) = check(KeptForTheFirst, 24, 3).errors
+    assert one.rule == "move", str(one)
+    assert one.message.startswith("Called once and then moved to another device, it fails")
+
+
 class SumsOverQueries(Options):
     """Values first, and the weights not transposed: each output sums the weights of all queries."""
 
@@ -334,6 +350,35 @@ def test_the_root_of_the_input_shows_where_queries_have_another_width() -> None:
     (one,) = check(RootOfTheInput).errors
     assert one.rule == "scale"
     assert one.message.startswith("With dim_qk=28: The scores are divided by √24")
+
+
+WIDE = 48
+
+
+class OneOfTheFiles(nn.Module):
+    """A single head of any width, for inputs as wide as the file says."""
+
+    def __init__(self, n_embd: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDE, n_embd) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.key(x)
+        return (self.query(x) @ k.mT / self.root(x, k) ** 0.5).softmax(-1) @ self.value(x)
+
+    def root(self, x: Tensor, k: Tensor) -> int:
+        return k.shape[-1]
+
+
+class RootOfTheFiles(OneOfTheFiles):
+    def root(self, x: Tensor, k: Tensor) -> int:
+        return x.shape[-1]
+
+
+def test_the_root_of_the_input_shows_where_a_single_head_has_another_width() -> None:
+    assert check(OneOfTheFiles).passed
+    (one,) = check(RootOfTheFiles).errors
+    assert (one.rule, one.message.startswith("With n_embd=")) == ("scale", True), str(one)
 
 
 class MaskInPlace(nn.Module):

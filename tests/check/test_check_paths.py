@@ -36,6 +36,36 @@ class TwoPaths(nn.Module):
         return heads.transpose(1, 2).flatten(2)
 
 
+class GivesWeights(TwoPaths):
+    """Weights come back beside the output, on the path that has them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, self.beside(x) if self.flash else self.weights(x)
+
+    def weights(self, x: Tensor) -> Tensor:
+        q, k, _ = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        later = torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool()
+        return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf).softmax(-1)
+
+    def beside(self, x: Tensor) -> Tensor | None:
+        return None
+
+
+class GivesHeads(GivesWeights):
+    def beside(self, x: Tensor) -> Tensor | None:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def test_what_comes_back_in_the_place_of_weights() -> None:
+    assert check(GivesWeights, 24, 3).passed
+    (one,) = check(GivesHeads, 24, 3).errors
+    assert "With flash=True something else comes back in the place of the weights" in one.message
+
+
 class SeesAll(TwoPaths):
     def fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -133,7 +163,8 @@ class Remembers(TwoPaths):
             self.kept = torch.ones(tokens, tokens, device=q.device).cumsum(1) / 9
             scores = scores + self.kept
         else:
-            scores = scores + (2 if self.wrong else 1) * self.kept[:tokens, :tokens]
+            kept = self.kept[:tokens, :tokens].to(q.device)
+            scores = scores + (2 if self.wrong else 1) * kept
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,11 +7,18 @@ import textwrap
 import pytest
 from torch import nn
 
+from headwise.check.diagnosis.read_blocks import (
+    added_to_itself,
+    fused_undropped,
+    never_handed_on,
+)
 from headwise.check.diagnosis.read_built import (
     gpu_by_default,
     inner_forward,
+    listed_layers,
     made_anew,
     misspelt,
+    multiplied_none,
     no_bias,
     on_a_gpu,
     refused_default,
@@ -34,6 +41,7 @@ from headwise.check.diagnosis.read_ends import breakpoints, fixed_tokens, return
 from headwise.check.diagnosis.read_maps import projected_maps, regions_astray, unfolded_otherwise
 from headwise.check.diagnosis.read_masks import (
     flat_masks,
+    no_booleans,
     of_queries_alone,
     own_masks_by_fused,
     small_fills,
@@ -70,6 +78,55 @@ def said(reader: Reader, code: str) -> list[str]:
     return [way for way, _, _ in reader(source.tree.body[-1], source, {})]
 
 
+ADDED = """
+class Block(nn.Module):
+    def forward(self, x, mask):
+        {0} = self.attention(self.norm(x), mask)
+        x = x + self.dropout({0})
+        return self.last(x)
+"""
+STACK = """
+class Encoder(nn.Module):
+    def forward(self, x, mask):
+        for layer in self.layers:
+            {0} = layer(x, mask)
+        return self.norm({0})
+"""
+FORKED = """
+class Layer(nn.Module):
+    def forward(self, q, k, v):
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True{0})
+        else:
+            att = self.weights(q, k)
+            att = self.{1}(att)
+            y = att @ v
+        return y
+"""
+SUBTRACTED = """
+class Layer(nn.Module):
+    def forward(self, q, k, v, mask):
+        scores = (q @ k.mT).masked_fill({0}, -1e9)
+        return scores.softmax(-1) @ v
+"""
+LEFT_OUT = """
+class Layer(nn.Module):
+    def __init__(self, dim, heads, head_dim=None):
+        super().__init__()
+        {0}
+        self.head_dim = head_dim
+        self.q = nn.Linear(dim, heads * self.head_dim)
+"""
+APPENDED = """
+class Decoder(nn.Module):
+    def __init__(self, dim, layers):
+        super().__init__()
+        self.layers = []
+        for n in range(layers):
+            layer = nn.Linear(dim, dim)
+            self.layers.append(layer)
+        {0}
+"""
 STOPS = """
 class Layer(nn.Module):
     def forward(self, x):
@@ -405,6 +462,16 @@ class Layer(nn.Module):
         (refused_default, DEFAULT, "self_attention", "self"),
         (returns_input, RETURNED, "h", "out"),
         (never_read, MASKED, "mask", "logits"),
+        (added_to_itself, ADDED, "x", "out"),
+        (never_handed_on, STACK, "out", "x"),
+        (fused_undropped, FORKED, ("", "drop"), (", dropout_p=p", "drop")),
+        (fused_undropped, FORKED, ("", "drop"), ("", "norm")),
+        (no_booleans, SUBTRACTED, "1 - mask", "mask == 0"),
+        (no_booleans, SUBTRACTED, "1 - mask[:, None]", "1 - mask.bool()"),
+        (multiplied_none, LEFT_OUT, "", "head_dim = head_dim or dim // heads"),
+        (multiplied_none, LEFT_OUT, "", "if head_dim is None: head_dim = dim // heads"),
+        (listed_layers, APPENDED, "", "self.layers = nn.ModuleList(self.layers)"),
+        (listed_layers, APPENDED, "", "self.add_module('last', layer)"),
         (summed_apart, EINSUM, "bhxydz,cij->bhxyij", "bhxydz,dij->bhxyij"),
     ],
     ids=lambda one: getattr(one, "__name__", "-"),

@@ -107,6 +107,70 @@ def test_tensors_that_the_call_makes_are_no_fault_of_the_layer() -> None:
     assert not makes_tensors(lambda layer, x: layer(x, torch.ones(3, device=x.device)))
 
 
+class Timed(Attention):
+    """Each sequence has a time of its own."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.time = nn.Linear(1, dim)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward({"x": x + self.time(time.to(x.dtype)[:, None, None])})
+
+
+class Mixed(Timed):
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + x.mean(0, keepdim=True), time)
+
+
+def test_rows_of_the_call_that_is_shown_are_no_fault_of_the_layer() -> None:
+    def counted(layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = layer(x, torch.arange(len(x), device=x.device))
+        return out
+
+    def alike(layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = layer(x, torch.ones(len(x), device=x.device))
+        return out
+
+    one = check(Timed, 24, 3, call=counted)["batch"]
+    assert (one.severity, "gives time other numbers" in one.message) == ("skipped", True)
+    assert check(Timed, 24, 3, call=alike)["batch"].severity == "passed"
+    assert check(Mixed, 24, 3, call=alike)["batch"].severity == "error"
+
+
+ON_RANK = """
+import os
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.rank = heads, int(os.environ["LOCAL_RANK"])
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+
+
+def test_a_variable_of_the_environment_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    path = tmp_path / "attention.py"
+    path.write_text(ON_RANK)
+    for given in ({}, {"dim": "24", "heads": "3"}):
+        with pytest.raises(ValueError, match="it reads LOCAL_RANK of the environment"):
+            check_file(str(path), given)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert check_file(str(path), {}).passed
+
+
 def window(size: int, shift: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1) @ v[..., shift:] / size
 

@@ -70,6 +70,15 @@ class Whole(Base):
         self.build(dim, n_heads, self.size // n_heads)
 
 
+class Letters(Base):
+    """As a paper writes them: H is the hidden size, and A counts the heads."""
+
+    def __init__(self, H: int, A: int) -> None:
+        super().__init__()
+        self.d_k = H // A
+        self.build(H, A, self.d_k)
+
+
 class Kept(nn.Module):
     def __init__(self, size: int, slow: float | None = 0.1, *, quick: bool = False) -> None:
         super().__init__()
@@ -95,6 +104,8 @@ class HandsOn(Base):
         (PerHead, "p_query", "head_dim"),
         (PerHead, "lean", "flag"),
         (Whole, "key_dim", "width"),
+        (Letters, "H", "width"),
+        (Letters, "A", "heads"),
         (HandsOn, "place", "device"),
         (nn.Linear, "in_features", ""),
     ],
@@ -110,7 +121,7 @@ def test_what_is_handed_on_gets_what_the_next_one_would_take() -> None:
     assert (use.role, use.value) == ("", 0.1)
 
 
-@pytest.mark.parametrize("kind", [Counted, PerHead, Whole, HandsOn])
+@pytest.mark.parametrize("kind", [Counted, PerHead, Whole, Letters, HandsOn])
 def test_such_layers_are_built_and_judged_without_a_word(kind: type[nn.Module]) -> None:
     verdict = check(kind)
     assert verdict["definition"].severity == "passed"

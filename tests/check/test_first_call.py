@@ -53,6 +53,39 @@ class Window(Base):
         return self.gathered(self.scores(x) + self.table, x)
 
 
+class OfOneLength(Base):
+    """Written for sequences of one length."""
+
+    def __init__(self, hidden_size: int, num_heads: int, sequence_length: int) -> None:
+        super().__init__(hidden_size, num_heads)
+        self.sequence_length = sequence_length
+
+    def cut(self, rows: Tensor) -> Tensor:
+        n = len(rows)
+        return rows.reshape(n, self.sequence_length, self.heads, self.wide).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gathered(self.scores(x), x)
+
+
+class OfNoMore(OfOneLength):
+    """Written for as many as a sequence may have at most, which others need not have."""
+
+    def __init__(self, hidden_size: int, num_heads: int, max_len: int) -> None:
+        super().__init__(hidden_size, num_heads, max_len)
+        self.max_len = max_len
+
+    def cut(self, rows: Tensor) -> Tensor:
+        return rows.reshape(len(rows), self.max_len, self.heads, self.wide).transpose(1, 2)
+
+
+def test_a_length_that_all_sequences_have() -> None:
+    subject = resolve(OfOneLength)
+    assert (subject.only, subject.room) == (True, 16)
+    assert check(OfOneLength).passed
+    assert [one.rule for one in check(OfNoMore).errors] == ["runs"]
+
+
 def test_a_number_of_tokens_that_is_insisted_on_is_learnt_from_the_error() -> None:
     subject = resolve(Window)
     assert (subject.only, subject.room) == (True, 10)
@@ -200,6 +233,27 @@ class KeysFromX(Base):
         return self.gathered(self.scores(x), x if context is None else context)
 
 
+class Distances(Across):
+    """Adds a number for each distance, made for as many keys as there are queries."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.table = nn.Embedding(33, heads)
+
+    def scores(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        far = (places[:, None] - places).clamp(-16, 16) + 16
+        return super().scores(x, context) + self.table(far).permute(2, 0, 1)
+
+
+class Shifted(Base):
+    """Adds the other sequence to its own, so that both have one length."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        x = x if context is None else x + context
+        return self.gathered(self.scores(x), x)
+
+
 class Beside(Base):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         rows = x if context is None else torch.cat((x, context), 1)
@@ -207,7 +261,14 @@ class Beside(Base):
 
 
 @pytest.mark.parametrize(
-    ("layer", "severity"), [(Across, "passed"), (KeysFromX, "error"), (Beside, "skipped")]
+    ("layer", "severity"),
+    [
+        (Across, "passed"),
+        (KeysFromX, "error"),
+        (Distances, "error"),
+        (Shifted, "skipped"),
+        (Beside, "skipped"),
+    ],
 )
 def test_keys_come_from_the_other_sequence(layer: type[Base], severity: str) -> None:
     verdict = check(layer)

@@ -4,11 +4,15 @@ behind the other, and paths that drop nothing. Readers are as in `read_code`."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..files.syntax import Source, names, nodes
 from .call_lines import FUSED
 from .read_pieces import WORKED_ON, Known, Said, of_self, word_of
+
+WEIGHTS = re.compile(rf"^att$|{WORKED_ON.pattern}")
+"""Names of weights, on their way."""
 
 
 def added_to_itself(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
@@ -57,7 +61,7 @@ def fused_undropped(part: ast.stmt, source: Source, known: Known) -> Iterator[Sa
 
 
 def _drops_weights(call: ast.Call) -> bool:
-    named = len(call.args) == 1 and WORKED_ON.search(word_of(call.args[0]).lower())
+    named = len(call.args) == 1 and WEIGHTS.search(word_of(call.args[0]).lower())
     return bool(of_self(call.func) and _drops(call.func) and named)
 
 

@@ -37,7 +37,8 @@ GIVEN = 0.25
 
 ITERATED = re.compile("spectral_?norm|power_iter", re.IGNORECASE)
 """Code that speaks of norms that are worked out over many calls."""
-COMPARES = re.compile(r"\.device\b *(!=|==|is\b|not\b|in\b)|(!=|==|is|not|in) +[\w.]+\.device\b")
+_TESTS = r"(!=|==|\b(is|in|not)\b)"
+COMPARES = re.compile(rf"{_TESTS}.*\.device\b|\.device\b.*{_TESTS}")
 """Code that makes anew for another device what it keeps."""
 DRAWN = re.compile("noise|generator|^rng$|rng_key")
 """Names of arguments that are drawn where they are left out."""

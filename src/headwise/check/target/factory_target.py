@@ -152,8 +152,9 @@ class _Factory:
             roles = {**roles, **{name: known[name] for name in ("width", "heads") if name in known}}
             if isinstance(target, nn.Module) and (wide := input_width(target)):
                 roles["width"] = wide
-        if changes and isinstance(target, nn.Module) and input_width(target) in self.widths:
-            roles = roles | {"width": self.widths[0]}  # which is the file's, whatever it is told
+        own = input_width(target) if changes and isinstance(target, nn.Module) else None
+        if own in self.widths and roles.get("width") not in (None, own):
+            roles = roles | {"width": own}  # which is the file's, whatever it is told
         roles = own_sizes(roles, target)
         heads = roles.get("heads") or known.get("heads") or heads_of(target) or 1
         known |= roles
