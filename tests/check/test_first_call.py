@@ -246,14 +246,6 @@ class Distances(Across):
         return super().scores(x, context) + self.table(far).permute(2, 0, 1)
 
 
-class Shifted(Base):
-    """Adds the other sequence to its own, so that both have one length."""
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        x = x if context is None else x + context
-        return self.gathered(self.scores(x), x)
-
-
 class Beside(Base):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         rows = x if context is None else torch.cat((x, context), 1)
@@ -266,7 +258,6 @@ class Beside(Base):
         (Across, "passed"),
         (KeysFromX, "error"),
         (Distances, "error"),
-        (Shifted, "skipped"),
         (Beside, "skipped"),
     ],
 )

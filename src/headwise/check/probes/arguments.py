@@ -68,7 +68,7 @@ def cross(ctx: ProbeContext) -> Finding | None:
         refused = isinstance(failure.error, ValueError | TypeError | AssertionError)
         loose = refused or caller.made_up or (context and not caller.separate)
         surely = caller.separate or crossed or context[0] not in caller.guessed
-        square = _meets_length(failure.error, tokens) and _apart(ctx, subject, source)
+        square = _meets_length(failure.error, tokens)
         own = square or _has_length_of_queries(failure.error, tokens)
         if loose and not (surely and own):
             return skipped("cross", f"It refuses: {told(failure.error)}.")
@@ -183,14 +183,6 @@ def _meets_length(error: Exception, tokens: int) -> bool:
     """Whether an error says that what has `LENGTH` places meets what has as many as queries."""
     sizes = re.findall(r"size of tensor \w \((\d+)\)", str(error))
     return {*map(int, sizes)} == {LENGTH, tokens}
-
-
-def _apart(ctx: ProbeContext, subject: Target, source: Tensor) -> bool:
-    """Whether a query sees nothing of the others, where as many keys come from elsewhere."""
-    same, moved = source[:, : ctx.tokens], ctx.x.clone()
-    moved[:, 1:] += 1.0
-    outs = (ctx.result(x, subject, same).out[:, :1] for x in (ctx.x, moved))
-    return ctx.near(*outs)
 
 
 def _queries_apart(ctx: ProbeContext, subject: Target, context: list[str]) -> Finding:
