@@ -1197,7 +1197,7 @@ class NoMaskWillDo(Projected):
 def test_a_mask_that_no_dtype_suits_is_a_mistake() -> None:
     verdict = check(NoMaskWillDo)
     assert [one.rule for one in verdict.errors] == ["mask"], str(verdict)
-    assert "With the mask mask the call fails" in verdict.errors[0].message
+    assert "With mask each call fails" in verdict.errors[0].message
 
 
 class RowsOfItsOwn(Projected):
@@ -1283,7 +1283,7 @@ class FailsAndFills(Projected):
     [
         (PrivateLists, "registered"),
         (AsksTheMask, "mask"),
-        (Called, "deterministic"),
+        (Called, "registered"),
         (FailsAndFills, "runs"),
     ],
 )

@@ -131,10 +131,8 @@ def listed_layers(kind: ast.stmt, source: Source, known: Known) -> Iterator[Said
 
 def _appended(kind: ast.ClassDef, name: str) -> Iterator[ast.expr]:
     """What the constructor appends to a list of its own, each as it was made."""
-    for function in [
-        one for one in nodes(ast.FunctionDef, kind) if one.name == "__init__" and name
-    ]:
-        for call in nodes(ast.Call, function):
+    for function in nodes(ast.FunctionDef, kind) if name else ():
+        for call in nodes(ast.Call, function) if function.name == "__init__" else ():
             match call:
                 case ast.Call(ast.Attribute(owner, "append"), [one]) if of_self(owner) == name:
                     yield given_before(function, word_of(one), call.lineno) or one

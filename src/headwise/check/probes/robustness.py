@@ -256,6 +256,9 @@ def _left_behind(ctx: ProbeContext) -> Finding | None:
     fault = _elsewhere(own)
     if fault is None or fault.severity != "error":
         return None
+    attributes = [value for one in own.module.modules() for value in vars(one).values()]
+    if _elsewhere(own, *attributes) is not None:  # what functions keep, for each device perhaps
+        return None
     return found("move", "kept", error=fault.message.partition(": ")[2])
 
 
@@ -272,15 +275,15 @@ def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
     return None if out.dtype == dtype else found("move", "stays", dtype=short, out=out.dtype)
 
 
-def _elsewhere(own: Target) -> Finding | None:
-    """What is wrong with a first call on another device: tables that a call keeps may be kept for
-    one device, and made anew for the next."""
+def _elsewhere(own: Target, *more: Any) -> Finding | None:
+    """What is wrong with a first call on another device, where `more` lies as well: tables that a
+    call keeps may be kept for one device, and made anew for the next."""
     home = vars(sys.modules.get(type(own.caller.target).__module__, sys))
     if any(isinstance(one, torch.jit.ScriptFunction) for one in home.values()):
         return None  # which tells nobody where its results are
     x = own.input()
     given = own.mask_for(x)
-    there = [x, given, *(everything(own.module) if own.module is not None else ())]
+    there = [x, given, *more, *(everything(own.module) if own.module is not None else ())]
     try:
         with torch.no_grad(), Elsewhere(there):
             if own.module is not None:  # what it makes as it goes into eval mode is made there

@@ -156,8 +156,9 @@ class _Constructor:
         """What the code takes an argument for, where its name tells nothing or may mislead."""
         told, short = documented(self.factory, name), None
         if len(name) == 1:  # which names several things
-            ways = (told, use_of(self.factory, name))
-            short = next((one for one in ways if one and one.sure and one.role != role), None)
+            used = use_of(self.factory, name)
+            short = told or (used if used and used.sure else None)
+            short = short if short and short.role != role else None
         if role not in (None, *SHARED) and not short:
             return None
         use = short or use_of(self.factory, name) or told or as_config(self.factory, name)

@@ -153,7 +153,7 @@ class _Factory:
             if isinstance(target, nn.Module) and (wide := input_width(target)):
                 roles["width"] = wide
         own = input_width(target) if changes and isinstance(target, nn.Module) else None
-        if own in self.widths and roles.get("width") not in (None, own):
+        if own and own in self.widths and roles.get("width") not in (None, own):
             roles = roles | {"width": own}  # which is the file's, whatever it is told
         roles = own_sizes(roles, target)
         heads = roles.get("heads") or known.get("heads") or heads_of(target) or 1
