@@ -87,6 +87,7 @@ class Block(nn.Module):
 """
 STACK = """
 class Encoder(nn.Module):
+    {1}
     def forward(self, x, mask):
         for layer in self.layers:
             {0} = layer(x, mask)
@@ -463,7 +464,8 @@ class Layer(nn.Module):
         (returns_input, RETURNED, "h", "out"),
         (never_read, MASKED, "mask", "logits"),
         (added_to_itself, ADDED, "x", "out"),
-        (never_handed_on, STACK, "out", "x"),
+        (never_handed_on, STACK, ("out", ""), ("x", "")),
+        (never_handed_on, STACK, ("out", ""), ("out", "@capture")),
         (fused_undropped, FORKED, ("", "drop"), (", dropout_p=p", "drop")),
         (fused_undropped, FORKED, ("", "drop"), ("", "norm")),
         (no_booleans, SUBTRACTED, "1 - mask", "mask == 0"),

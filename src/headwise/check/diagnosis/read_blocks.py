@@ -30,7 +30,8 @@ def added_to_itself(part: ast.stmt, source: Source, known: Known) -> Iterator[Sa
 def never_handed_on(part: ast.stmt, source: Source, known: Known) -> Iterator[Said]:
     """`for layer in self.layers: out = layer(x)`: each gets the same, and only the last counts."""
     for function in nodes(ast.FunctionDef, part):
-        for loop in nodes(ast.For, function):
+        decorated = function.decorator_list  # by what may take the results of layers
+        for loop in nodes(ast.For, function) if not decorated else ():
             match loop:
                 case ast.For(
                     ast.Name(layer),
