@@ -16,7 +16,14 @@ import headwise as hw
 from headwise.check import RULES, check
 from headwise.check.diagnosis.faults import Fault, faults
 from headwise.check.diagnosis.projections import Projections, Unreadable, parts_of, read
-from headwise.check.diagnosis.variants import Variant, error, rebuild
+from headwise.check.diagnosis.variants import (
+    Variant,
+    error,
+    heads_of,
+    rebuild,
+    sizes_of,
+    weights_from,
+)
 from headwise.check.target.introspect import rotations
 from headwise.tutorial.implementations import fused, per_head, split, variants
 
@@ -47,6 +54,14 @@ def test_the_plain_variant_is_attention(groups: int, causal: bool) -> None:
     out = layer(x, mask=hw.Causal() if causal else None)
     variant = Variant(mask="causal" if causal else "none")
     torch.testing.assert_close(rebuild(reading, x, variant), out, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(of_its_weights(reading, x, variant), out, rtol=1e-11, atol=1e-11)
+
+
+def of_its_weights(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
+    """The same where heads and weights were made before, as a search does it."""
+    heads = heads_of(reading, x, variant)
+    weights = weights_from(*heads[:2], variant, sizes_of(reading, x))
+    return rebuild(reading, x, variant, heads, weights)
 
 
 def test_rotary_positions_softcap_and_windows_are_rebuilt() -> None:
@@ -54,7 +69,9 @@ def test_rotary_positions_softcap_and_windows_are_rebuilt() -> None:
     layer = some(rope=hw.RoPE(2, base=50.0, interleaved=True), softcap=2.0)
     out = layer(x, mask=hw.Window(3))
     variant = Variant(rope=(2, 50.0, True), softcap=2.0, mask="window 3")
-    torch.testing.assert_close(rebuild(read(layer, E, H), x, variant), out)
+    reading = read(layer, E, H)
+    torch.testing.assert_close(rebuild(reading, x, variant), out)
+    torch.testing.assert_close(of_its_weights(reading, x, variant), out)
 
 
 # ---- the mistakes ----

@@ -249,7 +249,8 @@ def _left_behind(ctx: ProbeContext) -> Finding | None:
     """What is wrong with a call on another device behind one on the CPU, which may have left
     something there for the next."""
     own, x = ctx.random.untouched(), ctx.random.input()
-    if own.module is None or COMPARES.search("".join(map(source_of, _kinds(own.module)))):
+    kinds = {type(one) for one in own.module.modules()} if own.module is not None else set()
+    if own.module is None or COMPARES.search("".join(map(source_of, kinds))):
         return None
     if not ctx.near(ctx.call(x, own), ctx.call(x, own)):  # a cache, say
         return None
@@ -260,10 +261,6 @@ def _left_behind(ctx: ProbeContext) -> Finding | None:
     if _elsewhere(own, *attributes) is not None:  # what functions keep, for each device perhaps
         return None
     return found("move", "kept", error=fault.message.partition(": ")[2])
-
-
-def _kinds(module: nn.Module) -> set[type[nn.Module]]:
-    return {type(one) for one in module.modules()}
 
 
 def _cast(ctx: ProbeContext, dtype: torch.dtype) -> Finding | None:
