@@ -133,10 +133,10 @@ def every(base: Variant, rows: Sequence[Fault]) -> Iterator[tuple[Fault, Fault]]
 
 def double(known: Known, fits: Callable[[Variant], bool], pairs: Pairs = every) -> Explained | None:
     """Find two faults that fit together, for as long as that takes no more than `SECONDS`."""
-    until = time.process_time() + SECONDS
+    until = time.thread_time() + SECONDS
     for base, rows in known.items():
         for first, second in pairs(base, rows):
-            if time.process_time() > until:
+            if time.thread_time() > until:
                 return None
             if fits(second.on(first.on(base))):
                 return base, [first, second]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
-from ..target.call_adapter import Result, tensors_in
+from ..target.call_adapter import Result, tensors_in, tensors_of
 from ..target.checked_target import TOKENS, Target
 from ..target.construct import source_of
 from ..target.errors import told
@@ -322,7 +322,8 @@ def gradients(ctx: ProbeContext) -> Finding | None:
     if not missing and idle:
         return skipped("gradients", f"Only another input reaches {', '.join(sorted(idle)[:3])}.")
     if not missing:
-        return _second_step(ctx) or passed("gradients")
+        graph = any(one.grad_fn is not None for one in tensors_of(own.module))
+        return (_second_step(ctx) if graph else None) or passed("gradients")
     which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
     code = "".join(map(source_of, {type(part) for part in own.module.modules()}))
     untouched = {name for (name, _), slope in zip(named, slopes, strict=True) if slope is None}

@@ -99,10 +99,10 @@ def _found(
     if not shown and ("definition" in kept or "scale" in kept):
         yield from ((changes, _misscaled(subject, changes)) for changes in _inner(subject))
         yield from ((changes, _scaled_alone(subject, changes)) for changes in _head_widths(subject))
-    end = time.process_time() + SECONDS
+    end = time.thread_time() + SECONDS
     sizes = () if shown else _sizes(subject)
     tried = chain(zip(_options(subject), repeat(False)), zip(sizes, repeat(True)))
-    for changes, resized in takewhile(lambda _: time.process_time() < end, tried):
+    for changes, resized in takewhile(lambda _: time.thread_time() < end, tried):
         one = _broken(subject, changes, resized)
         yield changes, one if one is not None and one.rule in kept else None
 

@@ -20,6 +20,7 @@ from ..diagnosis.call_lines import recorded
 from ..diagnosis.static_checks import read_off
 from ..findings.rules import found, passed, skipped
 from ..findings.verdict import Finding
+from ..target.call_adapter import tensors_of
 from ..target.checked_target import Target
 from ..target.copies import copied, randomise
 from ..target.errors import Broken, told
@@ -252,13 +253,17 @@ def _left_behind(ctx: ProbeContext) -> Finding | None:
     kinds = {type(one) for one in own.module.modules()} if own.module is not None else set()
     if own.module is None or COMPARES.search("".join(map(source_of, kinds))):
         return None
-    if not ctx.near(ctx.call(x, own), ctx.call(x, own)):  # a cache, say
+    before, first = [*tensors_of(own.module)], ctx.call(x, own)
+    if {*map(id, tensors_of(own.module))} <= {*map(id, before)}:
+        return None
+    if not ctx.near(first, ctx.call(x, own)):  # a cache, say
         return None
     fault = _elsewhere(own)
     if fault is None or fault.severity != "error":
         return None
-    attributes = [value for one in own.module.modules() for value in vars(one).values()]
-    if _elsewhere(own, *attributes) is not None:  # what functions keep, for each device perhaps
+    if (
+        _elsewhere(own, *tensors_of(own.module)) is not None
+    ):  # what functions keep, for each device perhaps
         return None
     return found("move", "kept", error=fault.message.partition(": ")[2])
 

@@ -490,3 +490,8 @@ def tensors_in(raw: Any) -> Iterator[Tensor]:
         parts = [getattr(raw, name) for name in raw.__dataclass_fields__]
     for part in parts:
         yield from tensors_in(part)
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a module and those within it hold: parameters, buffers and attributes."""
+    return tensors_in([vars(one) for one in module.modules()])

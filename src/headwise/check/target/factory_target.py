@@ -81,10 +81,10 @@ def _of_other_sizes(
     Raises:
         ValueError, Broken: none do; whichever tells most.
     """
-    until, others = time.process_time() + SECONDS, list[Exception]()
+    until, others = time.thread_time() + SECONDS, list[Exception]()
     tries = other_sizes(build.factory, request.sizes, first, given, build.widths)
     for sizes in tries if given else fitted(tries, others):
-        if time.process_time() > until:
+        if time.thread_time() > until:
             break
         try:
             subject = build(replace(request, sizes=sizes))

@@ -100,9 +100,9 @@ class _Search:
 
     def finds(self) -> bool:
         """Whether one of the ways goes in, which the subject is then called in."""
-        until, errors, subject = time.process_time() + SECONDS, self.errors, self.subject
+        until, errors, subject = time.thread_time() + SECONDS, self.errors, self.subject
         first = takewhile(
-            lambda way: not errors or time.process_time() < until, ways(subject.caller)
+            lambda way: not errors or time.thread_time() < until, ways(subject.caller)
         )
         more = (one(subject, self.usual, errors) for one in (learnt_ways, lengths_of))
         for way in chain(first, *more):

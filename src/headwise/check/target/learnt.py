@@ -130,12 +130,12 @@ def learn(subject: Target, also: Collection[str] = ()) -> dict[str, Fill] | None
             return None
     best = {name: caller.fill(name) for name in names}
     most, before, calls = _steps(subject, best), -1.0, 0
-    until = time.process_time() + SECONDS
+    until = time.thread_time() + SECONDS
     while before < most < math.inf and calls < MOST:
         before = most
         for name in names:
             for fill in options[name] if most < math.inf else ():
-                if time.process_time() > until:
+                if time.thread_time() > until:
                     caller.fills = best
                     return None
                 steps, calls = _steps(subject, trial := {**best, name: fill}), calls + 1
