@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from ..target.introspect import (
 from ..target.masking import one_attends
 from ..target.shown_call import is_plain, wants_ids
 from .backward import wrong_backward
-from .probe_context import NOTHING, Failed, ProbeContext, failing
+from .probe_context import NOTHING, Failed, ProbeContext, failing, noting
 
 POSITIONS = re.compile(
     r"rope|rotary|rot_?emb|inv_freq|freqs|alibi|(?<!negative_)slope|relative|rel_|pos_|position|"
@@ -198,23 +197,18 @@ def batch(ctx: ProbeContext) -> Finding | None:
 def _of_its_own(ctx: ProbeContext) -> str | None:
     """The argument that holds something else for a sequence alone than in a batch, where somebody
     shows the call; None where there is none."""
-    module, caller = ctx.exact.module, ctx.exact.caller
-    if caller.custom is None or module is None or is_plain(caller.custom):
+    shown = ctx.exact.caller.custom
+    if shown is None or ctx.exact.module is None or is_plain(shown):
         return None
-    places = wants_ids(caller.custom)  # ids are places in the batch
+    places = wants_ids(shown)  # ids are places in the batch
     seen = list[dict[str, Tensor]]()
 
-    def note(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = {**dict(zip(caller.positional, args, strict=False)), **keywords}
-        tensors = ((name, one) for name, one in given.items() if isinstance(one, Tensor))
-        seen.append({n: t for n, t in tensors if t.is_floating_point() or not places})
+    def note(given: dict[str, Tensor]) -> None:
+        seen.append({n: t for n, t in given.items() if t.is_floating_point() or not places})
 
-    hook = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with noting(ctx.exact, note):
         for x in (ctx.x, *(row[None] for row in ctx.x)):
             ctx.call(x)
-    finally:
-        hook.remove()
     if len(seen) != 1 + len(ctx.x):  # it is called several times
         return None
     whole, *rows = seen

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..findings.verdict import Example, Finding
 from ..target.call_adapter import Result, ShownCallFails, UnusableResult
@@ -58,6 +58,23 @@ def failing(call: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise Failed(call, error) from error
+
+
+@contextmanager
+def noting(subject: Target, note: Callable[[dict[str, Tensor]], None]) -> Iterator[None]:
+    """Tell of each call of a module which tensors it is about to get, by the argument's name."""
+    assert subject.module is not None
+    positional = subject.caller.positional
+
+    def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given = {**dict(zip(positional, args, strict=False)), **keywords}
+        note({name: one for name, one in given.items() if isinstance(one, Tensor)})
+
+    hook = subject.module.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class ProbeContext:

@@ -30,7 +30,7 @@ from ..target.signatures import source_of
 from .behaviour import bent
 from .devices import Elsewhere, everything
 from .mask_effects import written_masks
-from .probe_context import Failed, ProbeContext, failing
+from .probe_context import Failed, ProbeContext, failing, noting
 
 GIVEN = 0.25
 """A share to drop that no other is taken for."""
@@ -109,17 +109,12 @@ def _others(subject: Target) -> Iterator[Before]:
     caller = subject.caller
     kept = {*caller.inputs, *caller.named("cache")}
 
-    def note(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = dict(zip(caller.positional, args, strict=False)) | keywords
-        for name, value in given.items():
-            if isinstance(value, Tensor) and name not in kept:
-                before[name] = value, value.clone()
+    def note(given: dict[str, Tensor]) -> None:
+        others = ((name, value) for name, value in given.items() if name not in kept)
+        before.update((name, (value, value.clone())) for name, value in others)
 
-    hook = subject.module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with noting(subject, note):
         yield before
-    finally:
-        hook.remove()
 
 
 def _changed(before: Before) -> Iterator[str]:
