@@ -14,6 +14,7 @@ from headwise.capture.captured import Watched
 from headwise.report.head_labels import (
     MIN_COVERAGE,
     NO_LABEL,
+    NOT_EVALUATED,
     RULES,
     HeadName,
     Rule,
@@ -22,6 +23,7 @@ from headwise.report.head_labels import (
     label_head,
     name_heads,
     naming_statistics,
+    unevaluated_labels,
 )
 from headwise.stats.base import Statistic
 from headwise.stats.patterns import At
@@ -171,7 +173,8 @@ def test_a_head_that_follows_nothing_has_no_name() -> None:
 def test_on_a_short_text_not_everything_is_local() -> None:
     q = torch.zeros(1, 2, 7, 4)  # even attention: a mean distance of 1.5 tokens
     k = torch.zeros(1, 2, 7, 4)
-    seen = seen_of([q, k, k], naming_statistics(), mask=hw.Causal())
+    ids, commas = torch.tensor([5, 6, 7, 5, 6, 7, 8]), torch.arange(7) == 4
+    seen = seen_of([q, k, k], naming_statistics(ids, commas), mask=hw.Causal())
     row = seen.table()[0]
     assert row["distance_absolute"] == pytest.approx(1.5)
     assert row["distance_share"] == pytest.approx(1.0)
@@ -197,6 +200,51 @@ def test_what_was_not_seen_is_missing_not_denied() -> None:
     assert "positional" not in one.missing  # one offset is enough to judge by
     with pytest.raises(ValueError, match="no attention was seen"):
         name_heads(Watched())
+
+
+def test_a_head_without_a_label_is_unlabeled_only_where_every_rule_was_evaluated() -> None:
+    torch.manual_seed(3)
+    q, k = (2.0 * torch.randn(1, 2, LENGTH, 16) for _ in "qk")
+    for statistics, missing in (
+        ((hw.Entropy(),), {rule.label for rule in RULES if not rule.encoders} - {"broad"}),
+        (naming_statistics(), {"induction", "duplicate token", "delimiter"}),
+        (naming_statistics(IDS), {"delimiter"}),
+        (naming_statistics(IDS, DELIMITERS), set()),
+    ):
+        for name in name_heads(seen_of([q, k, k], statistics)):
+            assert not name.labels and {*name.missing} == missing
+            assert name.label == ("not evaluated" if missing else "unlabeled")
+            assert ("unlabeled" in repr(name)) is not missing
+            assert all(label in repr(name) for label in missing)
+    assert (NOT_EVALUATED, NO_LABEL) == ("not evaluated", "unlabeled")
+    # No token comes twice: no query could have shown induction, so nothing is known of it.
+    once = name_heads(seen_of([q, k, k], naming_statistics(torch.arange(LENGTH), DELIMITERS)))[0]
+    assert (once.label, once.missing) == ("not evaluated", ("induction", "duplicate token"))
+    # A label that holds is said, and what is not known stands beside it.
+    _, parts, mask = made(causal=True)
+    named = name_heads(seen_of(parts, (hw.Mass(hw.Previous()),), mask=mask))[0]
+    assert named.label == "previous token"
+    assert "previous token; not evaluated: induction" in repr(named)
+
+
+@pytest.mark.parametrize(
+    ("head", "unknown", "missing"),
+    [
+        ("first token", "entropy_share", ("first token", "delimiter", "broad")),
+        ("first token", "entropy", ("first token", "delimiter", "broad")),
+        ("itself", "self", ("itself",)),
+        ("local", "previous", ("previous token",)),
+    ],
+)
+def test_a_metric_that_is_nan_evaluates_no_rule(head: str, unknown: str, missing: Any) -> None:
+    """NaN is unknown, not far from uniform and not near: no label is given or denied by it."""
+    names, parts, mask = made(causal=True)
+    seen = seen_of(parts, naming_statistics(IDS, DELIMITERS), mask=mask)
+    row = seen.table()[names.index(head)] | {"distance_absolute": 20.0}
+    assert head in [label.label for label in label_head(row)]
+    row[unknown] = math.nan
+    assert not {label.label for label in label_head(row)} & {head, *missing}
+    assert unevaluated_labels(row) == missing
 
 
 def test_a_table_is_no_watched_model(unchecked: None) -> None:

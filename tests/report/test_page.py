@@ -32,7 +32,7 @@ HOSTILE = [
     "$&",
     "@@styles@@",
 ]
-NONE = "none of these"
+NONE = "unlabeled"
 
 
 def hostile_look() -> Look:

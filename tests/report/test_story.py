@@ -109,7 +109,7 @@ def test_the_page_opens_on_the_surest_head_and_tells_its_story(browser: Any, tab
     assert [text.split() for text in fresh.texts("#legend button")] == [
         ["induction", "1"],
         ["previous", "token", "1"],
-        ["none", "of", "these", "1"],
+        ["unlabeled", "1"],
     ]
     assert fresh.text("#missing") == "Found in no head: first token, itself, broad, local."
     fresh.close()
@@ -276,7 +276,7 @@ def test_a_saved_picture_says_what_it_is_of(tab: Tab) -> None:
     drawn = ElementTree.fromstring(saved(tab, "heads", "SVG"))
     words = [one.text for one in drawn.iter(f"{tag}text")]
     assert words[0] == "What every head mostly looks at"
-    assert words[-3:] == ["induction", "previous token", "none of these"]
+    assert words[-3:] == ["induction", "previous token", "unlabeled"]
     tab.asked[:] = [one for one in tab.asked if not one.startswith("blob:")]
 
 

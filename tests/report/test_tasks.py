@@ -83,7 +83,7 @@ def test_which_heads_are_induction_heads_takes_no_click(fresh: Tab) -> None:
     assert in_sight(fresh, "#legend")
     assert fresh.page.locator("#heads .word", has_text="ind").count() == 3
     told = plain(fresh.text("#glance-labels"))
-    assert "finds the last time this token stood here and looks at what came next" in told
+    assert "attends to the token after another occurrence of its own token" in told
 
 
 def test_what_the_strongest_head_does_on_my_sentence_takes_no_click(fresh: Tab) -> None:

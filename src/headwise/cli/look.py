@@ -23,6 +23,7 @@ from ..models import data as corpus
 from ..models import gpt
 from ..report.compare import differences
 from ..report.folders import folder_of, load_folder, name_of
+from ..report.head_labels import NO_LABEL
 from ..report.look import look as look_at
 from ..report.page import check_out, write_page
 from ..report.sample import LookError
@@ -308,5 +309,5 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
 
 def _change(before: list[str], after: list[str]) -> str:
     """Labels of two looks in a few words."""
-    names = [", ".join(labels) or "none of these" for labels in (before, after)]
+    names = [", ".join(labels) or NO_LABEL for labels in (before, after)]
     return names[0] if names[0] == names[1] else " → ".join(names)

@@ -32,6 +32,7 @@ from ..stats.patterns import At, First, Induction, Previous, SameToken, Self
 from ..stats.per_query import Distance, Entropy, Mass
 
 __all__ = [
+    "NOT_EVALUATED",
     "NO_LABEL",
     "RULES",
     "HeadName",
@@ -43,10 +44,14 @@ __all__ = [
     "naming_statistics",
 ]
 
-NO_LABEL = "none of these"
+NO_LABEL = "unlabeled"
+"""What a head is called for which every rule was evaluated and none holds."""
+
+NOT_EVALUATED = "not evaluated"
+"""What a head is called that has no label so far, while some rules could not be evaluated."""
 
 MIN_COVERAGE = 0.1
-"""A figure that fewer of the queries have names nothing."""
+"""A metric that fewer of the queries have evaluates no rule."""
 
 OFFSETS = (1, -2, 2, -3, 3)
 """The fixed offsets of positional heads; −1 and 0 have labels of their own."""
@@ -96,14 +101,19 @@ class Rule:
 
 
 def _meets(figures: Mapping[str, Any], key: str, sign: Sign, threshold: float) -> bool:
-    score, coverage = figures.get(key), figures.get(f"{key}_coverage", 1.0)
-    if score is None or not math.isfinite(score) or coverage < MIN_COVERAGE:
+    if not _known(figures, key):
         return False
-    return score >= threshold if sign == "≥" else score <= threshold
+    return figures[key] >= threshold if sign == "≥" else figures[key] <= threshold
 
 
-_FOLLOWERS = "finds the last time this token stood here and looks at what came next"
-_SAME = "looks at the token's other places"
+def _known(figures: Mapping[str, Any], key: str) -> bool:
+    """Return True if the metric `key` is finite and a mean over enough of the queries."""
+    score, coverage = figures.get(key), figures.get(f"{key}_coverage", 1.0)
+    return score is not None and math.isfinite(score) and coverage >= MIN_COVERAGE
+
+
+_FOLLOWERS = "attends to the token after another occurrence of its own token"
+_SAME = "attends to other copies of its own token"
 _CLARK, _VOITA, _OLSSON = "Clark et al. 2019", "Voita et al. 2019", "Olsson et al. 2022"
 _WANG, _XIAO, _GU = "Wang et al. 2022", "Xiao et al. 2023", "Gu et al. 2024"
 _NOT_EVEN: tuple[str, Sign, float] = ("entropy_gap", "≥", UNEVEN)
@@ -117,7 +127,7 @@ def _positional(offset: int) -> Rule:
         At(offset).name,
         "≥",
         0.4,
-        why=f"looks {where}, wherever it stands",
+        why=f"attends {where}, at every position",
         source=_VOITA,
     )
 
@@ -125,9 +135,9 @@ def _positional(offset: int) -> Rule:
 RULES: tuple[Rule, ...] = (
     Rule("induction", "ind.", "induction_random", "≥", 0.4, _FOLLOWERS, _OLSSON),
     Rule("duplicate token", "dup.", "same_token_random", "≥", 0.4, _SAME, _WANG),
-    Rule("previous token", "prev.", "previous", "≥", 0.4, "looks one token back", _CLARK),
+    Rule("previous token", "prev.", "previous", "≥", 0.4, "attends to the previous token", _CLARK),
     *(_positional(offset) for offset in OFFSETS),
-    Rule("itself", "self", "self", "≥", 0.4, "stays on its own token", _CLARK),
+    Rule("itself", "self", "self", "≥", 0.4, "attends to itself", _CLARK),
     Rule("induction", "ind.", "induction", "≥", 0.4, _FOLLOWERS, _OLSSON),
     Rule("duplicate token", "dup.", "same_token", "≥", 0.4, _SAME, _WANG),
     Rule(
@@ -136,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         "distance_absolute",
         "≤",
         8.0,
-        why="stays within a few tokens, and within half the distance of even attention",
+        why="stays within a few tokens, and within half the distance of uniform attention",
         source="Dosovitskiy et al. 2020",
         given=("distance_share", "≤", 0.5),
     ),
@@ -146,7 +156,7 @@ RULES: tuple[Rule, ...] = (
         "near",
         "≥",
         0.4,
-        why="stays within three tokens, and nearer than even attention",
+        why="stays within three tokens, and nearer than uniform attention",
         source="Raganato and Tiedemann 2018",
         given=("distance_share", "≤", 0.75),
     ),
@@ -156,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         "cls",
         "≥",
         0.3,
-        why="rests on the token that the tokenizer puts first",
+        why="attends to the token that the tokenizer puts first",
         source=f"{_CLARK}; {_GU}",
         given=_NOT_EVEN,
         encoders=True,
@@ -167,7 +177,7 @@ RULES: tuple[Rule, ...] = (
         "separators",
         "≥",
         0.3,
-        why="rests on the tokens that the tokenizer puts between and after texts",
+        why="attends to the tokens that the tokenizer puts between and after texts",
         source=f"{_CLARK}; {_GU}",
         given=_NOT_EVEN,
         encoders=True,
@@ -178,7 +188,7 @@ RULES: tuple[Rule, ...] = (
         "first",
         "≥",
         0.3,
-        why="rests on the first token: a sink",
+        why="attends to the first token: a sink",
         source=f"{_XIAO}; {_GU}",
         given=_NOT_EVEN,
     ),
@@ -188,7 +198,7 @@ RULES: tuple[Rule, ...] = (
         "delimiters",
         "≥",
         0.5,
-        why="rests on punctuation or line breaks",
+        why="attends to punctuation or line breaks",
         source=_CLARK,
         given=_NOT_EVEN,
     ),
@@ -198,7 +208,7 @@ RULES: tuple[Rule, ...] = (
         "entropy_share",
         "≥",
         0.7,
-        why="spreads over much of what it can see, and not evenly",
+        why="spreads over much of what it can see, but not uniformly",
         source=_CLARK,
         given=_NOT_EVEN,
     ),
@@ -223,10 +233,12 @@ class Label:
 
 @dataclass(frozen=True, repr=False)
 class HeadName:
-    """A head and its labels, none of which may hold; `missing` are labels that nothing was seen of.
+    """Name a head by its labels, if any; `missing` are the labels that could not be evaluated.
 
     >>> HeadName("attn", 3)
-    <HeadName: attn.3: none of these>
+    <HeadName: attn.3: unlabeled>
+    >>> HeadName("attn", 3, missing=("induction", "delimiter"))
+    <HeadName: attn.3: not evaluated: induction, delimiter>
     """
 
     layer: str
@@ -236,12 +248,17 @@ class HeadName:
 
     @property
     def label(self) -> str:
-        """The first label, or `none of these`."""
-        return self.labels[0].label if self.labels else NO_LABEL
+        """The first label; of a head without one `not evaluated` or, if nothing is missing,
+        `unlabeled`."""
+        if self.labels:
+            return self.labels[0].label
+        return NOT_EVALUATED if self.missing else NO_LABEL
 
     def __repr__(self) -> str:
-        labels = ", ".join(one.label for one in self.labels) or NO_LABEL
-        return f"<HeadName: {self.layer}.{self.head}: {labels}>"
+        parts = [", ".join(one.label for one in self.labels)] if self.labels else []
+        if self.missing:
+            parts.append(f"{NOT_EVALUATED}: {', '.join(self.missing)}")
+        return f"<HeadName: {self.layer}.{self.head}: {'; '.join(parts) or NO_LABEL}>"
 
 
 def label_head(figures: Mapping[str, Any]) -> tuple[Label, ...]:
@@ -287,32 +304,34 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
     made = {}
     shares = [figures.get(key) for key in _NEAR]
     if None not in (figures.get("self"), figures.get("previous"), figures.get("back_3")):
+        covered = [figures.get(f"{key}_coverage", 1.0) for key in _NEAR]
         made["near"] = sum(
-            share * figures.get(f"{key}_coverage", 1.0)
-            for key, share in zip(_NEAR, shares, strict=True)
-            if share is not None and math.isfinite(share)
+            share * coverage
+            for share, coverage in zip(shares, covered, strict=True)
+            if share is not None and coverage > 0
         )
     entropy, share = figures.get("entropy"), figures.get("entropy_share")
     if entropy is not None and share is not None:
         # A head without any entropy is as far from even as can be; how far is not known.
-        made["entropy_gap"] = entropy / share - entropy if share > 0 else LARGEST_GAP
+        made["entropy_gap"] = LARGEST_GAP if share == 0 else entropy / share - entropy
     return made
 
 
-def unjudged(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels of `RULES` none of whose figures is there, those of encoders alone left out."""
+def unevaluated_labels(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the labels none of whose rules has its metrics; without those of encoders alone."""
     figures = {**derived(figures), **figures}
-    judged = {rule.label for rule in RULES if all(key in figures for key in rule.keys)}
-    asked = dict.fromkeys(rule.label for rule in RULES if not rule.encoders)
-    return tuple(label for label in asked if label not in judged)
+    evaluated = {rule.label for rule in RULES if all(_known(figures, key) for key in rule.keys)}
+    every = dict.fromkeys(rule.label for rule in RULES if not rule.encoders)
+    return tuple(label for label in every if label not in evaluated)
 
 
 def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
     """Name every head by what it was seen to do: one entry per (layer, head), as in `seen.table()`.
 
-    Rules whose figures were not observed are left out, and their labels are in `missing`. Induction
-    and duplicate tokens are judged on random repeats, where no meaning can help, and else on the
-    text itself; `Label.key` says on which.
+    Rules whose metrics were not observed are left out, and their labels are in `missing`: a head
+    without a label is then called `not evaluated`. Induction and duplicate tokens are evaluated on
+    repeated random tokens, where no meaning can help, and else on the text itself; `Label.key` says
+    on which.
 
     Args:
         seen: of a text, watched with `naming_statistics()` or a part of them.
@@ -326,8 +345,8 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
     >>> with hw.watch(layer, *naming_statistics()) as seen:
     ...     out = layer(torch.zeros(1, 9, 24), mask=hw.Causal())
-    >>> [name.label for name in name_heads(seen)]  # equal tokens: attention is even
-    ['none of these', 'none of these', 'none of these']
+    >>> name_heads(seen)[0].label  # attention is uniform, but the statistics know no tokens
+    'not evaluated'
     >>> name_heads(seen)[0].missing
     ('induction', 'duplicate token', 'delimiter')
     """
@@ -345,7 +364,7 @@ def name_heads(seen: Watched, repeats: Watched | None = None) -> list[HeadName]:
     for row in seen.table():
         place = row["layer"], row["head"]
         figures = row | on_random.get(place, {})
-        names.append(HeadName(*place, label_head(figures), unjudged(figures)))
+        names.append(HeadName(*place, label_head(figures), unevaluated_labels(figures)))
     return names
 
 

@@ -124,7 +124,7 @@ class Look(InNotebooks):
 
     rows: one dict a head, in order of layer and head: `layer` (number in `layers`), `head`,
         `module` (its qualified name), `labels` (a list of dicts `label`, `key`, `score`,
-        `threshold`, `coverage`; empty for none of these), then a number for each of `columns`,
+        `threshold`, `coverage`; empty for an unlabeled head), then a number for each of `columns`,
         with `<name>_coverage` (share of queries that had a target) and `<name>_se` (standard error
         over texts) where there is one. A figure that a head lacks is None.
     layers: each attention module on the first text.

@@ -94,7 +94,7 @@ function blocks(count, cells) {
   };
 }
 
-const NONE = "none of these";
+const NONE = "unlabeled";
 const TEXTS = ["text", "image", "encoder", "decoder"];  // other streams are places that a layer numbers anew
 let runs = [];  // one look, or the two that are compared
 let data;       // the look that is shown
