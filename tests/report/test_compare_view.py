@@ -107,7 +107,7 @@ def test_both_texts_share_one_cursor(tab: Tab) -> None:
     tab.page.locator("#both-told-0 [aria-pressed=true][data-token='7']").wait_for()
     tokens = before().streams[0].tokens
     for run, look in enumerate((before(), after())):
-        assert f"is at {tokens[7].strip()}." in tab.text(f"#both-sentence-{run}").replace("·", "")
+        assert f" at {tokens[7].strip()} " in tab.text(f"#both-sentence-{run}").replace("·", "")
         shown = tab.page.locator(f"#both-told-{run} button").evaluate_all(
             "(all) => all.map((one) => Number(one.style.getPropertyValue('--w')))"
         )

@@ -26,13 +26,18 @@ function drawHeader() {
     facts.push(fact(`${made.loss_first_copy.toFixed(2)} → ${made.loss_second_copy.toFixed(2)}`, "nats of loss on random tokens, the first time → when they come again"));
   }
   if (runs.length > 1) facts.unshift(fact("AB"[state.run], "is shown:"));
+  $("word-repeats").hidden = !data.repeats.length;
+  $("word-loss").hidden = runs.every((run) => !lossOf(run));
   $("facts").replaceChildren(...facts);
   $("notice").hidden = !made.notice;
   $("notice").textContent = made.notice ?? "";
 }
 
+/** The losses of a look in words; undefined where none is known. */
+const lossOf = ({ made }) => made.find(([name]) => name === "Loss")?.[1];
+
 function drawAbout() {
-  const tried = data.rules.filter(({ key }) => data.column.has(key));  // others need what this model does not have
+  const tried = data.rules.filter(evaluated);  // others need what this model does not have
   const limit = (key, sign, threshold) => `${(data.column.get(key)?.title ?? key).toLowerCase()} ${sign} ${threshold}`;
   const conditions = ({ key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
   $("rules").replaceChildren(...tried.map((rule) => el("li", {}, el("b", {}, rule.label), el("span", {}, conditions(rule), el("br"),

@@ -44,7 +44,7 @@ function drawArcs(box, row, rows, token, found) {
   const top = fullColour(weights);
   const side = (name) => box.querySelector(`[data-side="${name}"]`) ?? box.querySelector('[data-side="both"]');
   const [queries, keys] = [side("queries"), side("keys")];
-  const seen = found.length && relationOf(row, layer, token, found[0][0]) === "induction" ? followed(layer, token, found[0][0]) : -1;
+  const seen = found.length && relationOf(row, layer, token, found[0]) === "induction" ? followed(layer, token, found[0][0]) : -1;
   for (const group of new Set([queries, keys])) {
     for (const button of group.querySelectorAll("[data-token]")) {
       const index = Number(button.dataset.token);

@@ -36,7 +36,7 @@ async function drawCards() {
     : "No rule holds for any head here, so none has a label. The map of heads and the table have their figures.";
   examples.forEach(({ label }, place) => {
     const { row, layer, map } = proofs[place];
-    drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer) });
+    drawMap(`card-${place}`, row, layer, map, { small: true, guides: expected(label, layer)?.lines ?? [] });
   });
   return markCard();
 }

@@ -28,6 +28,7 @@ function drawChanges() {
   const [first, second] = runs.map(({ title }) => title);
   $("compare-what").replaceChildren(el("b", {}, "A "), `${first}; `, el("b", {}, "B "), `${second}. `,
     `${whole(bothHeads().length)} of ${counted(runs[0].rows.length, "head")} of A are in B: the same module and number. Differences are B − A.`);
+  $("losses").replaceChildren(...(runs.some(lossOf) ? runs.map((run, place) => el("li", {}, el("b", {}, "AB"[place]), `: ${lossOf(run) ? `loss ${lossOf(run)}` : "no loss is known"}`)) : []));
   const left = bothColumns().filter((column) => !rankedColumns().includes(column));
   if (left.length) {
     const lengths = runs.map(({ read }) => read.map(({ tokens }) => whole(tokens.length)).join(" and "));

@@ -116,17 +116,25 @@ function drawHeads() {
   const title = column?.title ?? "Label";
   box.setAttribute("aria-label",
     `Map of heads: ${title}, ${counted(data.layers.length, "layer")}; chosen: ${headName(chosen())}. The table has all figures`);
-  $("what").textContent = column ? `${title}. ${column.meaning}` : "";
+  $("heads-what").textContent = `A head lets each token attend to others. Each cell is a head; ${column
+    ? `its colour shows one figure: ${title}.` : "its colour and glyph show its first label, what it mostly attends to."}`;
+  $("what").textContent = column?.meaning ?? "";
   drawLegend();
 }
 
-/** The labels, and how many heads have them; one can be singled out. Those of no head are named, too. */
+/** Whether a rule could be evaluated for any head: an encoder's first token is its special one, and has that label's name. */
+const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number")
+  && !(key === "first" && typeof row.cls === "number"));
+
+/** The labels, and how many heads have them; one can be singled out. Glyphs stand there where the map shows labels, and those of no head are named. */
 function drawLegend() {
+  const ofLabels = state.statistic === "label";
   const counts = data.labels.map((name) => [name, data.rows.filter((row) => hasLabel(row, name)).length]);
   const lines = counts.filter(([, count]) => count).map(([name, count]) => {
     const first = data.rows.filter((row) => firstLabel(row) === name).length;
     const further = first < count ? el("small", {}, ` (${whole(count - first)} as a further label)`) : "";
-    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) }, glyph(name), `${name} `, el("b", {}, whole(count)), further);
+    const button = el("button", { type: "button", "aria-pressed": String(state.only === name) },
+      ...(ofLabels ? [glyph(name)] : []), `${name} `, el("b", {}, whole(count)), further);
     button.addEventListener("click", () => {
       state.only = state.only === name ? "" : name;
       remember();
@@ -135,8 +143,10 @@ function drawLegend() {
     return el("li", {}, button);
   });
   $("legend").replaceChildren(...lines);
-  const missing = counts.filter(([name, count]) => !count && name !== NONE).map(([name]) => name);
-  $("missing").textContent = missing.length ? `Found in no head: ${missing.join(", ")}.` : "";
+  const missing = ofLabels ? counts.filter(([name, count]) => !count && name !== NONE).map(([name]) => name) : [];
+  const tried = (name) => data.rules.some((rule) => rule.label === name && evaluated(rule));
+  const said = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
+  $("missing").textContent = said("Found in no head", missing.filter(tried)) + said("Not evaluated here", missing.filter((name) => !tried(name)));
 }
 
 function connectHeads() {

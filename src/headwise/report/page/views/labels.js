@@ -22,13 +22,14 @@ function glyph(name) {
 function labelLines(row) {
   if (!row.labels.length) {
     const uneven = data.rules.find(({ given }) => given?.[0] === "entropy_gap")?.given[2];
-    const even = row.entropy_gap < uneven ? "attention is nearly even over what it can see, as before training" : "no rule holds";
-    return [el("li", {}, el("b", {}, NONE), `: ${even}`)];
+    const gap = row.entropy_gap;
+    const uniform = typeof gap === "number" && gap < uneven ? `; on average, entropy is ${figure(gap, data.column.get("entropy_gap"))} nats below that of uniform attention` : "";
+    return [el("li", {}, el("b", {}, NONE), `: no rule holds${uniform}`)];
   }
   return row.labels.map(({ label, key, score, threshold, coverage, sign = "≥" }) => {
     const column = data.column.get(key);
     const rule = data.rules.find((one) => one.label === label && one.key === key) ?? data.rules.find((one) => one.label === label);
-    const limit = `the label asks for ${figure(threshold, column)} or ${sign === "≤" ? "less" : "more"}`;
+    const limit = `the label requires ${figure(threshold, column)} or ${sign === "≤" ? "less" : "more"}`;
     const share = typeof coverage === "number" && coverage < 0.995 ? ` on the ${percent(coverage)} of queries that have such a key` : "";
     return el("li", {}, glyph(label), el("b", {}, label), rule?.why ? `: ${rule.why}. ` : ": ",
       el("small", {}, `${column?.title ?? key}: ${figure(score, column)}${share}${overRows(key)}; ${limit}.`));

@@ -15,7 +15,7 @@ function tellingToken(row, rows) {
   for (let query = Math.min(count - 1, 1); query < count; query++) {
     const [key, value] = strongest(rows, query)[0] ?? [0, 0];
     if (layer.from.special.includes(query)) continue;
-    const named = row.labels.findIndex(({ label }) => RELATIONS[label]?.(layer, query, key));
+    const named = row.labels.findIndex((label) => isExample(label, layer, query, key));
     const both = [layer.from.tokens[query], layer.to.tokens[key]];
     const letters = both.every((token) => /\p{L}/u.test(token)) ? (both.every((token) => /\p{L}{3}/u.test(token)) ? 2.6 : 2) : 1;
     const worth = value * (named >= 0 ? 8 / 4 ** named : key === 0 || key === query ? 0.3 : 1) * letters * (query >= count / 4 ? 1.2 : 1);

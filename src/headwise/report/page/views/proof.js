@@ -14,31 +14,38 @@ function repeatOf({ tokens, special }) {
   return { first, end, period };
 }
 
-/** Where a label's weight is expected, as lines `[key, query, key, query]` from cell to cell; none where it is no line. */
-function expected(label, layer) {
+/**
+ * Where a label's weight is expected: in words, and as lines `[key, query, key, query]` from cell to cell; undefined where
+ * it is no line.
+ */
+function expected({ label, key }, layer) {
   const [n, m] = [layer.rows.cells, layer.cols.cells];
-  if (!layer.rows.exact || !layer.cols.exact || layer.kind === "cross") return [];
-  if (label.key === "first" || label.key === "cls") return [[0, 0, 0, n - 1]];
-  if (label.key in OFFSET_OF) {
-    const by = OFFSET_OF[label.key];
-    return [[Math.max(0, by), Math.max(0, -by), m - 1 + Math.min(0, by), n - 1 - Math.max(0, by)]];
+  if (!layer.rows.exact || !layer.cols.exact || layer.kind === "cross") return undefined;
+  if (key === "first" || key === "cls") return { where: "the first token", lines: [[0, 0, 0, n - 1]] };
+  if (key in OFFSET_OF) {
+    const by = OFFSET_OF[key];
+    return {
+      where: by === 0 ? "the token itself" : `the token ${Math.abs(by)} ${by < 0 ? "back" : "ahead"}`,
+      lines: [[Math.max(0, by), Math.max(0, -by), m - 1 + Math.min(0, by), n - 1 - Math.max(0, by)]],
+    };
   }
-  if (!layer.isTwin || !["induction", "duplicate token"].includes(label.label)) return [];
+  if (!layer.isTwin || !["induction", "duplicate token"].includes(label)) return undefined;
   const { first, end, period } = repeatOf(layer.from);
-  const next = label.label === "induction" ? 1 : 0;
+  const next = label === "induction" ? 1 : 0;
   const back = [first + next, first + period, end - 1 - period + next, end - 1];
-  return layer.causal ? [back] : [back, [first + period + next, first, end - 1, end - 1 - period - next]];
+  return {
+    where: `${next ? "the token after " : ""}the other copy of the token`,
+    lines: layer.causal ? [back] : [back, [first + period + next, first, end - 1, end - 1 - period - next]],
+  };
+}
+
+/** A head's first label that is a line on this map, and where that is. */
+function shownLabel(row, layer) {
+  return row.labels.map((label) => ({ label, ...expected(label, layer) })).find(({ lines }) => lines);
 }
 
 /** The guides of a head's first label that is a line on this map. */
-function shownLabel(row, layer) {
-  return row.labels.find((label) => expected(label, layer).length);
-}
-
-function guidesOf(row, layer) {
-  const label = shownLabel(row, layer);
-  return label ? expected(label, layer) : [];
-}
+const guidesOf = (row, layer) => shownLabel(row, layer)?.lines ?? [];
 
 /** The mean weight of a map on lines of cells. */
 function massOn(lines, layer, map) {
@@ -50,23 +57,16 @@ function massOn(lines, layer, map) {
   return count ? sum / count : NaN;
 }
 
-const EXPECTED = {
-  induction: "what followed this token the first time",
-  "duplicate token": "the same token, the other time",
-  "first token": "the first token",
-};
-
 /** What the dashed line is, and how much of the weight lies on it here. */
 function guideWords(row, layer, map = told.rows.map) {
-  const label = shownLabel(row, layer);
-  if (!label) {
+  const shown = shownLabel(row, layer);
+  if (!shown) {
     const hidden = row.labels.find(({ key }) => key.endsWith("_random"));
-    return hidden && !layer.isTwin && row.of.twin ? `It is called ${hidden.label} for what it does on random repeats: switch to them to see why.` : "";
+    return hidden && !layer.isTwin && row.of.twin ? `Its label ${hidden.label} comes from random repeats: switch to them to see why.` : "";
   }
-  const by = OFFSET_OF[label.key];
-  const where = EXPECTED[label.label] ?? (by === 0 ? "the token itself" : `the token ${Math.abs(by)} ${by < 0 ? "back" : "ahead"}`);
+  const { label, where, lines } = shown;
   const mean = overRows(label.key);  // the label's figure is of more than this piece
-  return `Dashed: where a head called ${label.label} looks, ${where}. On ${pieceName(layer)}, ${figure(massOn(expected(label, layer), layer, map))} of a query’s weight `
+  return `Dashed: where a head labeled ${label.label} attends, ${where}. On ${pieceName(layer)}, ${figure(massOn(lines, layer, map))} of a query’s weight `
     + `lies on it on average${mean ? `; the label’s ${figure(label.score, data.column.get(label.key))} is ${mean.slice(2)}` : ""}.`;
 }
 

@@ -1,17 +1,28 @@
 // What a head does at a token, in one sentence made of its weights.
 
-/** How a key lies to its query, by the patterns that labels name: name → whether it is so. */
+/**
+ * The patterns that labels name: whether a key is an example of one, in what words, and the figure of a head that is
+ * its mean. `by` is the offset of a positional label.
+ */
 const RELATIONS = {
-  induction: (layer, query, key) => followed(layer, query, key) >= 0,
-  "duplicate token": (layer, query, key) => key !== query && layer.from.tokens[query] === layer.to.tokens[key],
-  "previous token": (layer, query, key) => query - key === 1,
-  itself: (layer, query, key) => query === key,
-  positional: (layer, query, key) => Math.abs(query - key) <= 3,
-  "first token": (layer, query, key) => key === 0,
-  "[CLS]": (layer, query, key) => key === 0,
+  induction: {
+    holds: (layer, query, key) => followed(layer, query, key) >= 0,
+    words: (layer, query, key) => `the token after ${occurrence(layer, query, followed(layer, query, key))}`, key: "induction",
+  },
+  "duplicate token": {
+    holds: (layer, query, key) => key !== query && layer.from.tokens[query] === layer.to.tokens[key],
+    words: occurrence, key: "same_token",
+  },
+  "previous token": { holds: (_, query, key) => query - key === 1, words: () => "the previous token", key: "previous" },
+  itself: { holds: (_, query, key) => query === key, words: () => "itself", key: "self" },
+  positional: { holds: (_, query, key, by) => key - query === by, words: (layer, query, key) => `the token ${distance(layer, query, key)}` },
+  "first token": { holds: (_, query, key) => key === 0, words: () => "the first token", key: "first" },
+  "[CLS]": { holds: (_, query, key) => key === 0, words: () => "the first token", key: "cls" },
+  separator: { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token", key: "separators" },
+  delimiter: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation", key: "delimiters" },
 };
-const NEAR = ["itself", "previous token"];  // what is said of any head; the others need the head's label, or this order
-const ORDER = [...NEAR, "induction", "duplicate token", "first token"];
+const ORDER = ["itself", "previous token", "induction", "duplicate token", "first token"];  // what is said of any head, in this order
+const OF_PATCHES = ["itself", "[CLS]", "separator"];  // of an image, whose patches have no order of reading
 
 /** The place before the key, if the query's token stands there too; else −1. */
 function followed(layer, query, key) {
@@ -19,46 +30,56 @@ function followed(layer, query, key) {
   return before >= 0 && before !== query && layer.from.tokens[query] === layer.to.tokens[before] ? before : -1;
 }
 
-/** Which pattern a key is an example of: one of the head's own labels first. */
-function relationOf(row, layer, query, key) {
-  if (layer.kind === "cross" || layer.from.grid) return "";
-  const names = [...row.labels.map(({ label }) => label), ...ORDER].filter((name) => name in RELATIONS);
-  return names.find((name) => RELATIONS[name](layer, query, key)) ?? "";
+/** Another place of the query's token, in words. */
+function occurrence(layer, query, place) {
+  if (place > query) return "a later occurrence of it";
+  return layer.to.tokens.lastIndexOf(layer.from.tokens[query], query - 1) === place ? "its previous occurrence" : "an earlier occurrence of it";
+}
+
+/** Whether a key is an example of what a label names. */
+const isExample = ({ label, key: figure }, layer, query, key) => Boolean(RELATIONS[label]?.holds(layer, query, key, OFFSET_OF[figure]));
+
+/** The pattern that a query's strongest key is a clear example of, one of the head's own labels first; undefined if there is none. */
+function relationOf(row, layer, query, [key, value]) {
+  if (layer.kind === "cross" || !isClear(value, visibleKeys(layer, query))) return undefined;
+  const names = [...row.labels, ...ORDER.map((label) => ({ label }))];
+  return names.find((one) => (!layer.from.grid || OF_PATCHES.includes(one.label)) && isExample(one, layer, query, key))?.label;
 }
 
 /** A share as whole percents; more digits where there would be none. */
 const rounded = (value) => (value > 0 && value < 0.005 ? `<1\u202f%` : percent(value));
 
-/** What the head does at a token, in words; `apart` from the text, where nothing is outlined. */
-function sentence(row, layer, query, found, apart = false) {
-  const name = el("b", {}, `Head ${headShort(row)}`);
-  const start = [name, layer.kind === "cross" ? ` is at ${layer.from.name}’s ` : " is at ", tokenCode(layer.from, query), ". "];
-  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? "It looks at no key." : "Of a text of this size, single keys are not kept."];
+/** How many keys a query can attend to. */
+const visibleKeys = ({ causal, to, visible }, query) => visible?.[query] ?? (causal ? query + 1 : to.tokens.length);
+
+const CLEAR = { keys: 8, timesUniform: 3, share: 0.15 };
+
+/** Whether a weight says something of a head: it is far above that of uniform attention, over keys enough to choose from. */
+const isClear = (value, keys) => keys >= CLEAR.keys && value >= Math.max(CLEAR.share, CLEAR.timesUniform / keys);
+
+/** What the head does at a token, in words. A pattern is named only where its weight is clear. */
+function sentence(row, layer, query, found) {
+  const cross = layer.kind === "cross";
+  const start = [el("b", {}, `Head ${headShort(row)}`), cross ? ` at ${layer.from.name}’s ` : " at ", tokenCode(layer.from, query)];
+  if (!found.length) return [...start, layer.rows.exact || layer.top_keys?.shape[2] ? " attends to no key." : ": of a text of this size, single keys are not kept."];
   const [[key, value], second] = found;
-  const share = el("b", {}, rounded(value));
-  const target = [tokenCode(layer.to, key), " (", share, ")"];
-  const tail = second && second[1] >= 0.05 ? [", then at ", tokenCode(layer.to, second[0]), ` (${rounded(second[1])}).`] : ["."];
-  return [...start, ...what(row, layer, query, key, target, value, apart), ...tail];
+  const keys = visibleKeys(layer, query);
+  const clear = isClear(value, keys);
+  const relation = relationOf(row, layer, query, found[0]);
+  const labeled = row.labels.some(({ label }) => label === relation);
+  const verb = !clear ? " puts its largest weight on " : relation && !labeled ? " attends here to " : " attends to ";
+  const far = query === key && !cross ? "at the same position" : distance(layer, query, key);
+  return [...start, verb, ...(relation ? [RELATIONS[relation].words(layer, query, key), ": "] : cross ? [`${layer.to.name}’s `] : []),
+    tokenCode(layer.to, key), " (", el("b", {}, rounded(value)), ")", relation || !far ? "" : `, ${far}`,
+    ...(second && second[1] >= 0.05 ? [clear ? ", then to " : ", then on ", tokenCode(layer.to, second[0]), ` (${rounded(second[1])})`] : []), ".",
+    clear ? relation && !labeled ? meanWords(row, layer, relation) : "" : uniformWords(keys)];
 }
 
-function what(row, layer, query, key, target, value, apart) {
-  const relation = relationOf(row, layer, query, key);
-  if (relation === "induction") {
-    const before = followed(layer, query, key);
-    const [last, when] = before < query ? [isLast(layer, query, before), apart ? distance(layer, query, before) : "here"] : [false, "further on"];
-    return [last ? "It last saw " : before < query ? "It saw " : "", tokenCode(layer.to, before),
-      before < query ? ` ${when}, and looks at what followed: ` : " stands again further on, and it looks at what follows there: ", ...target];
-  }
-  if (relation === "duplicate token") return ["It looks at where the same token stands, ", `${distance(layer, query, key)}: `, ...target];
-  if (relation === "itself" || (layer.kind === "self" && query === key)) return ["It stays on it: ", ...target];
-  if (relation === "previous token") return ["It looks one token back: ", ...target];
-  if (relation === "positional") return [`It looks ${distance(layer, query, key)}: `, ...target];
-  if (relation === "[CLS]") return ["It rests on the tokenizer’s first token: ", ...target];
-  if (relation === "first token") return ["It rests on the first token: ", ...target];
-  if (value < 0.15) return ["It spreads its weight widely; the most goes to ", ...target];
-  const far = distance(layer, query, key);
-  return [layer.kind === "cross" ? `It looks at ${layer.to.name}’s ` : `It looks ${far ? `${far}: ` : "at "}`, ...target];
+/** The head's mean weight on a pattern that it has no label for, where it is known. */
+function meanWords(row, { isTwin }, relation) {
+  const mean = row[RELATIONS[relation].key + (isTwin ? "_random" : "")];
+  return typeof mean === "number" ? ` On average over queries: ${rounded(mean)}.` : "";
 }
 
-/** Whether a place is the last one before the query with its token. */
-const isLast = (layer, query, place) => layer.to.tokens.lastIndexOf(layer.from.tokens[query], query - 1) === place;
+/** What uniform attention would put on each key. */
+const uniformWords = (keys) => (keys === 1 ? " It can attend to no other key." : ` Uniform attention would put ${rounded(1 / keys)} on each of its ${whole(keys)} keys.`);

@@ -47,7 +47,7 @@ async function drawAside(row, { isTwin }) {
   const rows = await headRows(row, sceneOf(row, isTwin ? "text" : "repeats"));
   if (mine !== peeks) return;
   const token = tellingToken(row, rows);
-  $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On random repeats: "), ...sentence(row, rows.layer, token, strongest(rows, token), true));
+  $("aside").replaceChildren(el("b", {}, isTwin ? "On the text: " : "On random repeats: "), ...sentence(row, rows.layer, token, strongest(rows, token)));
 }
 
 /** The switch between the text and random repeats, where a layer has both. */
