@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -120,6 +121,25 @@ def test_both_texts_share_one_cursor(tab: Tab) -> None:
     tab.page.keyboard.press("ArrowRight")
     tab.page.locator("#both-told-1 [aria-pressed=true][data-token='5']").wait_for()
     assert "/5?" in tab.page.url
+
+
+def test_both_losses_are_shown(tab: Tab, tmp_path: Path) -> None:
+    """Where neither has one, nothing is said; where one has none, that."""
+    assert tab.texts("#losses li") == []
+    a, b = (
+        replace(look, provenance=look.provenance | {"loss_text": loss, "loss": "each token"})
+        for look, loss in ((before(), 3.214), (after(), 2.987))
+    )
+    repeats = {"loss_first_copy": 6.5, "loss_second_copy": 0.25}
+    b = replace(b, provenance=b.provenance | repeats)
+    lines = [
+        "A: loss 3.21 nats on each token",
+        "B: loss 2.99 nats on each token; on random tokens 6.50 the first time, 0.25 the second",
+    ]
+    for other, last in ((b, lines[1]), (after(), "B: no loss is known")):
+        both = Tab(tab.context.browser, write_page(a, tmp_path / "page.html", other=other))
+        assert both.texts("#losses li") == [lines[0], last]
+        both.close()
 
 
 def test_the_header_names_both(tab: Tab) -> None:

@@ -245,6 +245,12 @@ def test_every_statistic_can_be_put_on_the_map_of_heads(tab: Tab, seen: Look) ->
         written = tab.page.locator("#heads .word").all_text_contents()
         assert len(written) == len(seen.rows)
         assert key != "first" or written == [figure(row[key], 2) for row in seen.rows]
+        of_labels = key == "label"  # the help and the legend are of what the map shows
+        title = next((one["title"] for one in seen.columns if one["key"] == key), "first label")
+        assert title in tab.text("#heads-what")
+        assert ("colour and glyph" in tab.text("#heads-what")) is of_labels
+        assert (tab.page.locator("#legend svg.glyph").count() > 0) is of_labels
+        assert bool(tab.text("#missing")) is of_labels
     favourites = tab.page.locator("#statistics label")
     assert favourites.count() == 5
     favourites.nth(1).click()

@@ -119,7 +119,7 @@ def test_the_text_stands_as_it_was_written(tab: Tab) -> None:
     box = tab.page.locator("#story-text .tokens")
     assert box.text_content() == TEXT
     assert box.locator("button").all_text_contents() == TOKENS
-    assert box.locator("button.inside").all_text_contents() == [","]  # goes on in a word
+    assert box.locator("button.inside").all_text_contents() == [":", ","]  # goes on in a word
     lines = box.locator("button").evaluate_all("(all) => all.map((one) => one.offsetTop)")
     assert lines[10] > lines[9]  # the line break
     boxes = box.locator("button").evaluate_all("(all) => all.map((one) => one.offsetLeft)")

@@ -92,7 +92,7 @@ def test_what_the_strongest_head_does_on_my_sentence_takes_no_click(fresh: Tab) 
     assert fresh.page.locator("#pieces input").nth(1).is_checked()
     aside = fresh.page.locator("#aside", has_text="On the text: Head")
     aside.wait_for()
-    assert "looks at what followed" in aside.inner_text()
+    assert "to the token after its previous occurrence" in aside.inner_text()
     assert in_sight(fresh, "#sentence")
     assert in_sight(fresh, "#aside")
 
