@@ -54,6 +54,17 @@ def axe_core() -> str:
     return resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
 
 
+def violations(page: Any, *rules: str) -> list[str]:
+    """Return what breaks axe-core's rules, or those of them that are named."""
+    options = {"resultTypes": ["violations"], **({"runOnly": rules} if rules else {})}
+    found = page.evaluate(
+        "(options) => axe.run(document, options).then(({ violations }) =>"
+        " violations.map(({ id, nodes }) => `${id}: ${nodes[0].html.slice(0, 120)}`))",
+        options,
+    )
+    return sorted(found)
+
+
 def colours(page: Any, scheme: str) -> None:
     """Ask for light or dark colours, and wait until the view is drawn in them.
 

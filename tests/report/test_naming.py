@@ -212,9 +212,10 @@ def test_a_head_without_a_label_is_unlabeled_only_where_every_rule_was_evaluated
         (naming_statistics(IDS, DELIMITERS), set()),
     ):
         for name in name_heads(seen_of([q, k, k], statistics)):
-            assert not name.labels and {*name.missing} == missing
+            assert not name.labels
+            assert {*name.missing} == missing
             assert name.label == ("not evaluated" if missing else "unlabeled")
-            assert ("unlabeled" in repr(name)) is not missing
+            assert ("unlabeled" in repr(name)) == (not missing)
             assert all(label in repr(name) for label in missing)
     assert (NOT_EVALUATED, NO_LABEL) == ("not evaluated", "unlabeled")
     # No token comes twice: no query could have shown induction, so nothing is known of it.

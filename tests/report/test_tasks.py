@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser import PHONE, Tab, axe_core, chromium, colours
+from browser import PHONE, Tab, axe_core, chromium, colours, violations
 from headwise.models import gpt
 from headwise.report import look
 from headwise.report.folders import load_folder
@@ -202,17 +202,6 @@ def test_the_random_piece_can_be_read_and_both_its_numbers_are_named(fresh: Tab)
 
 
 # --- axe-core --------------------------------------------------------------------------------
-
-
-def violations(page: Any, *rules: str) -> list[str]:
-    """What breaks axe-core's rules; of those named alone, where there are any."""
-    options = {"resultTypes": ["violations"], **({"runOnly": rules} if rules else {})}
-    found = page.evaluate(
-        "(options) => axe.run(document, options).then(({ violations }) =>"
-        " violations.map(({ id, nodes }) => `${id}: ${nodes[0].html.slice(0, 120)}`))",
-        options,
-    )
-    return sorted(found)
 
 
 def use(tab: Any, view: str) -> None:

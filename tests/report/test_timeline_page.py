@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from browser import PHONE, Tab, chromium
+from browser import PHONE, Tab, axe_core, chromium, colours, violations
+from headwise.report.page import render_page
 from headwise.report.page.timeline import render_timeline, write_timeline
 from headwise.report.timeline import Timeline, Track, read_timeline
 from headwise.telemetry import Alarm
 from histories import LAYERS, STEPS, drawn, write_history
+from looks import decoder
 
 pytestmark = pytest.mark.browser
 
@@ -587,6 +590,51 @@ def test_a_phone_and_a_dark_screen(
             "rgb(245, 245, 242)"
         )
     tab.close()
+
+
+def test_a_narrow_screen_hides_nothing(browser: Any, run: Timeline, tmp_path: Path) -> None:
+    tab = Tab(browser, write_timeline(run, tmp_path / "page.html", other=run))
+
+    def shown(width: int) -> list[str]:
+        tab.page.set_viewport_size({"width": width, "height": 900})
+        assert tab.width() <= width
+        return tab.page.evaluate(
+            "[...document.querySelectorAll('[id], #facts li, .chips label')]"
+            ".filter((one) => one.checkVisibility()).map((one) => one.id || one.textContent)"
+        )
+
+    wide = shown(1440)
+    assert {"statistics", "entropy", "4 alarms of 2 heads"} <= {*wide}
+    for width in (860, 520, 375):
+        assert shown(width) == wide, width
+    tab.close()
+
+
+def test_a_page_has_no_style_of_another(run: Timeline) -> None:
+    """An id in a style sheet is one of the page: a rule for another page's would fit by chance."""
+    for page in (render_timeline(run), render_page(decoder())):
+        style, rest = page.split("</style>")
+        selectors = " ".join(re.findall(r"[^{}]+(?={)", style))
+        styled = {*re.findall(r"#([\w-]+)", selectors)}
+        there = {*re.findall(r"""\bid(?:="|: ")([\w-]+)""", rest)}
+        assert len(styled) >= 5
+        assert styled <= there, styled - there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [1, 2])
+def test_axe_finds_nothing(browser: Any, run: Timeline, runs: int, tmp_path: Path) -> None:
+    file = write_timeline(run, tmp_path / "page.html", other=run if runs == 2 else None)
+    page = browser.new_context(color_scheme="light", bypass_csp=True).new_page()
+    page.goto(file.as_uri())
+    page.wait_for_selector("html[data-ready=yes]")
+    page.evaluate(axe_core())
+    for width in (1440, 375):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert violations(page) == [], width
+    colours(page, "dark")
+    assert violations(page, "color-contrast") == []
+    page.context.close()
 
 
 def test_what_cannot_be_drawn_is_said(browser: Any, run: Timeline, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def render_timeline(
         coding = Coding(2, False, coding.steps + 1)
     parts = {
         "title": html.escape(" and ".join(one.name for one in runs)),
-        "style": part("style.css") + part("chart.css") + part("report.css"),
+        "style": part("style.css") + part("chart.css"),
         "results": results,
         "script": "\n".join(part(script) for script in SCRIPTS),
     }

@@ -79,7 +79,7 @@ function drawAll() {
   }
   $("scale").hidden = !canLog(statistic);
   $("layer").value = String(state.layer);
-  $("what").replaceChildren(el("b", {}, `${statistic.title}. `), statistic.meaning);
+  $("what").replaceChildren(el("b", {}, `${statistic.title}${state.run === DIFFERENCE ? ", B − A" : ""}. `), statistic.meaning);
   drawHeat();
   drawHead();
 }

@@ -13,7 +13,7 @@ function drawFigures() {
   const { columns } = shown();
   const column = columns[chosenColumn(columns)];
   $("step-title").textContent = `At ${stepText(column)}`;
-  const names = runs.length > 1 ? ["A", "B", "B − A"] : ["this head", "", "median of all"];
+  const names = runs.length > 1 ? ["A", "B", "B − A"] : ["this head", el("span", { class: "hidden" }, "standard error"), "median of all"];
   $("figures").tHead.rows[0].replaceChildren(el("th", { scope: "col", class: "words" }, "statistic"), ...names.map((name) => el("th", { scope: "col" }, name)));
   $("figures").tBodies[0].replaceChildren(...data.statistics.map((statistic) => {
     const button = el("button", { type: "button", class: "plain", "aria-pressed": String(statistic.key === state.statistic), title: statistic.title }, statistic.short);
