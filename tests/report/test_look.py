@@ -328,7 +328,7 @@ def test_a_text_of_few_different_tokens_is_said_to_be_one(
     ids = tokenizer.encode(text).ids[:13]
     equal = np.mean([ids[i] == ids[j] for i in range(13) for j in range(13) if i != j])
     said = (
-        f"The text has only {len(set(ids))} different tokens: even attention would put "
+        f"The text has only {len(set(ids))} different tokens: uniform attention would put "
         f"{equal:.0%} of its weight on equal ones"
     )
     assert seen.provenance["notice"].startswith("Only the first 13 of")

@@ -24,7 +24,7 @@ from model_folders import write_folder, write_picture
 pytestmark = pytest.mark.browser
 
 TEXT = "so much, so much naïve. so on"
-MODELS = ("bert", "llama", "t5", "vit", "untrained", "built-in")
+MODELS = ("bert", "llama", "window", "t5", "vit", "untrained", "built-in")
 OCCURRENCE = r"its previous occurrence|an earlier occurrence of it|a later occurrence of it"
 PATTERNS = {
     "itself": "self",
@@ -85,6 +85,8 @@ def written(name: str, folder: Path) -> Look:
         if name == "untrained":
             model = GPT(replace(model.config, n_layer=1)).eval()
         return look(model, tokenizer, TEXT)
+    if name == "window":
+        return look(windowed(), None, torch.randint(3, 37, (14,)))
     changes = {"num_hidden_layers": 1} if name in ("bert", "llama") else {}
     model, tokenizer = load_folder(write_folder(name, folder / name, **changes))
     if name == "bert":
@@ -92,6 +94,19 @@ def written(name: str, folder: Path) -> Look:
     picture = write_picture(folder / "picture.png")
     target = "much so" if name == "t5" else None
     return look(model, tokenizer, picture if name == "vit" else TEXT, target=target)
+
+
+def windowed() -> Any:
+    """Make a model each of whose queries sees its own key and the eight before it."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "sliding_window": 9}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 3}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.5)
+    return model
 
 
 def rest_on_the_first(model: Any) -> None:
@@ -177,7 +192,9 @@ class Query:
 
     @property
     def visible(self) -> int:
-        return self.token + 1 if self.layer.causal else len(self.streams[1].tokens)
+        maps = self.layer.maps if self.on == "text" else self.layer.repeat
+        assert maps is not None
+        return int((maps[:, self.token] > 0).any(0).sum())
 
     @property
     def strongest(self) -> list[int]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..capture.call import AttentionCall, Looking
 from ..capture.captured import Watched
 from ..capture.session import Net, catch
+from ..core.reference import Definition
 from ..stats.base import Statistic
+from ..stats.execute import Pass
 from ..stats.patterns import First, Induction, Previous, SameToken
 from ..stats.per_head import Map, MaxLogit, OffsetHistogram, Received
 from ..stats.per_query import Entropy, Mass, TopKeys
@@ -76,6 +78,20 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
             why = net.names.why_nothing()
             raise LookError(f"{type(model).__name__}: no attention was seen: {why}")
     return places
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Count the keys that each query may attend to, `[B, H, T]`."""
+
+    names = ("visible",)
+
+    def read(self, found: Pass) -> dict[str, Reading]:
+        extent = found.view.extent
+        return {"visible": Reading(found.counts.expand(extent.batch, extent.heads, -1))}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        return {"visible": full.allowed.sum(-1)}
 
 
 @dataclass(frozen=True)
@@ -189,7 +205,7 @@ def _figures(kind: str, keys: Part) -> list[Statistic]:
 
 def _drawn(kind: str, place: Place, drawing: Drawing) -> list[Statistic]:
     """The statistics that are drawn."""
-    asked: list[Statistic] = [Map(_side(place, drawing)), Received()]
+    asked: list[Statistic] = [Map(_side(place, drawing)), Received(), VisibleKeys()]
     if drawing.top_keys:
         asked.append(TopKeys(drawing.top_keys))
     if kind == "self":
@@ -220,6 +236,8 @@ def _layer(
     assert entropy.rows is not None
     alive = entropy.rows.expand(entropy.values.shape)[0].cpu().numpy()
     causal = kind == "self" and not np.triu(maps, 1).any()
+    visible = _first_row(readings["visible"], np.int64).max(0)
+    plain = np.arange(place.queries) + 1 if causal else place.keys
     return Layer(
         name=place.name,
         kind="self" if kind == "self" else "cross",
@@ -232,6 +250,7 @@ def _layer(
         entropy=np.where(alive, _first_row(entropy), np.nan),
         received=_first_row(readings["received"]),
         offsets=_offsets(readings) if kind == "self" else None,
+        visible=None if np.all(visible == plain) else visible,
     )
 
 

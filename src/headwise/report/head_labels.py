@@ -9,9 +9,9 @@ tokens), Xiao et al. 2023 (sinks), Gu et al. 2024 (a sink takes 0.3 of the weigh
 Tiedemann 2018 (local heads), Dosovitskiy et al. 2020 (mean attention distance). The ideas are
 theirs; the thresholds, on means of exact weights, are headwise's, but for that of a sink.
 
-Where weights are drawn as models' mostly are, attention is even to within `UNEVEN` nats, and what
-even attention puts on the first of few tokens says nothing of a head: such labels, and `broad`, are
-for attention that is at least so far from even.
+Where weights are drawn as models' mostly are, attention is uniform to within `UNEVEN` nats, and
+what uniform attention puts on the first of few tokens says nothing of a head: such labels, and
+`broad`, are for attention that is at least so far from uniform.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OFFSETS = (1, -2, 2, -3, 3)
 """The fixed offsets of positional heads; −1 and 0 have labels of their own."""
 
 UNEVEN = 0.35
-"""Nats below even attention from which on it is not called even. No head of models with
+"""Nats below uniform attention from which on it is not called uniform. No head of models with
 random weights of deviation 0.02, of widths from 64 to 2,048, was farther (docs/watching.md)."""
 
 LARGEST_GAP = 1e3  # of a head that looks at one key alone
@@ -295,7 +295,7 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
 
     `near` is the weight on keys at most three tokens away, the query's own included: the sum of the
     weights at these distances, each times its coverage. `entropy_gap` is how far entropy lies below
-    that of even attention, in nats: `H / h − H` of the means, with the share h.
+    that of uniform attention, in nats: `H / h − H` of the means, with the share h.
 
     >>> made = derived({"entropy": 2.0, "entropy_share": 0.8})
     >>> round(made["entropy_gap"], 9)
@@ -312,7 +312,7 @@ def derived(figures: Mapping[str, Any]) -> dict[str, float]:
         )
     entropy, share = figures.get("entropy"), figures.get("entropy_share")
     if entropy is not None and share is not None:
-        # A head without any entropy is as far from even as can be; how far is not known.
+        # A head without any entropy is as far from uniform as can be; how far is not known.
         made["entropy_gap"] = LARGEST_GAP if share == 0 else entropy / share - entropy
     return made
 

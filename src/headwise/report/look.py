@@ -359,7 +359,7 @@ def _unseen(left_out: dict[str, str]) -> list[str]:
 def _few(first: Sample) -> str | None:
     """That a text is of few different tokens, in words; None if it is not.
 
-    The share of pairs of places with equal tokens is what even attention puts on them.
+    The share of pairs of places with equal tokens is what uniform attention puts on them.
     """
     ids = first.parts[0].ids
     if ids is None:
@@ -369,8 +369,8 @@ def _few(first: Sample) -> str | None:
     if equal <= EQUAL_PAIRS:
         return None
     return (
-        f"The text has only {len(times)} different tokens: even attention would put {equal:.0%} of "
-        f"its weight on equal ones, so same-token and induction figures mean little."
+        f"The text has only {len(times)} different tokens: uniform attention would put {equal:.0%} "
+        f"of its weight on equal ones, so same-token and induction figures mean little."
     )
 
 

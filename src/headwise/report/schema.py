@@ -93,6 +93,8 @@ class Layer(Brief):
     received: `[H, S]`, the attention that each key received, summed over queries.
     repeat: `[H, n, n]`, the attention itself on a short piece of random tokens that come twice, of
         which `Look.repeats` has the tokens; None for cross-attention, and of images.
+    visible: `[T]`, how many keys each query may attend to; None where that is all of them, or
+        (`causal`) all up to its own.
 
     In a file, and so in what is read from one, arrays have 8 bits a number (small models' top
     weights 16), and where `budget()` asks for it entropy and received are means over blocks of
@@ -111,6 +113,7 @@ class Layer(Brief):
     received: np.ndarray
     offsets: np.ndarray | None = None
     repeat: np.ndarray | None = None
+    visible: np.ndarray | None = None
 
     @property
     def heads(self) -> int:
@@ -301,6 +304,7 @@ def _layer(look: Look, layer: Layer) -> dict[str, Any]:
         "received": pack(pooled(layer.received, positions), root=True),
         "offsets": None if layer.offsets is None else pack(layer.offsets, root=True),
         "repeat": None if layer.repeat is None else pack(layer.repeat, levels, root=True),
+        "visible": None if layer.visible is None else layer.visible.tolist(),
     }
 
 
@@ -392,6 +396,7 @@ def _layer_of(made: dict[str, Any]) -> Layer:
     fields |= {key: unpack(made[key]) for key in arrays}
     for key in ("offsets", "repeat"):  # a file of an earlier version has no repeat
         fields[key] = None if made.get(key) is None else unpack(made[key])
+    fields["visible"] = None if made.get("visible") is None else np.array(made["visible"])
     return Layer(**fields)
 
 

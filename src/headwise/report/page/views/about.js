@@ -37,7 +37,7 @@ function drawHeader() {
 const lossOf = ({ made }) => made.find(([name]) => name === "Loss")?.[1];
 
 function drawAbout() {
-  const tried = data.rules.filter(evaluated);  // others need what this model does not have
+  const tried = data.rules.filter((rule) => evaluated(rule) && !ofClass(rule));  // others need what this model does not have
   const limit = (key, sign, threshold) => `${(data.column.get(key)?.title ?? key).toLowerCase()} ${sign} ${threshold}`;
   const conditions = ({ key, sign, threshold, given }) => limit(key, sign, threshold) + (given ? `, and ${limit(...given)}` : "");
   $("rules").replaceChildren(...tried.map((rule) => el("li", {}, el("b", {}, rule.label), el("span", {}, conditions(rule), el("br"),

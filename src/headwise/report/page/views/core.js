@@ -134,7 +134,9 @@ function prepare(look) {
 function twin(layer, look) {
   const [from, to] = [look.repeats[layer.queries], look.repeats[layer.keys]];
   const axis = blocks(from.tokens.length, from.tokens.length);
-  return { ...layer, from, to, rows: axis, cols: axis, maps: layer.repeat, top_keys: null, received: null, isTwin: true };
+  const most = layer.visible && Math.max(...layer.visible);  // of a window
+  const visible = most && from.tokens.map((_, query) => Math.min(most, layer.causal ? query + 1 : axis.count));
+  return { ...layer, from, to, rows: axis, cols: axis, maps: layer.repeat, top_keys: null, received: null, visible, isTwin: true };
 }
 
 const firstLabel = (row) => row.labels[0]?.label ?? NONE;

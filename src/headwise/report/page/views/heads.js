@@ -122,9 +122,10 @@ function drawHeads() {
   drawLegend();
 }
 
-/** Whether a rule could be evaluated for any head: an encoder's first token is its special one, and has that label's name. */
-const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number")
-  && !(key === "first" && typeof row.cls === "number"));
+/** Whether a rule could be evaluated for any head. */
+const evaluated = ({ key, given }) => data.rows.some((row) => [key, ...(given ? [given[0]] : [])].every((one) => typeof row[one] === "number"));
+/** Whether a rule is of the first token where that is the class token, whose label has another name. */
+const ofClass = ({ key }) => key === "first" && data.rows.every(({ cls }) => typeof cls === "number");
 
 /** The labels, and how many heads have them; one can be singled out. Glyphs stand there where the map shows labels, and those of no head are named. */
 function drawLegend() {
@@ -143,8 +144,9 @@ function drawLegend() {
     return el("li", {}, button);
   });
   $("legend").replaceChildren(...lines);
-  const missing = ofLabels ? counts.filter(([name, count]) => !count && name !== NONE).map(([name]) => name) : [];
-  const tried = (name) => data.rules.some((rule) => rule.label === name && evaluated(rule));
+  const rulesOf = (name) => data.rules.filter((rule) => rule.label === name);
+  const missing = ofLabels ? counts.filter(([name, count]) => !count && name !== NONE && !rulesOf(name).some(ofClass)).map(([name]) => name) : [];
+  const tried = (name) => rulesOf(name).some(evaluated);
   const said = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
   $("missing").textContent = said("Found in no head", missing.filter(tried)) + said("Not evaluated here", missing.filter((name) => !tried(name)));
 }

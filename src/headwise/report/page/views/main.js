@@ -7,7 +7,7 @@ function tellingHead() {
   return (clear ?? best.sort((a, b) => b.sure - a.sure)[0])?.row ?? 0;
 }
 
-/** A query worth showing first: one with much weight on a key that its head's first label names, of letters if it can be. */
+/** A query worth showing first: one with a clear weight on a key that its head's first label names, of letters if it can be. */
 function tellingToken(row, rows) {
   const { layer } = rows;
   const count = layer.from.tokens.length;
@@ -18,7 +18,8 @@ function tellingToken(row, rows) {
     const named = row.labels.findIndex((label) => isExample(label, layer, query, key));
     const both = [layer.from.tokens[query], layer.to.tokens[key]];
     const letters = both.every((token) => /\p{L}/u.test(token)) ? (both.every((token) => /\p{L}{3}/u.test(token)) ? 2.6 : 2) : 1;
-    const worth = value * (named >= 0 ? 8 / 4 ** named : key === 0 || key === query ? 0.3 : 1) * letters * (query >= count / 4 ? 1.2 : 1);
+    const worth = value * (named >= 0 ? 8 / 4 ** named : key === 0 || key === query ? 0.3 : 1) * letters * (query >= count / 4 ? 1.2 : 1)
+      * (isClear(value, visibleKeys(layer, query)) ? 1 : 0.1);
     if (worth > most) [best, most] = [query, worth];
   }
   return best;
