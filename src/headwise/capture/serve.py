@@ -186,7 +186,8 @@ class ServedCall(HeadsCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         mask = self.counted(looking)
-        if isinstance(self.made, Tensor) or not self.served.one_pass(self.k, mask):
+        moved = self.keywords.get("first_query") is not None  # the served call does not know of it
+        if moved or isinstance(self.made, Tensor) or not self.served.one_pass(self.k, mask):
             return super().observe(statistics, looking)
         call = self.served.call
         seen = observe(

@@ -20,7 +20,7 @@ from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
 from ..contents import checksum, version
-from ..heads import composite
+from ..heads import composite, keys_behind, placed
 from ..leading_axes import leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
@@ -182,7 +182,7 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return out
     order, shared = found_order
     sorted_ = out.permute(order)
-    new = _tell(net, found, p.shape, sorted_, v, shared)
+    new = _tell(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
     if new is None:
         return out
     return new.permute([order.index(axis) for axis in range(out.dim())])
@@ -241,10 +241,12 @@ def _tell(
     out: Tensor,
     values: Tensor,
     shared: Sequence[bool],
+    queries_first: bool = False,
 ) -> Tensor | None:
     """Tell of attention with these probabilities; `out` has their order of axes.
 
-    Heads of a group have axes of their own, which share the `values`.
+    Heads of a group have axes of their own, which share the `values`. The product itself may have
+    its `queries_first`.
     """
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
@@ -263,29 +265,29 @@ def _tell(
         net.leave_out(running[-1], reason)
         return None
     made = axes.split(out)
-    call = call_of_scores(net, "softmax", axes.split(found.scores), made)
+    behind = keys_behind(running[-1].module)
+    call = call_of_scores(net, "softmax", axes.split(found.scores), made, behind)
     call.name = name
     waiting = None
     if composite() is None:
-        waiting = Waiting(name, said, made, out.shape, call.keys, axes.sure, by_hand=True)
+        made_of = (name, said, made, out.shape, call.keys, axes.sure)
+        waiting = Waiting(*made_of, by_hand=True, queries_first=queries_first)
     new = net.tell(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
 
 
-def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCall:
+def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: int = 0) -> HeadsCall:
     """A call of which only the scores `[B, H, T, S]` are known, −∞ or nearly where forbidden."""
     within = composite()
-    if within is not None and within.extra:  # keys without a position go before all others
-        scores = scores.roll(within.extra, -1)
     batch, heads, queries, keys = scores.shape
-    extent = Extent(batch, heads, heads, queries, keys)
+    extent = placed(Extent(batch, heads, heads, queries, keys), behind)
     scores = scores.to(statistics_dtype(scores.dtype))
     own = within.own if within is not None else (False if net.names.crosses else None)
 
     def find(sizes: Extent) -> Mask:
         return as_bias(scores[..., : sizes.keys], FORBIDDEN)
 
-    mask, keys = in_place(find, extent, scores.device, own)
+    mask, keys, first = in_place(find, extent, scores.device, own)
     q, k, v = (
         scores.new_zeros(1).expand(batch, heads, length, width)
         for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
@@ -297,9 +299,10 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
         k,
         v,
         made,
-        keywords={"mask": mask},
+        keywords={"mask": mask, "first_query": first},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
+        behind=behind,
     )
 
 

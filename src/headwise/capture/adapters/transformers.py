@@ -49,8 +49,8 @@ class _Kept(threading.local):
 
 
 _KEPT = _Kept()
-_FOUND: dict[tuple[object, ...], int | None] = {}
-"""Which meaning the arguments of a function have."""
+_FOUND: dict[tuple[object, ...], list[str]] = {}
+"""Which meanings the arguments of a function may have."""
 
 
 def _wrap() -> Callable[[], None]:
@@ -116,7 +116,7 @@ def _attend(
     tensors = (query, key, value, attention_mask)
     given = Given(net, _FOUND, function, module, *tensors, options)
     with silence():  # silence is for all nets of a thread
-        meaning = given.meaning(run)
+        meaning = given.meaning()
         if meaning is not None:
             first = _KEPT.first if key is _KEPT.keys else 0
             _KEPT.keys = None
@@ -146,7 +146,7 @@ def _tell(
     # Under autocast the function has cast them all to the dtype of its output.
     dtype = made.dtype if served is None else served.call.q.dtype
     q, k, v = (x.to(dtype) for x in (given.q, meaning.k, meaning.v))
-    out = made
+    out, at = made, meaning.first_query
     for net in nets:
         name = net.names.name_of(given.module)
         call = HeadsCall(
@@ -160,6 +160,7 @@ def _tell(
             projection=_projection(given.module, q.shape[1] * v.shape[3]),
             own_positions=False,  # the mask has seen to that
             first_key=first,
+            behind=0 if at is None else k.shape[2] - q.shape[2] - at,
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
