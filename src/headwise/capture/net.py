@@ -49,7 +49,8 @@ class Net:
 
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
-    `catch()`. Errors name the public `function` that spread it out.
+    `catch()`. `noticed` names the module of every call that was told or left out, in order. Errors
+    name the public `function` that spread it out.
     """
 
     function = "watch"
@@ -70,23 +71,29 @@ class Net:
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
         self.contexts: set[StorageWeakRef] = set()
+        self.exps = WeakIdKeyDictionary()
+        self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
-        self.told = 0
+        self.noticed: list[str] = []
 
     def _begin(self) -> None:
         """The model is called anew."""
         self.masks.clear()
         self.contexts.clear()
+        self.unfollowed.clear()
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
         """A module has given its output, which tells of the calls that it made."""
         outer = self.names.stack[-1] if self.names.stack else None
+        alone = not forward.told and self.names.attends(forward)
         if outer is not None and forward.leaf:
             outer.lost |= forward.lost
-        if forward.lost and not forward.told and self.names.attends(forward):
-            said = and_more([str(list(shape)) for shape in forward.lost.values()])
-            self.leave_out(forward, f"no product with values was seen of the softmax of {said}")
+        if outer is not None and forward.leaf and not alone:
+            outer.other |= forward.other
+        elif reason := self._unseen(forward, alone):
+            self.leave_out(forward, reason)
+            self.unfollowed |= dict.fromkeys(forward.lost, (self.names.name(forward), reason))
         if not forward.waiting:
             return
         lost = list(forward.lost.values())
@@ -96,6 +103,28 @@ class Net:
         else:
             outer.waiting += unknown
         self._settle(forward, settled)
+
+    def _unseen(self, forward: Forward, alone: bool) -> str:
+        """Return what seems to attend in a module and was not seen, as a clause; empty if nothing.
+
+        Where the module is called an attention and nothing else of it was seen (`alone`), whatever
+        may attend does; else a softmax over as many keys as queries.
+        """
+        lost = [shape for mark, shape in forward.lost.items() if mark not in self.unfollowed]
+        lost = [str(list(x)) for x in lost if alone or x[-1] == x[-2] > 1]
+        said = [what for what, likely in forward.other.items() if alone or likely]
+        if lost:
+            said.insert(0, f"no product with values was seen of the softmax of {and_more(lost)}")
+        return and_more(said)
+
+    def followed(self, mark: object) -> None:
+        """Note that a product with values was seen of the softmax of this mark."""
+        for forward in self.names.stack:
+            forward.lost.pop(mark, None)
+        name, reason = self.unfollowed.pop(mark, ("", ""))
+        if reason and self.names.left_out.get(name) == reason:
+            self.noticed.remove(name)
+            del self.names.left_out[name]
 
     def projected(self, x: Tensor, out: Tensor) -> None:
         """Learn from what a projection reads and gives."""
@@ -123,8 +152,9 @@ class Net:
 
     def leave_out(self, forward: Forward, reason: str) -> None:
         """Note that attention of a module is not told of, and why."""
-        self.told, forward.told, forward.reason = self.told + 1, True, reason
-        self.names.left_out.setdefault(self.names.name(forward), reason)
+        name, forward.told, forward.reason = self.names.name(forward), True, reason
+        self.noticed.append(name)
+        self.names.left_out.setdefault(name, reason)
 
     def _watching(self) -> bool:
         """Whether this thread works for the one that watches: a backward pass takes it along."""
@@ -144,7 +174,8 @@ class Net:
         `among` (the innermost).
         """
         among = among or self.names.stack[-1]
-        self.told, among.told = self.told + 1, True
+        self.noticed.append(call.name)
+        among.told = True
         self.refuse_transforms()
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):

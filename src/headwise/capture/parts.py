@@ -203,7 +203,9 @@ def _of_shares(whole: Sequence[Waiting], lost: Sequence[torch.Size]) -> list[Set
         one_by_one = w.heads == 1 and w.queries == w.keys  # heads, each of which sees all
         others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
         if number > 1 and not one_by_one:
-            reason = f"is one of {number} products of the same queries, of shares of the keys, maybe"
+            reason = (
+                f"is one of {number} products of the same queries, of shares of the keys, maybe"
+            )
         elif others:
             more = f"{others} more softmax{'es' * (others > 1)} of its queries"
             reason = f"is not all: no product with values was seen of {more}"

@@ -71,13 +71,51 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     before = _Held.by(scores)
     p = function(*args, **kwargs)
     axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    running, mark, shape = tuple(net.names.stack), object(), scores.shape
     if axis not in (-1, scores.dim() - 1):
         net.contexts |= _storage(p)
-    elif p is not scores:
-        running, mark = tuple(net.names.stack), object()
-        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running, mark)
-        running[-1].lost[mark] = scores.shape
+        said = f"the softmax of {list(shape)} is over axis {axis}, not the last"
+        _may_attend(net, said, axis is not None and shape.count(shape[axis]) > 1 < shape[axis])
+        return p
+    if p is not scores:
+        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (shape,), running, mark)
+    running[-1].lost[mark] = shape
     return p
+
+
+def exp(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An exponential, which may be a step of a softmax by hand."""
+    e = function(*args, **kwargs)
+    net.exps[e] = True
+    return e
+
+
+def divided(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A quotient, which may be the last step of a softmax by hand."""
+    if net.exps and isinstance(args[-1], Tensor) and args[-1].dim():
+        _by_hand(net, args[0])
+    return function(*args, **kwargs)
+
+
+def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum by groups of entries, which may be a step of a softmax over these."""
+    for e in [*args, *kwargs.values()] if net.exps else []:
+        if isinstance(e, Tensor) and e in net.exps:
+            said = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
+            _may_attend(net, f"{said}, as in a softmax over the edges of a graph")
+    return function(*args, **kwargs)
+
+
+def _by_hand(net: Net, e: Tensor) -> None:
+    """Note that this may be an exponential which becomes probabilities."""
+    if net.exps and e in net.exps and e.dim() > 2:
+        said = f"a softmax of {list(e.shape)} is written out with exp()"
+        _may_attend(net, said, e.shape[-1] == e.shape[-2] > 1)
+
+
+def _may_attend(net: Net, said: str, likely: bool = True) -> None:
+    """Note what may attend in the module that runs, and cannot be followed."""
+    net.names.stack[-1].other[said] = likely
 
 
 def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,14 +188,29 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
-    found = _attends(net, p)
+    _by_hand(net, p)
+    found, told = _attends(net, p), out
+    if found is None and (kept := _turned(net, v)) is not None:  # values first: v @ pᵀ
+        p, v, found, told = kept, p.mT, _attends(net, kept), out.mT
     if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight alone
         net.projected(p, out)
-    if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
+    if found is None or v.dim() < 3 or p.shape[:-1] != told.shape[:-1]:
         return out
     sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
-    new = _tell(net, found, p.shape, out, v, [size == 1 for size in sizes[:-2]])
-    return out if new is None else new
+    new = _tell(net, found, p.shape, told, v, [size == 1 for size in sizes[:-2]])
+    if new is None:
+        return out
+    return new if told is out else new.mT
+
+
+def _turned(net: Net, x: Tensor) -> Tensor | None:
+    """Return the probabilities whose transpose this is, if some are remembered."""
+    memory = _storage(x) if net.softmaxes and x.dim() > 2 else set()
+    for p in list(net.softmaxes) if memory else []:
+        same = p.shape == x.mT.shape and p.stride() == x.mT.stride()
+        if same and p.storage_offset() == x.storage_offset() and _storage(p) == memory:
+            return p
+    return None
 
 
 def _attends(net: Net, p: Any) -> _Softmax | None:
@@ -172,6 +225,8 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
+    for x in operands:
+        _by_hand(net, x)
     told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
     if not told:
         return out
@@ -251,8 +306,7 @@ def _tell(
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
         del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
-    for forward in net.names.stack:
-        forward.lost.pop(found.mark, None)
+    net.followed(found.mark)
     # Softmax and product may have modules of their own.
     running = net.names.common(found.running)
     name = net.names.name(running[-1])
@@ -333,6 +387,16 @@ def functions() -> dict[Any, Road]:
         ),
         **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
         **dict.fromkeys(_named("softmax"), softmax),
+        **dict.fromkeys(_named("exp", "exp_", "exp2", "exp2_"), exp),
+        **dict.fromkeys(
+            _named(*"div div_ divide true_divide __truediv__ __idiv__ __itruediv__".split()),
+            divided,
+        ),
+        **dict.fromkeys(
+            _named(*"scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()),
+            grouped,
+        ),
+        **dict.fromkeys(_named("index_add", "index_add_", "segment_reduce"), grouped),
         **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
         torch.einsum: einsum,
         torch.functional.einsum: einsum,

@@ -20,6 +20,7 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
+from ..heads import placed
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..net import Net
 from ..serve import Served, accelerators, note
@@ -60,7 +61,8 @@ class Meaning:
 class Given:
     """What a function of the interface was called with: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
-    `found` remembers which meanings a function's arguments may have, by their names.
+    `found` remembers which meanings a function's arguments may have, by their names. So many keys
+    `behind` those of a cache have no position.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Given:
         v: Tensor,
         mask: Any,
         options: dict[str, Any],
+        behind: int = 0,
     ) -> None:
+        self.behind = behind
         self.net, self.found, self.function, self.module = net, found, function, module
         self.mask, self.options, self.given = mask, options, (q, k, v, mask)
         batch = max(len(q), len(k))  # a single row of queries may serve the whole batch
@@ -126,14 +130,15 @@ class Given:
         angle = (key[:, None] + 0.5) * wave * (torch.pi / v.shape[2]) + head[:, None, None]
         told = angle.cos().to(v.dtype).repeat(len(v), 1, 1, 1)
         still = {"dropout": 0.0} if "dropout" in self.options else {}
-        with torch.no_grad(), as_given(self.q.device):
+        with torch.no_grad():
             result = self.function(self.module, q, k, told, mask, **(self.options | still))
             out, told = self.heads_of(result), told.expand(len(self.k), -1, -1, -1)
-            return [
-                name
-                for name, meaning in meanings.items()
-                if _gives(self.q, replace(meaning, v=told[:, :, : meaning.k.shape[2]]), out)
-            ]
+            with as_given(self.q.device):
+                return [
+                    name
+                    for name, meaning in meanings.items()
+                    if _gives(self.q, replace(meaning, v=told[:, :, : meaning.k.shape[2]]), out)
+                ]
 
     def meanings(self) -> Iterator[tuple[str, Meaning]]:
         """What the arguments may mean, the likeliest first; one where the function is known."""
@@ -182,7 +187,7 @@ class Given:
 
     def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Found]) -> Found:
         """What is found of a tensor, which mostly serves all layers."""
-        what = ("transformers", find.__name__, self._extent(keys), self.own)
+        what = ("transformers", find.__name__, self._extent(keys), self.own, self.behind)
         return self.net.masks.of(given, what, lambda: find(given, keys))
 
     def _of_table(self, given: Tensor, keys: int) -> tuple[int, Mask]:
@@ -194,7 +199,8 @@ class Given:
         def find(sizes: Extent) -> Mask:
             return as_mask(given[..., : sizes.keys], sizes)
 
-        mask, keys, first = in_place(find, self._extent(keys), self.q.device, self.own)
+        extent = placed(self._extent(keys), self.behind)
+        mask, keys, first = in_place(find, extent, self.q.device, self.own)
         return keys, mask, first
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
