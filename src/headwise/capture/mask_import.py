@@ -243,29 +243,39 @@ def in_place(
 def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -> int | None:
     """Return the key position of query 0, of self-attention with more keys than queries.
 
-    A query sees its own key, unless nobody sees that key. Of the positions at which this holds, it
-    is the last where the mask is causal, and else the last at which the own keys that somebody sees
-    stand side by side, before padding or behind it; unless it is `sure` that this is
-    self-attention, queries before the end must not look ahead. `None` where there is none.
+    Each query sees its own key there, unless nobody sees that key. It is the last position at
+    which, among the own keys, queries do not look ahead; of a mask that is not causal, the end. If
+    it is `sure` that this is self-attention, it is the last at which the own keys that somebody
+    sees stand side by side, before padding or behind it. `None` where there is none.
     """
     end, queries = extent.offset, extent.queries
-    if not end or _own_keys(mask, extent, end, device) is None:
+    if not end:
         return end
-    real, j = attended(mask, extent, device), torch.arange(extent.keys, device=device)[None]
-    some = sorted({0, queries // 2, queries - 1})  # they rule most positions out
+    own = _own_keys(mask, extent, end, device)
+    j = torch.arange(extent.keys, device=device)[None]
+    some = sorted({0, queries // 2, queries - 1})  # these rule most positions out
     i = torch.tensor(some, device=device)[:, None]
-    seen = _of_all_heads(mask.allowed(i, j, extent))
+    allowed = None if _reaches_all(mask) else mask.allowed(i, j, extent)
+    if allowed is None or (own is None and not bool((allowed & (j > i + end)).any())):
+        return end
+    seen, real = _of_all_heads(allowed), attended(mask, extent, device)
+
+    def among(keys: Tensor, start: int, stop: int) -> Tensor:
+        """Count those of `[B, S]` among such own keys, for each position."""
+        sums = F.pad(keys.int().cumsum(1), (1, 0))
+        return sums[:, stop : stop + end + 1] - sums[:, start : start + end + 1]
+
     fits = torch.ones(end + 1, dtype=torch.bool, device=device)
+    causal = (among(real, 1, queries) > 0).any(0)
     for row, query in enumerate(some):
-        fits &= (seen[:, row] | ~real)[:, query : query + end + 1].all(0)
-    beside = fits
-    if bool((seen & (j > i + end)).any()):
-        turns = F.pad(real.int().diff(dim=1).abs().cumsum(1), (1, 0))
-        beside = fits & (turns[:, queries - 1 :] - turns[:, : end + 1] < 2).all(0)
-    for first in [*_last(beside), *_last(fits)]:
-        ahead = seen[..., : first + queries] & (j > i + first)[:, : first + queries]
-        if first < end and not sure and bool(ahead.any()):
-            continue
+        mine = seen[:, row].expand_as(real)
+        fits &= among(real & ~mine, query, query + 1).eq(0).all(0)
+        causal &= among(mine, query + 1, queries).eq(0).all(0)
+    places = _last(causal & fits)
+    if sure and own is not None:
+        turns = F.pad(real.int().diff(dim=1).abs(), (1, 0))
+        places += _last(fits & (among(turns, 1, queries) < 2).all(0)) + _last(fits)
+    for first in [*places, *([end] if own is None or not sure else [])]:
         own = _own_keys(mask, extent, first, device)
         if own is None or not bool((real[:, first : first + queries] & ~own[..., 0]).any()):
             return first

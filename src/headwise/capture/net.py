@@ -86,36 +86,43 @@ class Net:
     def _end(self, forward: Forward, output: Any) -> None:
         """A module has given its output, which tells of the calls that it made."""
         outer = self.names.stack[-1] if self.names.stack else None
-        alone = not forward.told and self.names.attends(forward)
         if outer is not None and forward.leaf:
             outer.lost |= forward.lost
+        told = forward.told
+        if not told:
+            self._name_unseen(forward, outer)
+        if forward.waiting:
+            lost = list(forward.lost.values())
+            settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
+            if outer is None:
+                settled += [at_last(waiting) for waiting in unknown]
+            else:
+                outer.waiting += unknown
+            self._settle(forward, settled)
+        if told:  # what is said of its calls comes first
+            self._name_unseen(forward, outer)
+
+    def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
+        """Leave out what seems to attend in a module and was not seen.
+
+        That is a softmax over as many keys as queries without a product; and in a module of which
+        nothing was seen, also what looks like a softmax by hand. Where such a module is called an
+        attention, sizes do not matter. A module without parts leaves the rest to that around it.
+        """
+        alone = not forward.told and self.names.attends(forward)
         if outer is not None and forward.leaf and not alone:
             outer.other |= forward.other
-        elif reason := self._unseen(forward, alone):
+            return
+        lost = [x for mark, x in forward.lost.items() if mark not in self.unfollowed]
+        lost = [str(list(x)) for x in lost if alone or x[-1] == x[-2] > 1]
+        other = {} if forward.told else forward.other
+        reasons = [reason for reason, likely in other.items() if alone or likely]
+        if lost:
+            reasons.append(f"no product with values was seen of the softmax of {and_more(lost)}")
+        if reasons:
+            reason = and_more(reasons)
             self.leave_out(forward, reason)
             self.unfollowed |= dict.fromkeys(forward.lost, (self.names.name(forward), reason))
-        if not forward.waiting:
-            return
-        lost = list(forward.lost.values())
-        settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
-        if outer is None:
-            settled += [at_last(waiting) for waiting in unknown]
-        else:
-            outer.waiting += unknown
-        self._settle(forward, settled)
-
-    def _unseen(self, forward: Forward, alone: bool) -> str:
-        """Return what seems to attend in a module and was not seen, as a clause; empty if nothing.
-
-        Where the module is called an attention and nothing else of it was seen (`alone`), whatever
-        may attend does; else a softmax over as many keys as queries.
-        """
-        lost = [shape for mark, shape in forward.lost.items() if mark not in self.unfollowed]
-        lost = [str(list(x)) for x in lost if alone or x[-1] == x[-2] > 1]
-        said = [what for what, likely in forward.other.items() if alone or likely]
-        if lost:
-            said.insert(0, f"no product with values was seen of the softmax of {and_more(lost)}")
-        return and_more(said)
 
     def followed(self, mark: object) -> None:
         """Note that a product with values was seen of the softmax of this mark."""
