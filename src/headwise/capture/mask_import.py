@@ -258,7 +258,8 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     allowed = None if _reaches_all(mask) else mask.allowed(i, j, extent)
     if allowed is None or (own is None and not bool((allowed & (j > i + end)).any())):
         return end
-    seen, real = _of_all_heads(allowed), attended(mask, extent, device)
+    real = attended(mask, extent, device)
+    seen = _of_all_heads(allowed).expand(-1, len(some), extent.keys)
 
     def among(keys: Tensor, start: int, stop: int) -> Tensor:
         """Count those of `[B, S]` among such own keys, for each position."""
@@ -268,7 +269,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     fits = torch.ones(end + 1, dtype=torch.bool, device=device)
     causal = (among(real, 1, queries) > 0).any(0)
     for row, query in enumerate(some):
-        mine = seen[:, row].expand_as(real)
+        mine = seen[:, row]
         fits &= among(real & ~mine, query, query + 1).eq(0).all(0)
         causal &= among(mine, query + 1, queries).eq(0).all(0)
     places = _last(causal & fits)
