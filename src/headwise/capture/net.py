@@ -107,22 +107,24 @@ class Net:
 
         That is a softmax over as many keys as queries without a product; and in a module of which
         nothing was seen, also what looks like a softmax by hand. Where such a module is called an
-        attention, sizes do not matter. A module without parts leaves the rest to that around it.
+        attention, sizes do not matter. Of a module without parts, that around it may use more.
         """
         alone = not forward.told and self.names.attends(forward)
+        passed = set(self.unfollowed)
         if outer is not None and forward.leaf and not alone:
-            outer.other |= forward.other
-            return
-        lost = [x for mark, x in forward.lost.items() if mark not in self.unfollowed]
-        lost = [str(list(x)) for x in lost if alone or x[-1] == x[-2] > 1]
+            outer.other |= {reason: False for reason, likely in forward.other.items() if not likely}
+            passed |= {found.mark for found in self.softmaxes.values()}  # not gone yet
+        lost = {mark: x for mark, x in forward.lost.items() if mark not in passed}
+        lost = {mark: x for mark, x in lost.items() if alone or x[-1] == x[-2] > 1}
         other = {} if forward.told else forward.other
         reasons = [reason for reason, likely in other.items() if alone or likely]
         if lost:
-            reasons.append(f"no product with values was seen of the softmax of {and_more(lost)}")
+            shapes = and_more([str(list(shape)) for shape in lost.values()])
+            reasons.append(f"no product with values was seen of the softmax of {shapes}")
         if reasons:
             reason = and_more(reasons)
             self.leave_out(forward, reason)
-            self.unfollowed |= dict.fromkeys(forward.lost, (self.names.name(forward), reason))
+            self.unfollowed |= dict.fromkeys(lost, (self.names.name(forward), reason))
 
     def followed(self, mark: object) -> None:
         """Note that a product with values was seen of the softmax of this mark."""
