@@ -159,7 +159,8 @@ class HeadsCall(AttentionCall):
     `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
     stand at the keys' end, so that a key which is padding tells of a query that is. So many keys
-    `behind` all others have no position: no pattern of positions chooses them.
+    `behind` all others have no position: the queries stand before them, and no pattern of positions
+    chooses them.
     """
 
     name: str
@@ -215,10 +216,11 @@ class HeadsCall(AttentionCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
+        if self.behind:
+            keywords["first_query"] = self.keys - self.behind - self.queries
+            statistics = [_among_positions(one, self.behind) for one in statistics]
         wanted = HEAD_OUTPUT in all_needs(statistics)
         output = self.out if wanted else False  # here, where it has its graph
-        if self.behind:
-            statistics = [_among_positions(one, self.behind) for one in statistics]
         with nullcontext() if looking.gradients else torch.no_grad():
             seen = observe(
                 self.q,

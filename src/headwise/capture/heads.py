@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.shapes import Extent
 from .net import Net, Road
 from .private_torch import twin
 
@@ -74,11 +73,6 @@ def keys_behind(module: nn.Module) -> int:
         return within.behind
     learned = isinstance(getattr(module, "bias_k", None), Tensor)
     return learned + (getattr(module, "add_zero_attn", False) is True)
-
-
-def placed(extent: Extent, behind: int) -> Extent:
-    """Return the sizes of a call with the queries before the keys that have no position."""
-    return replace(extent, first_query=extent.offset - behind) if behind else extent
 
 
 def projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -212,9 +212,13 @@ def with_padding(mask: Mask) -> Mask:
 
 
 def in_place(
-    find: Callable[[Extent], Mask], extent: Extent, device: torch.device, own: bool | None
-) -> tuple[Mask, int, int | None]:
-    """Return a mask without padded queries, the number of keys that count, and `first_query`.
+    find: Callable[[Extent], Mask],
+    extent: Extent,
+    device: torch.device,
+    own: bool | None,
+    behind: int = 0,
+) -> tuple[Mask, int, int]:
+    """Return a mask without padded queries, how many keys count, and how many are `behind`.
 
     Where the mask tells each query apart, the call is one of self-attention. A static cache is
     empty behind the last key that anybody sees. The last query stands at the last key, unless the
@@ -222,22 +226,24 @@ def in_place(
 
     Args:
         find: gives the mask of a call of these sizes, which may have fewer keys.
-        extent: the sizes of the call; a `first_query` in it is where the queries stand.
+        extent: the sizes of the call.
         device: where its tensors are.
         own: whether queries and keys are of one sequence; `None` where only the mask can tell.
+        behind: so many keys are known to stand behind those that have a position.
     """
+    if behind:
+        extent = replace(extent, first_query=extent.offset - behind)
     mask = find(extent)
     here = at_the_end(mask, extent) if own is None else own
     alone = own is None and extent.queries == 1
-    if extent.first_query is None and extent.offset > 0 and (here or alone):
+    if not behind and extent.offset > 0 and (here or alone):
         extent = replace(extent, keys=max(reach(mask, extent, device), extent.queries))
         mask = find(extent)
         first = _first_query(mask, extent, device, bool(own)) if here else extent.offset
         here = here and first is not None
         if first not in (None, extent.offset):
-            extent = replace(extent, first_query=first)
-    mask = without_padding(mask, extent, device) if here else mask
-    return mask, extent.keys, extent.first_query
+            behind, extent = extent.offset - first, replace(extent, first_query=first)
+    return (without_padding(mask, extent, device) if here else mask), extent.keys, behind
 
 
 def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -> int | None:

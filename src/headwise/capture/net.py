@@ -49,8 +49,8 @@ class Net:
 
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
-    `catch()`. `noticed` names the module of every call that was told or left out, in order. Errors
-    name the public `function` that spread it out.
+    `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
+    order. Errors name the public `function` that spread it out.
     """
 
     function = "watch"
@@ -71,7 +71,7 @@ class Net:
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
         self.contexts: set[StorageWeakRef] = set()
-        self.exps = WeakIdKeyDictionary()
+        self.exps, self.by_hand = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
         self.noticed: list[str] = []
@@ -81,6 +81,7 @@ class Net:
         self.masks.clear()
         self.contexts.clear()
         self.unfollowed.clear()
+        self.noticed.clear()
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
@@ -109,6 +110,8 @@ class Net:
         nothing was seen, also what looks like a softmax by hand. Where such a module is called an
         attention, sizes do not matter. Of a module without parts, that around it may use more.
         """
+        if not (forward.lost or forward.other):
+            return
         alone = not forward.told and self.names.attends(forward)
         passed = set(self.unfollowed)
         if outer is not None and forward.leaf and not alone:

@@ -177,7 +177,7 @@ def _call(
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         return call_of_scores(net, "flex_attention", scores, out)
-    mask, keys, first = mask_of(net, allowed, extent, q.device)
+    mask, keys, behind = mask_of(net, allowed, extent, q.device)
     return HeadsCall(
         net.names.current,
         "flex_attention",
@@ -185,8 +185,9 @@ def _call(
         k[:, :, :keys],
         v[:, :, :keys],
         out,
-        keywords={"mask": mask, "scale": scale, "first_query": first},
+        keywords={"mask": mask, "scale": scale},
         own_positions=False,  # the mask has seen to that
+        behind=behind,
     )
 
 

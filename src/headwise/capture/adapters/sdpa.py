@@ -13,7 +13,7 @@ from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
 from ..call import HeadsCall
-from ..heads import composite, keys_behind, placed
+from ..heads import composite, keys_behind
 from ..leading_axes import Leading, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
@@ -186,8 +186,8 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
             given = axes.split(given.expand(*axes.sizes, *given.shape[-2:]))
     made = axes.split(out)
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
-    extent = placed(Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2]), behind)
-    mask, keys, first = mask_of(net, given, extent, q.device, causal=asked["is_causal"])
+    extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
+    mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
     return HeadsCall(
         net.names.current,
         "scaled_dot_product_attention",
@@ -195,7 +195,7 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
         k[:, :, :keys],
         v[:, :, :keys],
         made,
-        keywords={"mask": mask, "scale": asked["scale"], "first_query": first},
+        keywords={"mask": mask, "scale": asked["scale"]},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
         behind=behind,
@@ -232,9 +232,17 @@ def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
 
 
 def mask_of(
-    net: Net, given: Tensor | None, extent: Extent, device: torch.device, causal: bool = False
-) -> tuple[Mask, int, int | None]:
-    """Return a mask without padded queries, the number of keys and `first_query`: `in_place()`."""
+    net: Net,
+    given: Tensor | None,
+    extent: Extent,
+    device: torch.device,
+    causal: bool = False,
+    behind: int = 0,
+) -> tuple[Mask, int, int]:
+    """Return a mask without padded queries, how many keys count, and how many are `behind`.
+
+    As `in_place()` does, once for a mask that serves all layers.
+    """
     within = composite()
     own = within.own if within is not None else (False if net.names.crosses else None)
 
@@ -242,10 +250,10 @@ def mask_of(
         cut = given if given is None or given.shape[-1] == 1 else given[..., : sizes.keys]
         return as_mask(cut, sizes, causal=causal)
 
-    def find() -> tuple[Mask, int, int | None]:
-        return in_place(of, extent, device, own)
+    def find() -> tuple[Mask, int, int]:
+        return in_place(of, extent, device, own, behind)
 
-    return find() if given is None else net.masks.of(given, (extent, causal, own), find)
+    return find() if given is None else net.masks.of(given, (extent, causal, own, behind), find)
 
 
 def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:

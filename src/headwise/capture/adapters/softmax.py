@@ -20,7 +20,7 @@ from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
 from ..contents import checksum, version
-from ..heads import composite, keys_behind, placed
+from ..heads import composite, keys_behind
 from ..leading_axes import leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
@@ -67,7 +67,10 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """A softmax, which may be a step of attention."""
     scores = args[0] if args else kwargs["input"]
     if scores.dim() < 3 or scores.layout is not torch.strided:
-        return function(*args, **kwargs)
+        p = function(*args, **kwargs)
+        if p.dim() == 2:
+            net.by_hand[p] = f"the softmax of {list(p.shape)} has no axes of batch rows and heads"
+        return p
     before = _Held.by(scores)
     p = function(*args, **kwargs)
     axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
@@ -87,13 +90,15 @@ def exp(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """An exponential, which may be a step of a softmax by hand."""
     e = function(*args, **kwargs)
     net.exps[e] = True
+    if e.dim() > 2:
+        net.by_hand[e] = f"a softmax of {list(e.shape)} is written out with exp()"
     return e
 
 
 def divided(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A quotient, which may be the last step of a softmax by hand."""
-    if net.exps and isinstance(args[-1], Tensor) and args[-1].dim():
-        _by_hand(net, args[0])
+    if net.by_hand and args and isinstance(args[-1], Tensor) and args[-1].dim():
+        _note_by_hand(net, args[0])
     return function(*args, **kwargs)
 
 
@@ -106,11 +111,11 @@ def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return function(*args, **kwargs)
 
 
-def _by_hand(net: Net, e: Tensor) -> None:
-    """Note that this may be an exponential which becomes probabilities."""
-    if net.exps and e in net.exps and e.dim() > 2:
-        said = f"a softmax of {list(e.shape)} is written out with exp()"
-        _may_attend(net, said, e.shape[-1] == e.shape[-2] > 1)
+def _note_by_hand(net: Net, p: Any) -> None:
+    """Note that these are used as probabilities which cannot be followed, if they are known."""
+    said = net.by_hand.get(p) if net.by_hand and isinstance(p, Tensor) else None
+    if said is not None:
+        _may_attend(net, said, p.shape[-1] == p.shape[-2] > 1)
 
 
 def _may_attend(net: Net, said: str, likely: bool = True) -> None:
@@ -188,7 +193,7 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
-    _by_hand(net, p)
+    _note_by_hand(net, p)
     found, told = _attends(net, p), out
     if found is None and (kept := _turned(net, v)) is not None:  # values first: v @ pᵀ
         p, v, found, told = kept, p.mT, _attends(net, kept), out.mT
@@ -226,7 +231,7 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
     for x in operands:
-        _by_hand(net, x)
+        _note_by_hand(net, x)
     told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
     if not told:
         return out
@@ -334,14 +339,14 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: in
     """A call of which only the scores `[B, H, T, S]` are known, −∞ or nearly where forbidden."""
     within = composite()
     batch, heads, queries, keys = scores.shape
-    extent = placed(Extent(batch, heads, heads, queries, keys), behind)
+    extent = Extent(batch, heads, heads, queries, keys)
     scores = scores.to(statistics_dtype(scores.dtype))
     own = within.own if within is not None else (False if net.names.crosses else None)
 
     def find(sizes: Extent) -> Mask:
         return as_bias(scores[..., : sizes.keys], FORBIDDEN)
 
-    mask, keys, first = in_place(find, extent, scores.device, own)
+    mask, keys, behind = in_place(find, extent, scores.device, own, behind)
     q, k, v = (
         scores.new_zeros(1).expand(batch, heads, length, width)
         for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
@@ -353,7 +358,7 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: in
         k,
         v,
         made,
-        keywords={"mask": mask, "first_query": first},
+        keywords={"mask": mask},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
         behind=behind,

@@ -156,7 +156,7 @@ def _tell(
     # Under autocast the function has cast them all to the dtype of its output.
     dtype = made.dtype if served is None else served.call.q.dtype
     q, k, v = (x.to(dtype) for x in (given.q, meaning.k, meaning.v))
-    out, at = made, meaning.first_query
+    out = made
     for net in nets:
         name = net.names.name_of(given.module)
         call = HeadsCall(
@@ -170,7 +170,7 @@ def _tell(
             projection=_projection(given.module, q.shape[1] * v.shape[3]),
             own_positions=False,  # the mask has seen to that
             first_key=first,
-            behind=0 if at is None else k.shape[2] - q.shape[2] - at,
+            behind=meaning.behind,
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)

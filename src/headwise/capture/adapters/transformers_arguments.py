@@ -20,7 +20,6 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
-from ..heads import placed
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..net import Net
 from ..serve import Served, accelerators, note
@@ -49,13 +48,12 @@ class Meaning:
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
-    first_query: int | None
+    behind: int
 
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of `observe()`."""
-        names = ("mask", "scale", "softcap", "sinks", "first_query")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("mask", "scale", "softcap", "sinks")}
 
 
 class Given:
@@ -108,17 +106,16 @@ class Given:
 
     def meaning(self) -> Meaning | None:
         """What the arguments mean to the function; `None` if it computes something else."""
-        meanings = {name: meaning for name, meaning in self.meanings()}
+        meanings = dict(self.meanings())
         if self.kind is not None:
             return next(iter(meanings.values()))
         (queries, keys), mask = (self.q.shape[2], self.k.shape[2]), self.mask
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
         place = (self.function, type(self.module), self.causal, *form)
         known = self.found.get(place)
-        possible = [meanings[name] for name in known or () if name in meanings]
-        if known is None or not _agree(possible) or (known and not possible):
-            left = {name: meanings[name] for name in known or () if name in meanings}
-            self.found[place] = known = self._fitting(left or meanings)
+        possible = {name: meanings[name] for name in known or () if name in meanings}
+        if known is None or (known and not possible) or not _agree(list(possible.values())):
+            self.found[place] = known = self._fitting(possible or meanings)
         return next((meanings[name] for name in known if name in meanings), None)
 
     def _fitting(self, meanings: dict[str, Meaning]) -> list[str]:
@@ -145,7 +142,7 @@ class Given:
         options = self.options
         known = {} if self.kind == "sdpa" else options
         bias = None if self.kind == "flash" else options.get("position_bias")
-        for name, keys, mask, first in self._masks():
+        for name, keys, mask, behind in self._masks():
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
             yield (
@@ -157,13 +154,13 @@ class Given:
                     options.get("scaling"),
                     known.get("softcap"),
                     known.get("s_aux"),
-                    first,
+                    behind,
                 ),
             )
 
-    def _masks(self) -> Iterator[tuple[str, int, Mask, int | None]]:
-        """Each meaning's name, how many keys count, who may attend to them, and `first_query`;
-        padded queries may attend to none."""
+    def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
+        """Each meaning's name, how many keys count, who may attend to them, and how many are behind
+        the sequence; padded queries may attend to none."""
         mask, keys, queries = self.mask, self.k.shape[2], self.q.shape[2]
         if isinstance(mask, Tensor) and mask.dim() != 2:
             yield "mask", *self._once(mask, keys, self._of_mask)
@@ -177,13 +174,13 @@ class Given:
             keys, real = self._once(mask, min(keys, mask.shape[1]), self._of_keys)
         from_start = self.causal and 1 < queries < keys
         if self.kind in ("flash", None):
-            yield "band", keys, _both(_both(real, self._packed(keys)), self._band(keys)), None
+            yield "band", keys, _both(_both(real, self._packed(keys)), self._band(keys)), 0
         if self.kind in ("sdpa", "headwise") and not from_start:
-            yield "end", keys, _both(real, Causal() if self.causal else Everything()), None
+            yield "end", keys, _both(real, Causal() if self.causal else Everything()), 0
         if self.kind in ("sdpa", "headwise", None) and from_start:
-            yield "start", queries, Causal(), None
+            yield "start", queries, Causal(), 0
         if self.kind in ("flex", None):
-            yield "mask", keys, real, None
+            yield "mask", keys, real, 0
 
     def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Found]) -> Found:
         """What is found of a tensor, which mostly serves all layers."""
@@ -193,24 +190,26 @@ class Given:
     def _of_table(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         return keys, as_mask(given[..., :keys], self._extent(keys))
 
-    def _of_mask(self, given: Tensor, keys: int) -> tuple[int, Mask, int | None]:
+    def _of_mask(self, given: Tensor, keys: int) -> tuple[int, Mask, int]:
         """A mask `[B, H, T, S]`."""
 
         def find(sizes: Extent) -> Mask:
             return as_mask(given[..., : sizes.keys], sizes)
 
-        extent = placed(self._extent(keys), self.behind)
-        mask, keys, first = in_place(find, extent, self.q.device, self.own)
-        return keys, mask, first
+        extent = self._extent(keys)
+        mask, keys, behind = in_place(find, extent, self.q.device, self.own, self.behind)
+        return keys, mask, behind
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         """Which keys are real, `[B, S]`; in self-attention so are the queries at their end."""
-        device, queries = self.q.device, self.q.shape[2]
-        keys, mask = self._of_table(given[:, None, None].bool(), keys)
-        if self.own and queries < keys:
+        device, queries, given = self.q.device, self.q.shape[2], given[:, None, None].bool()
+        keys, mask = self._of_table(given, keys)
+        if not self.own:
+            return keys, mask
+        if queries < keys:
             filled = max(reach(mask, self._extent(keys), device), queries)
-            keys, mask = self._of_table(given[:, None, None].bool(), filled)
-        return keys, without_padding(mask, self._extent(keys), device) if self.own else mask
+            keys, mask = self._of_table(given, filled)
+        return keys, without_padding(mask, self._extent(keys), device)
 
     def _band(self, keys: int) -> Mask:
         """Who may attend, by position, in a kernel that is told so in place of a mask."""
@@ -256,11 +255,8 @@ class Given:
 
 def _agree(meanings: list[Meaning]) -> bool:
     """Whether all these are one meaning in this call."""
-    first, *others = meanings or [None]
-    return all(
-        first is not None and one.k.shape == first.k.shape and one.mask == first.mask
-        for one in others
-    )
+    forms = [(one.k.shape[2], one.mask) for one in meanings]
+    return all(form == forms[0] for form in forms)
 
 
 def _both(one: Mask, other: Mask) -> Mask:
@@ -281,5 +277,5 @@ def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
     wanted = rows(*some, scale=meaning.scale, softcap=meaning.softcap, sinks=meaning.sinks)
     alive = wanted.allowed.any(-1, keepdim=True)
     close = 1e-2 if torch.finfo(out.dtype).eps < 1e-4 else 1e-1
-    rows_of = [x.double().where(alive, 0.0) for x in (wanted.out, out[:, :, picked])]
-    return torch.allclose(*rows_of, rtol=0.0, atol=close, equal_nan=True)  # of values up to 1
+    compared = [x.double().where(alive, 0.0) for x in (wanted.out, out[:, :, picked])]
+    return torch.allclose(*compared, rtol=0.0, atol=close, equal_nan=True)  # of values up to 1
