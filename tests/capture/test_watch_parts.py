@@ -604,7 +604,18 @@ def along_edges(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(out)
 
 
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    texts = zip(q.unbind(), k.unbind(), v.unbind(), strict=True)
+    return torch.stack(
+        [
+            torch.stack([hand(*one) for one in zip(*(x.unbind(1) for x in text), strict=True)], 1)
+            for text in texts
+        ]
+    )
+
+
 UNFOLLOWED = {
+    one_by_one: f"the softmax of [{T}, {T}] has no axes of batch rows and heads",
     over_another_axis: f"the softmax of [{B}, {T}, {T}, {H}] is over axis 2, not the last",
     by_exp: f"a softmax of [{B}, {H}, {T}, {T}] is written out with exp()",
     by_exp_and_divided_last: f"a softmax of [{B}, {H}, {T}, {T}] is written out with exp()",
