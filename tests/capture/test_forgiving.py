@@ -289,6 +289,45 @@ def test_what_attention_of_cannot_give_is_named(
         hw.attention_of(nn.Sequential(Own(), Own()), torch.randn(B, T, H * D), layer, head)
 
 
+class Twice(nn.Module):
+    """One layer on a text and on its end, and one whose attention cannot be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost, self.own = Lost(), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.own(self.lost(x))[:, 2:])
+
+
+class Lost(nn.Module):
+    """Heads that share the average of their weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (H, D)).transpose(1, 2)
+        return x + (heads @ heads.mT).softmax(-1).mean(1) @ x
+
+
+def test_attention_of_says_how_to_get_one_of_several_calls() -> None:
+    model, x = Twice(), torch.randn(B, T, H * D)
+    with pytest.raises(
+        ValueError,
+        match=r"layer='own', head=None\): 'own' is called with different lengths; give the number "
+        r"of one call, layer=1 gives \[2, 3, 7, 7\], layer=2 gives \[2, 3, 5, 5\], or watch and "
+        r"take seen\['own'\]\.calls",
+    ):
+        hw.attention_of(model, x, "own")
+    for number, keys in ((1, T), (2, T - 2)):
+        assert hw.attention_of(model, x, number).shape == (B, H, keys, keys)
+
+
+@pytest.mark.parametrize("layer", [0, "lost"])
+def test_attention_of_says_why_a_layer_is_left_out(layer: int | str) -> None:
+    says = r"'lost' is left out: no product with values was seen of the softmax of \[2, 3, 7, 7\]"
+    with pytest.raises(ValueError, match=says):
+        hw.attention_of(Twice(), torch.randn(B, T, H * D), layer)
+
+
 def test_a_long_text_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.capture.attention_weights.MOST_BYTES", 4 * B * T * T)
     model, x = nn.Sequential(Own()), torch.randn(B, T, H * D)

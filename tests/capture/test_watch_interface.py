@@ -321,3 +321,99 @@ print("seen")
 def test_flex_is_watched() -> None:
     run = fresh.run(FLEX)
     assert run.stdout.strip() == "seen", run.stderr[-2000:]
+
+
+# What arguments mean, of calls that could tell.
+
+
+class Asks(nn.Module):
+    """Attention of the interface on `[B, H, T, D]`, with the mask that is given."""
+
+    def __init__(self, implementation: str, is_causal: bool) -> None:
+        super().__init__()
+        self.implementation, self.is_causal = implementation, is_causal
+        self.weights = torch.empty(0)
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.bert.modeling_bert import eager_attention_forward
+
+        eager = self.implementation == "eager"
+        function: Any = eager_attention_forward
+        if not eager:
+            function = ALL_ATTENTION_FUNCTIONS[self.implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, function)
+        out, self.weights = attend(self, q, k, k, mask, scaling=0.5, dropout=0.0)
+        return out
+
+
+class Both(nn.Module):
+    """Two of them, of which one may look ahead."""
+
+    def __init__(self, implementation: str, first_is_causal: bool) -> None:
+        super().__init__()
+        self.a = Asks(implementation, first_is_causal)
+        self.b = Asks(implementation, not first_is_causal)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.a(q, k) + self.b(q, k)
+
+
+@pytest.mark.parametrize("first_is_causal", [False, True])
+@pytest.mark.parametrize("alike", [False, True], ids=["other tokens", "equal tokens"])
+@torch.no_grad()
+def test_a_module_that_is_not_causal_teaches_nothing_of_one_that_is(
+    first_is_causal: bool, alike: bool
+) -> None:
+    """`eager` without a mask is bidirectional, whatever the module says of itself."""
+    model, x = Both("eager", first_is_causal), torch.randn(2, 3, 6, 4)
+    before = x[:, :, :1].expand_as(x).contiguous() if alike else x
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(before, before)
+        model(x, x)
+    model(x, x)
+    for name in ("a", "b"):
+        wanted = torch.special.entr(getattr(model, name).weights).sum(-1)
+        torch.testing.assert_close(
+            seen[name].calls[1]["entropy"].values, wanted, atol=1e-5, rtol=1e-5
+        )
+
+
+@torch.no_grad()
+def test_a_kernel_that_goes_by_position_is_one_in_each_form(register: Callable[..., str]) -> None:
+    """The same function, first where its meanings are one, then where they differ."""
+
+    def by_position(module: Any, *args: Any, **options: Any) -> Any:
+        if not module.is_causal:
+            full = torch.nn.functional.softmax(args[0] @ args[1].mT * 0.5, -1) @ args[2]
+            return full.transpose(1, 2), None
+        return attention_of_mine(module, *args, **options)
+
+    name = register(by_position, None)
+    model, x = Both(name, False), torch.randn(2, 3, 6, 4)
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(x, x)
+    full = (x @ x.mT * 0.5).softmax(-1)
+    later = torch.ones(6, 6).triu(1).bool()
+    causal = (x @ x.mT * 0.5).masked_fill(later, -torch.inf).softmax(-1)
+    for module, p in (("a", full), ("b", causal)):
+        wanted = torch.special.entr(p).sum(-1)
+        torch.testing.assert_close(seen[module]["entropy"], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("memory", [1, 2])
+@torch.no_grad()
+def test_padding_stands_before_a_memory_key(implementation: str, memory: int) -> None:
+    real = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
+    allowed = nn.functional.pad(real, (0, memory), value=True)[:, None, None]
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    model, q, k = Asks(implementation, True), torch.randn(2, 3, 6, 4), torch.randn(2, 3, 8, 4)
+    with hw.watch(model, hw.LSE(), hw.Mass(hw.Self())) as seen:
+        model(q, k[:, :, : 6 + memory], mask.expand(-1, 1, 6, -1))
+    call = seen[""].calls[0]
+    assert torch.equal(call["lse"].rows.expand(2, 3, 6), real[:, None].expand(2, 3, 6))
+    p = (q @ k[:, :, : 6 + memory].mT * 0.5 + mask).softmax(-1)
+    rows = real[:, None].expand(2, 3, 6)
+    own = p.diagonal(0, -2, -1)
+    torch.testing.assert_close(call["self"].values[rows], own[rows], atol=1e-6, rtol=1e-5)

@@ -524,3 +524,154 @@ def test_what_is_told_at_once_needs_no_end() -> None:
         hook.remove()
     assert sorted(order[:2]) == ["24 queries", "end"]
     assert order[2:] == ["24 queries", "end"]
+
+
+# ── what is not followed ────────────────────────────────────────────────────────────────────────
+
+
+class Pixels(nn.Module):
+    """Attention of one head with the values first, as in SHSA, in a class of another name."""
+
+    def __init__(self, rebound: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(D, 3 * D, 1), nn.Conv2d(D, D, 1)
+        self.rebound = rebound
+        self.weights = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(2).chunk(3, 1)
+        p = (q.mT @ k).softmax(-1)
+        if self.rebound:
+            p = p.transpose(-2, -1) * 1.0
+            return self.out((v @ p).reshape(x.shape))
+        self.weights = p
+        return self.out((v @ p.transpose(-2, -1)).reshape(x.shape))
+
+
+def test_values_may_come_first_in_the_product() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Pixels())
+    seen = seen_of(model, torch.randn(B, D, 3, 5))
+    wanted = torch.special.entr(model[0].weights).sum(-1)[:, None]
+    torch.testing.assert_close(seen["0"]["entropy"], wanted, atol=1e-6, rtol=1e-5)
+    x = torch.randn(B, D, 3, 5)
+    with ablate(model, {"0": [0]}):
+        without = model(x)
+    assert torch.equal(without, model[0].out(torch.zeros_like(x)))
+
+
+def test_a_square_softmax_that_is_not_followed_is_named_whatever_its_class() -> None:
+    seen = seen_of(nn.Sequential(Pixels(rebound=True)), torch.randn(B, D, 3, 5))
+    assert seen.modules == ()
+    assert seen.left_out == {
+        "0": f"no product with values was seen of the softmax of [{B}, 15, 15]"
+    }
+
+
+def over_another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = torch.einsum("bihd,bjhd->bijh", q, k).softmax(2)
+    return torch.einsum("bijh,bjhd->bihd", p, v)
+
+
+def by_exp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = torch.einsum("bihd,bjhd->bhij", q, k).exp()
+    return torch.einsum("bhij,bjhd->bihd", e / e.sum(-1, keepdim=True), v)
+
+
+def by_exp_and_divided_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = torch.einsum("bihd,bjhd->bhij", q, k).exp_()
+    return torch.einsum("bhij,bjhd->bihd", e, v) / e.sum(-1).mT[..., None]
+
+
+def averaged_over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1).mean(1)
+    return torch.einsum("bij,bjhd->bihd", p, v)
+
+
+def tied_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = torch.einsum("rihd,rjhd->hij", q, k).softmax(-1)
+    return torch.einsum("hij,rjhd->rihd", p, v)
+
+
+def along_edges(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    source, target = torch.ones(T, T).tril().nonzero().T
+    out = []
+    for q_, k_, v_ in zip(q, k, v, strict=True):
+        e = (q_[source] * k_[target]).sum(-1).exp()  # [edges, H]
+        total = torch.zeros(T, H).scatter_add_(0, source[:, None].expand(-1, H), e)
+        p = e / total[source]
+        out.append(torch.zeros(T, H, D).index_add(0, source, p[..., None] * v_[target]))
+    return torch.stack(out)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    texts = zip(q.unbind(), k.unbind(), v.unbind(), strict=True)
+    return torch.stack(
+        [
+            torch.stack([hand(*one) for one in zip(*(x.unbind(1) for x in text), strict=True)], 1)
+            for text in texts
+        ]
+    )
+
+
+UNFOLLOWED = {
+    one_by_one: f"the softmax of [{T}, {T}] has no axes of batch rows and heads",
+    over_another_axis: f"the softmax of [{B}, {T}, {T}, {H}] is over axis 2, not the last",
+    by_exp: f"a softmax of [{B}, {H}, {T}, {T}] is written out with exp()",
+    by_exp_and_divided_last: f"a softmax of [{B}, {H}, {T}, {T}] is written out with exp()",
+    averaged_over_heads: "no product with values was seen of the softmax of [2, 3, 12, 12]",
+    tied_rows: "no product with values was seen of the softmax of [3, 12, 12]",
+    along_edges: "is summed by scatter_add_(), as in a softmax over the edges of a graph",
+}
+
+
+@pytest.mark.parametrize("attend", UNFOLLOWED, ids=lambda attend: attend.__name__)
+def test_attention_that_cannot_be_followed_is_left_out_with_a_reason(attend: Attend) -> None:
+    torch.manual_seed(0)
+    assert_left_out(seen_of(Attends(attend), torch.randn(B, T, H * D)), UNFOLLOWED[attend])
+
+
+def test_a_product_in_a_module_further_out_is_followed() -> None:
+    class Weights(nn.Module):
+        """Gives probabilities, which nothing in it is multiplied with."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qk = nn.Linear(H * D, 2 * H * D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = self.qk(x).unflatten(-1, (2, H, D)).unbind(-3)
+            return (heads(q) @ heads(k).mT).softmax(-1)
+
+    class Around(nn.Module):
+        num_heads = H
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.v, self.out = Weights(), nn.Linear(H * D, H * D), nn.Linear(H * D, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            v = heads(self.v(x).unflatten(-1, (H, D)))
+            return self.out(heads(self.weights(x) @ v).flatten(2))
+
+    seen = seen_of(Around(), torch.randn(B, T, H * D))
+    assert (seen.modules, seen.left_out) == (("",), {})
+
+
+def test_gates_and_temperatures_are_not_taken_for_attention() -> None:
+    class Gates(nn.Module):
+        """Softmaxes over classes and experts, exponentials that scale."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.scale = nn.Linear(H * D, 5), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.gate(x).softmax(-1)
+            mixed = torch.einsum("btk,btd->btkd", gate, x).sum(2) * self.scale.exp()
+            return mixed / (1 + (-x).exp()) + x.softmax(1)
+
+    model = Gates()
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(torch.randn(B, T + 1, H * D))
+    assert (len(seen), seen.left_out) == (0, {})

@@ -370,6 +370,7 @@ def test_headwises_own_layer_leaves_padding_out(mask: hw.Mask | None) -> None:
 
 # ── nn.MultiheadAttention ───────────────────────────────────────────────────────────────────────
 
+EXTRA = ("add_bias_kv", "add_zero_attn")
 PAD = torch.arange(T) >= torch.tensor([[T], [5]])
 LATER = torch.ones(T, T).triu(1).bool()
 MHA: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
@@ -411,12 +412,103 @@ def test_multihead_attention(case: str, weights: bool, mode: str) -> None:
     got = seen[""]["entropy"].double()
     torch.testing.assert_close(got[rows], wanted[rows], atol=1e-5, rtol=1e-5)
     received = torch.where(rows[..., None], p, 0.0).sum(2)
-    received = received.roll(p.shape[-1] - abs(s), -1)  # keys without a position stand first
     torch.testing.assert_close(seen[""]["received"].double(), received, atol=1e-5, rtol=1e-5)
     told = heads_of(model, *given, need_weights=weights, **masks)[0].transpose(1, 2).flatten(2)
     out = model(*given, **masks)[0]
     out = out if "batch_first" in options else out.transpose(0, 1)
     torch.testing.assert_close(model.out_proj(told)[real], out[real])
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("behind", [("add_bias_kv",), ("add_zero_attn",), (*EXTRA,)], ids=str)
+def test_keys_without_a_position_stay_where_the_model_has_them(
+    behind: tuple[str, ...], weights: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(E, H, batch_first=True, **dict.fromkeys(behind, True)).eval()
+    x, ids = torch.randn(B, T, E), torch.tensor([3, 5, 3, 5, 9, 3, 5])
+    given = {"query": x, "key": x, "value": x, "need_weights": weights}
+    p = model(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(hw.attention_of(model, given, ""), p)
+    follows = F.pad(ids[:, None] == ids[:-1], (1, 0))  # what followed the token elsewhere
+    follows &= torch.arange(T) != torch.arange(T)[:, None] + 1
+    wanted = {
+        "first": p[..., 0],
+        "all": p[..., :T].sum(-1),
+        "self": p.diagonal(0, -2, -1),
+        "next": F.pad(p[..., :T].diagonal(1, -2, -1), (0, 1)),
+        "induction": (p[..., :T] * follows).sum(-1),
+    }
+    patterns = [hw.First(), hw.Self(), hw.At(1), hw.Induction(ids)]
+    statistics = [hw.Mass(pattern) for pattern in patterns]
+    statistics += [hw.Mass(hw.First(T + 3), "all"), hw.Received(), hw.TopKeys(1)]
+    seen = watched(model, statistics=statistics, **given)[""]
+    for name, mass in wanted.items():
+        torch.testing.assert_close(seen[name], mass, atol=1e-6, rtol=1e-5, msg=name)
+    torch.testing.assert_close(seen["received"], p.sum(2))
+    assert torch.equal(seen["top_keys"][..., 0], p.argmax(-1))
+
+
+class Fairseq(nn.Module):
+    """Attention written out with a learned key behind the others, as in fairseq and ESM-1."""
+
+    num_heads = H
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.bias_k, self.bias_v = nn.Parameter(torch.randn(E)), nn.Parameter(torch.randn(E))
+        self.weights = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k, v = (
+            torch.cat([one, bias.expand(len(x), 1, E)], 1)
+            for one, bias in ((k, self.bias_k), (v, self.bias_v))
+        )
+        q, k, v = (one.unflatten(-1, (H, D)).transpose(1, 2) for one in (q, k, v))
+        self.weights = (q @ k.mT * D**-0.5).softmax(-1)
+        return self.out((self.weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_learned_key_behind_the_others_has_no_position() -> None:
+    model, x = Fairseq(), torch.randn(B, T, E)
+    seen = watched(model, x, statistics=[hw.Mass(p) for p in (hw.First(), hw.Self(), hw.At(1))])
+    p = model.weights
+    torch.testing.assert_close(seen[""]["first"], p[..., 0])
+    torch.testing.assert_close(seen[""]["self"], p.diagonal(0, -2, -1))
+    torch.testing.assert_close(
+        seen[""]["next"], F.pad(p[..., :T].diagonal(1, -2, -1), (0, 1)), atol=1e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("memory", [1, 2, 12])
+@pytest.mark.parametrize("cached", [0, 2])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_queries_stand_before_keys_that_every_query_sees(
+    memory: int, cached: int, by_hand: bool
+) -> None:
+    """Texts padded right, with keys of a cache before the sequence and memory keys behind it."""
+    real = torch.arange(T) < torch.tensor([[T], [4]])
+    later = torch.arange(cached + T) <= torch.arange(T)[:, None] + cached
+    seen_by = later & F.pad(real, (cached, 0), value=True)[:, None]
+    allowed = F.pad(seen_by, (0, memory), value=True)[:, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if by_hand:
+            return (q @ k.mT * D**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    model = Attends(attend)
+    statistics = [hw.LSE(), hw.Mass(hw.Self()), hw.Mass(hw.First())]
+    context = torch.randn(B, cached + T + memory, E)
+    call = watched(model, torch.randn(B, T, E), context, statistics=statistics)[""].calls[0]
+    rows = call["lse"].rows.expand(B, H, T)
+    assert torch.equal(rows, real[:, None].expand(B, H, T))
+    q, k, _ = model.split
+    p = (q @ k.mT * D**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1)
+    for name, mass in (("self", p.diagonal(cached, -2, -1)), ("first", p[..., 0])):
+        torch.testing.assert_close(call[name].values[rows], mass[rows], atol=1e-6, rtol=1e-5)
 
 
 def test_one_text_without_a_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hugging_cases import (
     T,
     apart,
     tokens,
+    transformers,
     valid_queries,
 )
 
@@ -239,3 +241,107 @@ def test_each_thread_sees_its_own_model() -> None:
 
     assert "__getitem__" not in vars(AttentionInterface)
     assert AttentionInterface.get_interface.__module__.startswith("transformers")
+
+
+# ── models of their own kind ────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def test_bridgetower_is_causal_nowhere() -> None:
+    """One class attends with `is_causal` and without, and eager attention ignores it."""
+    torch.manual_seed(0)
+    text = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": 37}
+    text |= {"intermediate_size": 32, "max_position_embeddings": 64}
+    vision = {"hidden_size": 64, "image_size": 16, "patch_size": 8, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
+    config = transformers.BridgeTowerConfig(text_config=text, vision_config=vision, **sizes)
+    model = transformers.BridgeTowerModel(config).eval()
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _, __, out: kept.update({name: out[1]})
+
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight.normal_(0.0, 0.3)
+        if type(part).__name__ in ("BridgeTowerSelfAttention", "BridgeTowerCrossAttention"):
+            part.register_forward_hook(keep(name))
+    inputs = {
+        "input_ids": torch.randint(3, 37, (2, 7)),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(**inputs)
+    assert {model.get_submodule(name).is_causal for name in kept} == {True, False}
+    for name, p in kept.items():
+        wanted = torch.special.entr(p.double()).sum(-1)
+        got = seen[name]["entropy"].double()
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_compressed_keys_stand_behind_the_sequence(padded: bool) -> None:
+    """DeepSeek-V4 attends to keys of whole blocks of tokens, which it puts behind the others."""
+    made = getattr(transformers, "DeepseekV4Config", None)
+    if made is None:
+        pytest.skip("this transformers has no DeepSeek-V4")
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    config = made(
+        **{"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2},
+        **{"intermediate_size": 32, "moe_intermediate_size": 16, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
+        **{"num_hash_layers": 1, "layer_types": kinds, "sliding_window": 8},
+        **{"compress_rates": dict(zip(kinds[1:], (4, 8), strict=True)), "qk_rope_head_dim": 8},
+    )
+    model = transformers.DeepseekV4Model(config).eval()
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.normal_(0.0, 0.3)
+    ids = torch.randint(3, 99, (2, 16))
+    real = torch.ones(2, 16, dtype=torch.long)
+    if padded:
+        real[1, -5:] = 0
+    names = [f"layers.{n}.self_attn" for n in range(3)]
+    with hw.watch(model, hw.LSE(), hw.Mass(hw.Self()), hw.Mass(hw.First())) as seen:
+        out = model(ids, attention_mask=real, use_cache=False, output_attentions=True)
+    for name, p in zip(names, out.attentions, strict=True):
+        call = seen[name].calls[0]
+        rows = call["lse"].rows.expand(2, 4, 16)
+        assert torch.equal(rows, real[:, None].bool().expand(2, 4, 16))
+        for figure, mass in (("self", p.diagonal(0, -2, -1)), ("first", p[..., 0])):
+            torch.testing.assert_close(
+                call[figure].values[rows], mass[rows], atol=1e-6, rtol=1e-5, msg=name
+            )
+    steps, cache = [slice(0, 10), slice(10, 15), slice(15, 16)], None
+    with hw.watch(model, hw.Mass(hw.Self())) as seen:
+        outs = []
+        for step in steps:
+            outs.append(model(ids[:, step], past_key_values=cache, output_attentions=True))
+            cache = outs[-1].past_key_values
+    for layer, name in enumerate(names):
+        for step, call, out in zip(steps, seen[name].calls, outs, strict=True):
+            p, first = out.attentions[layer], min(step.start, 7)  # a window keeps 7 keys before
+            own = p.diagonal(first, -2, -1)
+            torch.testing.assert_close(call["self"].values, own, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 14])
+@torch.no_grad()
+def test_xlnet_is_seen_whatever_the_size_of_the_batch(batch: int) -> None:
+    sizes = {"vocab_size": 37, "d_model": 24, "n_layer": 1, "n_head": 3, "d_inner": 32}
+    torch.manual_seed(0)
+    model = transformers.XLNetModel(transformers.XLNetConfig(**sizes)).eval()
+    ids = torch.randint(3, 37, (batch, 7))
+    with hw.watch(model, hw.Entropy()) as seen:
+        p = model(ids, output_attentions=True).attentions[0]
+    wanted = torch.special.entr(p.double()).sum(-1)
+    got = seen["layer.0.rel_attn"]["entropy"].double()
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    target = torch.eye(7)[-1:].expand(batch, 1, 7)
+    with hw.watch(model, hw.Entropy()) as seen:  # a second stream of the same queries
+        model(ids, perm_mask=torch.eye(7).expand(batch, 7, 7), target_mapping=target)
+    assert "7, 7] is one of 2 products of the same queries" in seen.left_out["layer.0.rel_attn"]

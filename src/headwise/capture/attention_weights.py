@@ -41,7 +41,8 @@ def attention_of(
         inputs: what it is called with: a dict of keywords (what a tokenizer gives), a tuple or list
             of arguments, or the only argument.
         layer: the module that attends, by its qualified name (`seen.modules` of a watch lists
-            them), or by its place among the attention calls of a forward, from 0.
+            them), or by its place among the attention calls of a forward, from 0; calls that are
+            left out count.
         head: its number, from 0, or several; without, all heads.
 
     Returns:
@@ -51,8 +52,9 @@ def attention_of(
         called more than once, calls of equal shape follow each other in the batch.
 
     Raises:
-        ValueError: a layer that did not attend, with those that did; a head that it has not;
-            more than a gigabyte of weights; calls of different shapes.
+        ValueError: a layer that did not attend, with those that did, or that was left out, with
+            the reason; a head that it has not; more than a gigabyte of weights; calls of different
+            shapes, with their numbers.
 
     >>> import headwise as hw
     >>> from headwise.gpt import builtin, load
@@ -69,14 +71,15 @@ def attention_of(
     by_number = isinstance(layer, int) and not isinstance(layer, bool)
     if not by_number and not isinstance(layer, str):
         raise ValueError(f"{said}: layer is a module's name, or its place among those that attend.")
-    found: list[Tensor] = []
-    met: list[str] = []
+    found: dict[int, Tensor] = {}
+    met: dict[str, None] = {}
 
     def listen(call: AttentionCall) -> None:
         if call.again:
             return
-        met.append(call.name)
-        if not (len(met) - 1 == layer if by_number else call.name == layer):
+        number = len(net.noticed) - 1
+        met[call.name] = None
+        if not (number == layer if by_number else call.name == layer):
             return
         if call.heads < call.all_heads:
             raise ValueError(
@@ -91,22 +94,27 @@ def attention_of(
                 f"Map(n) or TopKeys(k)."
             )
         weights = call.observe([_Weights(tuple(chosen))], Looking())["weights"].values
-        call.once_whole(lambda _: found.append(weights))
+        call.once_whole(lambda _: found.update({number: weights}))
 
     with catch(model, listen) as net, torch.no_grad():
         _call(model, inputs)
     if not found:
-        names = list(dict.fromkeys(met))
-        told = f"those that attend: {and_more([repr(one) for one in names], 12)}"
-        if not names:
+        number = layer if isinstance(layer, int) else -1
+        name = net.noticed[number] if 0 <= number < len(net.noticed) else str(layer)
+        if name in net.names.left_out:
+            raise ValueError(f"{said}: {name!r} is left out: {net.names.left_out[name]}.")
+        told = f"those that attend: {and_more([repr(one) for one in met], 12)}"
+        if not met:
             told = f"no attention was seen: {net.names.why_nothing()}"
-        elif str(layer) in net.names.left_out:
-            told = f"{layer!r} was not seen as a whole: {net.names.left_out[str(layer)]}"
         raise ValueError(f"{said}: no such layer; {told}.")
-    if len({one.shape[1:] for one in found}) > 1:
-        shapes = ", ".join(str(list(one.shape)) for one in found)
-        raise ValueError(f"{said}: it was called with different lengths ({shapes}); call it once.")
-    weights = found[0] if len(found) == 1 else torch.cat(found)
+    if len({one.shape[1:] for one in found.values()}) > 1:
+        shapes = [f"layer={number} gives {list(one.shape)}" for number, one in found.items()]
+        raise ValueError(
+            f"{said}: {layer!r} is called with different lengths; give the number of one call, "
+            f"{and_more(shapes, 12)}, or watch and take seen[{layer!r}].calls."
+        )
+    every = list(found.values())
+    weights = every[0] if len(every) == 1 else torch.cat(every)
     return weights if whole(head) is None else weights[:, 0]
 
 

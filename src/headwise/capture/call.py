@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.numbers import whole
-from ..core.shapes import extent_of
+from ..core.shapes import Extent, extent_of
 from ..stats.base import Statistic, all_needs
 from ..stats.needs import HEAD_OUTPUT
 from ..stats.observe import observe
+from ..stats.patterns import KeyRanges, Pattern
+from ..stats.per_query import Mass
 from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
@@ -155,7 +158,9 @@ class HeadsCall(AttentionCall):
     `made` is the heads' output, or what computes it when somebody asks. `keywords` are those of
     `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
-    stand at the keys' end, so that a key which is padding tells of a query that is.
+    stand at the keys' end, so that a key which is padding tells of a query that is. So many keys
+    `behind` all others have no position: the queries stand before them, and no pattern of positions
+    chooses them.
     """
 
     name: str
@@ -169,6 +174,7 @@ class HeadsCall(AttentionCall):
     own_positions: bool = True
     first_key: int = 0
     first_head: int = 0
+    behind: int = 0
 
     @property
     def batch(self) -> int:
@@ -210,6 +216,9 @@ class HeadsCall(AttentionCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
+        if self.behind:
+            keywords["first_query"] = self.keys - self.behind - self.queries
+            statistics = [_among_positions(one, self.behind) for one in statistics]
         wanted = HEAD_OUTPUT in all_needs(statistics)
         output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
@@ -224,3 +233,39 @@ class HeadsCall(AttentionCall):
                 **keywords,
             )
         return dict(seen.readings)
+
+
+def _among_positions(statistic: Statistic, behind: int) -> Statistic:
+    """Return the same statistic of a call in which so many keys at the end have no position."""
+    if not isinstance(statistic, Mass) or isinstance(statistic.keys, Mask):
+        return statistic
+    return Mass(_OfPositions(statistic.keys, behind), *statistic.names)
+
+
+@dataclass(frozen=True)
+class _OfPositions:
+    """A pattern among the keys that have a position; those behind them have none."""
+
+    pattern: Pattern
+    behind: int
+
+    @property
+    def name(self) -> str:
+        return self.pattern.name
+
+    @property
+    def figure(self) -> str | None:
+        return getattr(self.pattern, "figure", None)
+
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
+        found = self.pattern.ranges(self._positions(extent), device)
+        rest = torch.arange(extent.keys - self.behind, extent.keys, device=device)
+        order = torch.cat([found.order, rest.expand(len(found.order), -1)], dim=1)
+        return replace(found, order=order)
+
+    def keys(self, extent: Extent, device: torch.device) -> Tensor:
+        return F.pad(self.pattern.keys(self._positions(extent), device), (0, self.behind))
+
+    def _positions(self, extent: Extent) -> Extent:
+        keys = extent.keys - self.behind
+        return replace(extent, keys=keys, first_query=extent.offset)

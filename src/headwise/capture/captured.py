@@ -32,8 +32,7 @@ class Watched(HeadTable):
     What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
     Modules stand in the order of their first calls.
 
-    `left_out` says of modules that attended, and of which not all could be seen, why they are not
-    among them.
+    `left_out` says of modules that attended, or seem to, why not all of that could be seen.
 
     Args:
         running: add calls up as they come (`Running`) in place of keeping each one.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .net import Net, Road
 from .private_torch import twin
@@ -30,13 +30,13 @@ class Composite:
 
     heads: how many there are, where batch and heads are one axis.
     own: whether queries and keys come from the same sequence; `None` where that is not known.
-    extra: so many keys stand behind the others and are no positions (`bias_k`, zeros).
+    behind: so many keys stand behind the others and have no position (`bias_k`, zeros).
     projection: weight of the output projection `[O, H · Dv]`.
     """
 
     heads: int
     own: bool | None
-    extra: int
+    behind: int
     projection: Tensor | None
 
 
@@ -60,6 +60,19 @@ def inside(of: Composite) -> Iterator[None]:
         yield
     finally:
         _INSIDE.composite = before
+
+
+def keys_behind(module: nn.Module) -> int:
+    """Return how many keys without a position stand behind the others.
+
+    The composite function says so; of attention that a module writes out itself, the names that
+    `nn.MultiheadAttention` and fairseq give them do.
+    """
+    within = composite()
+    if within is not None:
+        return within.behind
+    learned = isinstance(getattr(module, "bias_k", None), Tensor)
+    return learned + (getattr(module, "add_zero_attn", False) is True)
 
 
 def projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

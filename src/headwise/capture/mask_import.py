@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -196,12 +197,8 @@ def without_padding(mask: Mask, extent: Extent, device: torch.device) -> Mask:
             [1, 1, 0],
             [0, 0, 0]], dtype=torch.int32)
     """
-    if not extent.inside or _reaches_all(mask):
-        return mask
-    here = torch.arange(extent.queries, device=device)[None, None, :, None]
-    own = mask.allowed(here, here + extent.offset, extent)
-    if own is None or bool(own.all()):  # mostly, queries may attend to themselves
-        return mask
+    if not extent.inside or _own_keys(mask, extent, extent.offset, device) is None:
+        return mask  # mostly, queries may attend to themselves
     real = attended(mask, extent, device)[:, extent.offset :][:, : extent.queries]
     return mask if bool(real.all()) else mask & Queries(real)
 
@@ -215,25 +212,98 @@ def with_padding(mask: Mask) -> Mask:
 
 
 def in_place(
-    find: Callable[[Extent], Mask], extent: Extent, device: torch.device, own: bool | None
-) -> tuple[Mask, int]:
-    """A mask without padded queries, and the number of keys that count.
+    find: Callable[[Extent], Mask],
+    extent: Extent,
+    device: torch.device,
+    own: bool | None,
+    behind: int = 0,
+) -> tuple[Mask, int, int]:
+    """Return a mask without padded queries, how many keys count, and how many are `behind`.
 
-    Where the mask tells each query apart, the call is one of self-attention, and its last query
-    stands at the last key that anybody sees: a static cache is empty behind it.
+    Where the mask tells each query apart, the call is one of self-attention. A static cache is
+    empty behind the last key that anybody sees. The last query stands at the last key, unless the
+    mask tells that keys without a position stand behind the sequence.
 
     Args:
         find: gives the mask of a call of these sizes, which may have fewer keys.
         extent: the sizes of the call.
         device: where its tensors are.
         own: whether queries and keys are of one sequence; `None` where only the mask can tell.
+        behind: so many keys are known to stand behind those that have a position.
     """
+    if behind:
+        extent = replace(extent, first_query=extent.offset - behind)
     mask = find(extent)
     here = at_the_end(mask, extent) if own is None else own
-    if own is None and extent.offset > 0 and (here or extent.queries == 1):
+    alone = own is None and extent.queries == 1
+    if not behind and extent.offset > 0 and (here or alone):
         extent = replace(extent, keys=max(reach(mask, extent, device), extent.queries))
         mask = find(extent)
-    return (without_padding(mask, extent, device) if here else mask), extent.keys
+        first = _first_query(mask, extent, device, bool(own)) if here else extent.offset
+        here = here and first is not None
+        if first not in (None, extent.offset):
+            behind, extent = extent.offset - first, replace(extent, first_query=first)
+    return (without_padding(mask, extent, device) if here else mask), extent.keys, behind
+
+
+def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -> int | None:
+    """Return the key position of query 0, of self-attention with more keys than queries.
+
+    Each query sees its own key there, unless nobody sees that key. It is the last position at
+    which, among the own keys, queries do not look ahead; of a mask that is not causal, the end. If
+    it is `sure` that this is self-attention, it is the last at which the own keys that somebody
+    sees stand side by side, before padding or behind it. `None` where there is none.
+    """
+    end, queries = extent.offset, extent.queries
+    if not end:
+        return end
+    own = _own_keys(mask, extent, end, device)
+    j = torch.arange(extent.keys, device=device)[None]
+    some = sorted({0, queries // 2, queries - 1})  # these rule most positions out
+    i = torch.tensor(some, device=device)[:, None]
+    allowed = None if _reaches_all(mask) else mask.allowed(i, j, extent)
+    if allowed is None or (own is None and not bool((allowed & (j > i + end)).any())):
+        return end
+    real = attended(mask, extent, device)
+    seen = _of_all_heads(allowed).expand(-1, len(some), extent.keys)
+
+    def among(keys: Tensor, start: int, stop: int) -> Tensor:
+        """Count those of `[B, S]` among such own keys, for each position."""
+        sums = F.pad(keys.int().cumsum(1), (1, 0))
+        return sums[:, stop : stop + end + 1] - sums[:, start : start + end + 1]
+
+    fits = torch.ones(end + 1, dtype=torch.bool, device=device)
+    causal = (among(real, 1, queries) > 0).any(0)
+    for row, query in enumerate(some):
+        mine = seen[:, row]
+        fits &= among(real & ~mine, query, query + 1).eq(0).all(0)
+        causal &= among(mine, query + 1, queries).eq(0).all(0)
+    places = _last(causal & fits)
+    if sure and own is not None:
+        turns = F.pad(real.int().diff(dim=1).abs(), (1, 0))
+        places += _last(fits & (among(turns, 1, queries) < 2).all(0)) + _last(fits)
+    for first in [*places, *([end] if own is None or not sure else [])]:
+        own = _own_keys(mask, extent, first, device)
+        if own is None or not bool((real[:, first : first + queries] & ~own[..., 0]).any()):
+            return first
+    return None
+
+
+def _last(flags: Tensor, count: int = 8) -> list[int]:
+    """Return the places of the last flags that are True, the very last first."""
+    return flags.nonzero().flatten().flip(0)[:count].tolist()
+
+
+def _own_keys(mask: Mask, extent: Extent, first: int, device: torch.device) -> Tensor | None:
+    """Return which queries may attend to their own keys, `[B or 1, T, 1]`; `None` if all may."""
+    i = torch.arange(extent.queries, device=device)[:, None]
+    own = None if _reaches_all(mask) else mask.allowed(i, i + first, extent)
+    return None if own is None or bool(own.all()) else _of_all_heads(own)
+
+
+def _of_all_heads(allowed: Tensor) -> Tensor:
+    """Return where some head may attend, `[B or 1, t, s]`."""
+    return allowed[(None,) * (4 - allowed.dim())].any(1)
 
 
 def _reaches_all(mask: Mask) -> bool:

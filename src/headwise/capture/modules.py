@@ -50,6 +50,7 @@ class Forward:
     waiting: calls made in it of which it is not known yet whether they are whole.
     read: of every projection in it, how many positions it read, and how wide what it gave is.
     lost: the shapes of softmaxes made in it of which no product with values was seen, by mark.
+    other: what else may attend in it, as clauses, and whether that is likely.
     told: attention that was made in it was told of, or left out.
     reason: why some of it was left out.
     """
@@ -58,6 +59,7 @@ class Forward:
     waiting: list[Waiting] = field(default_factory=list)
     read: set[tuple[int, int]] = field(default_factory=set)
     lost: dict[object, torch.Size] = field(default_factory=dict)
+    other: dict[str, bool] = field(default_factory=dict)
     told: bool = False
     reason: str = ""
 

@@ -49,7 +49,8 @@ class Net:
 
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
-    `catch()`. Errors name the public `function` that spread it out.
+    `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
+    order. Errors name the public `function` that spread it out.
     """
 
     function = "watch"
@@ -70,13 +71,17 @@ class Net:
         self.masks = MaskMemo()
         self.softmaxes = WeakIdKeyDictionary()
         self.contexts: set[StorageWeakRef] = set()
+        self.exps, self.by_hand = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
-        self.told = 0
+        self.noticed: list[str] = []
 
     def _begin(self) -> None:
         """The model is called anew."""
         self.masks.clear()
         self.contexts.clear()
+        self.unfollowed.clear()
+        self.noticed.clear()
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
@@ -84,18 +89,54 @@ class Net:
         outer = self.names.stack[-1] if self.names.stack else None
         if outer is not None and forward.leaf:
             outer.lost |= forward.lost
-        if forward.lost and not forward.told and self.names.attends(forward):
-            said = and_more([str(list(shape)) for shape in forward.lost.values()])
-            self.leave_out(forward, f"no product with values was seen of the softmax of {said}")
-        if not forward.waiting:
+        told = forward.told
+        if not told:
+            self._name_unseen(forward, outer)
+        if forward.waiting:
+            lost = list(forward.lost.values())
+            settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
+            if outer is None:
+                settled += [at_last(waiting) for waiting in unknown]
+            else:
+                outer.waiting += unknown
+            self._settle(forward, settled)
+        if told:  # what is said of its calls comes first
+            self._name_unseen(forward, outer)
+
+    def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
+        """Leave out what seems to attend in a module and was not seen.
+
+        That is a softmax over as many keys as queries without a product; and in a module of which
+        nothing was seen, also what looks like a softmax by hand. Where such a module is called an
+        attention, sizes do not matter. Of a module without parts, that around it may use more.
+        """
+        if not (forward.lost or forward.other):
             return
-        lost = list(forward.lost.values())
-        settled, unknown = at_end(forward.waiting, output, lost, forward.reason)
-        if outer is None:
-            settled += [at_last(waiting) for waiting in unknown]
-        else:
-            outer.waiting += unknown
-        self._settle(forward, settled)
+        alone = not forward.told and self.names.attends(forward)
+        passed = set(self.unfollowed)
+        if outer is not None and forward.leaf and not alone:
+            outer.other |= {reason: False for reason, likely in forward.other.items() if not likely}
+            passed |= {found.mark for found in self.softmaxes.values()}  # not gone yet
+        lost = {mark: x for mark, x in forward.lost.items() if mark not in passed}
+        lost = {mark: x for mark, x in lost.items() if alone or x[-1] == x[-2] > 1}
+        other = {} if forward.told else forward.other
+        reasons = [reason for reason, likely in other.items() if alone or likely]
+        if lost:
+            shapes = and_more([str(list(shape)) for shape in lost.values()])
+            reasons.append(f"no product with values was seen of the softmax of {shapes}")
+        if reasons:
+            reason = and_more(reasons)
+            self.leave_out(forward, reason)
+            self.unfollowed |= dict.fromkeys(lost, (self.names.name(forward), reason))
+
+    def followed(self, mark: object) -> None:
+        """Note that a product with values was seen of the softmax of this mark."""
+        for forward in self.names.stack:
+            forward.lost.pop(mark, None)
+        name, reason = self.unfollowed.pop(mark, ("", ""))
+        if reason and self.names.left_out.get(name) == reason:
+            self.noticed.remove(name)
+            del self.names.left_out[name]
 
     def projected(self, x: Tensor, out: Tensor) -> None:
         """Learn from what a projection reads and gives."""
@@ -123,8 +164,9 @@ class Net:
 
     def leave_out(self, forward: Forward, reason: str) -> None:
         """Note that attention of a module is not told of, and why."""
-        self.told, forward.told, forward.reason = self.told + 1, True, reason
-        self.names.left_out.setdefault(self.names.name(forward), reason)
+        name, forward.told, forward.reason = self.names.name(forward), True, reason
+        self.noticed.append(name)
+        self.names.left_out.setdefault(name, reason)
 
     def _watching(self) -> bool:
         """Whether this thread works for the one that watches: a backward pass takes it along."""
@@ -144,7 +186,8 @@ class Net:
         `among` (the innermost).
         """
         among = among or self.names.stack[-1]
-        self.told, among.told = self.told + 1, True
+        self.noticed.append(call.name)
+        among.told = True
         self.refuse_transforms()
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):

@@ -31,6 +31,7 @@ class Waiting:
         keys: how many keys count.
         sure: the number of heads is known; else it is what axes mostly are.
         by_hand: a product, which may be of a share of the keys; a function's call is not.
+        queries_first: the product itself has its queries before its batch rows.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Waiting:
     keys: int
     sure: bool
     by_hand: bool
+    queries_first: bool = False
     then: list[Callable[[int], None]] = field(default_factory=list)
     there: int | None = None
 
@@ -107,7 +109,8 @@ def _read(w: Waiting, x: Tensor) -> Settled:
     turned = told.reshape(w.heads, w.rows, w.queries, w.width).transpose(0, 1)
     if place and w.turnable and not _joins(told, x) and _joins(turned, x):
         return _left(w, f"has its {w.heads} heads where batch rows mostly stand")
-    if place == "queries first" and x.shape[1] % x.shape[0] == 0:  # or a batch of blocks
+    if place == "queries first" and x.shape[1] % x.shape[0] == 0 and not w.queries_first:
+        # or a batch of blocks
         place = place if _same(told.permute(2, 0, 1, 3).reshape(x.shape), x) else ""
     return Settled(w, w.seen) if place else _left(w, _misread(w, x.shape[:-1]))
 
@@ -164,7 +167,7 @@ def at_end(
     found += [_of_others(w, rest, _axes(x)[0], len(lost)) for w in rest]
     before = next((one.reason for one in found if one.reason), before)
     if before:  # what is left of a module is not all of it
-        reason = f"with another, of which not all could be seen: {before}"
+        reason = f"stands beside another, of which not all could be seen: {before}"
         found = [one if one.reason else _left(one.call, reason) for one in found]
     return found, apart
 
@@ -200,9 +203,12 @@ def _of_shares(whole: Sequence[Waiting], lost: Sequence[torch.Size]) -> list[Set
         one_by_one = w.heads == 1 and w.queries == w.keys  # heads, each of which sees all
         others = sum(prod(shape[:-1]) == w.heads * w.seen for shape in lost if w.heads > 1)
         if number > 1 and not one_by_one:
-            reason = f"one of {number} products of the same queries: of shares of the keys, maybe"
+            reason = (
+                f"is one of {number} products of the same queries, of shares of the keys, maybe"
+            )
         elif others:
-            reason = f"and no product with values was seen of {others} more softmax of its queries"
+            more = f"{others} more softmax{'es' * (others > 1)} of its queries"
+            reason = f"is not all: no product with values was seen of {more}"
         else:
             found.append(Settled(w, w.seen))
             continue
@@ -223,7 +229,7 @@ def _chunks(waiting: Sequence[Waiting], x: Tensor) -> list[Settled]:
     alone = all(w.queries == w.keys for w in waiting)  # each is a sequence by itself
     if alone or (len(before) == 1 and min(before) >= 0):
         return [Settled(w, w.seen) for w in waiting]
-    reason = f"one of {len(waiting)} products of some queries: nothing tells where these stand"
+    reason = f"is one of {len(waiting)} products of some queries: nothing tells where these stand"
     return [_left(w, reason) for w in waiting]
 
 

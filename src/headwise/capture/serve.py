@@ -180,13 +180,14 @@ class Served:
 
 class ServedCall(HeadsCall):
     """A call whose output and statistics come from the same pass, if no padded query is left out
-    of the statistics, and nobody else has asked for the output before."""
+    of the statistics, all keys have a position, and nobody else has asked for the output before."""
 
     served: Served
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         mask = self.counted(looking)
-        if isinstance(self.made, Tensor) or not self.served.one_pass(self.k, mask):
+        apart = self.behind > 0 or isinstance(self.made, Tensor)
+        if apart or not self.served.one_pass(self.k, mask):
             return super().observe(statistics, looking)
         call = self.served.call
         seen = observe(

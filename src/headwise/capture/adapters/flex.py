@@ -177,7 +177,7 @@ def _call(
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         return call_of_scores(net, "flex_attention", scores, out)
-    mask, keys = mask_of(net, allowed, extent, q.device)
+    mask, keys, behind = mask_of(net, allowed, extent, q.device)
     return HeadsCall(
         net.names.current,
         "flex_attention",
@@ -187,6 +187,7 @@ def _call(
         out,
         keywords={"mask": mask, "scale": scale},
         own_positions=False,  # the mask has seen to that
+        behind=behind,
     )
 
 

@@ -38,9 +38,9 @@ def multi_head_attention_forward(
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     if named.get("need_weights", True) and not watched():
         note(_ROAD, _WEIGHTS)
-    extra = (named["bias_k"] is not None) + bool(named["add_zero_attn"])
+    behind = (named["bias_k"] is not None) + bool(named["add_zero_attn"])
     own = named["query"] is named["key"]
-    of = Composite(named["num_heads"], own, extra, named["out_proj_weight"])
+    of = Composite(named["num_heads"], own, behind, named["out_proj_weight"])
     with inside(of), net.functions:
         return unasked(_FORWARD)(*args, **kwargs)
 

@@ -13,7 +13,7 @@ from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
 from ..call import HeadsCall
-from ..heads import composite
+from ..heads import composite, keys_behind
 from ..leading_axes import Leading, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     if out.is_nested:
         return _of_nested(net, asked, out)
     axes = leading(out.shape, net.names.stack, asked["value"])
-    if instead is not None and (axes is None or not axes.last or _moves_keys()):
+    if instead is not None and (axes is None or not axes.last):
         instead, out = None, instead.out()
     said = f"scaled_dot_product_attention giving {list(out.shape)}"
     if axes is None:
@@ -149,12 +149,6 @@ def _plain(
 _NAME = "scaled_dot_product_attention"
 
 
-def _moves_keys() -> bool:
-    """Whether a watch is told of the keys in another order than they are in."""
-    within = composite()
-    return within is not None and within.extra > 0
-
-
 def _asked(
     query: Tensor,
     key: Tensor,
@@ -191,12 +185,9 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
         if given is not None and given.dim() > 2:
             given = axes.split(given.expand(*axes.sizes, *given.shape[-2:]))
     made = axes.split(out)
-    within = composite()
-    if within is not None and within.extra:  # keys without a position go before all others
-        k, v = k.roll(within.extra, 2), v.roll(within.extra, 2)
-        given = None if given is None else given.roll(within.extra, -1)
+    within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
-    mask, keys = mask_of(net, given, extent, q.device, causal=asked["is_causal"])
+    mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
     return HeadsCall(
         net.names.current,
         "scaled_dot_product_attention",
@@ -207,6 +198,7 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
         keywords={"mask": mask, "scale": asked["scale"]},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
+        behind=behind,
     )
 
 
@@ -240,9 +232,17 @@ def _table(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
 
 
 def mask_of(
-    net: Net, given: Tensor | None, extent: Extent, device: torch.device, causal: bool = False
-) -> tuple[Mask, int]:
-    """A mask without padded queries, and the number of keys that count, as in `in_place()`."""
+    net: Net,
+    given: Tensor | None,
+    extent: Extent,
+    device: torch.device,
+    causal: bool = False,
+    behind: int = 0,
+) -> tuple[Mask, int, int]:
+    """Return a mask without padded queries, how many keys count, and how many are `behind`.
+
+    As `in_place()` does, once for a mask that serves all layers.
+    """
     within = composite()
     own = within.own if within is not None else (False if net.names.crosses else None)
 
@@ -250,10 +250,10 @@ def mask_of(
         cut = given if given is None or given.shape[-1] == 1 else given[..., : sizes.keys]
         return as_mask(cut, sizes, causal=causal)
 
-    def find() -> tuple[Mask, int]:
-        return in_place(of, extent, device, own)
+    def find() -> tuple[Mask, int, int]:
+        return in_place(of, extent, device, own, behind)
 
-    return find() if given is None else net.masks.of(given, (extent, causal, own), find)
+    return find() if given is None else net.masks.of(given, (extent, causal, own, behind), find)
 
 
 def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
 from ..contents import checksum, version
-from ..heads import composite
+from ..heads import composite, keys_behind
 from ..leading_axes import leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
@@ -67,17 +67,60 @@ def softmax(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """A softmax, which may be a step of attention."""
     scores = args[0] if args else kwargs["input"]
     if scores.dim() < 3 or scores.layout is not torch.strided:
-        return function(*args, **kwargs)
+        p = function(*args, **kwargs)
+        if p.dim() == 2:
+            net.by_hand[p] = f"the softmax of {list(p.shape)} has no axes of batch rows and heads"
+        return p
     before = _Held.by(scores)
     p = function(*args, **kwargs)
     axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    running, mark, shape = tuple(net.names.stack), object(), scores.shape
     if axis not in (-1, scores.dim() - 1):
         net.contexts |= _storage(p)
-    elif p is not scores:
-        running, mark = tuple(net.names.stack), object()
-        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (scores.shape,), running, mark)
-        running[-1].lost[mark] = scores.shape
+        said = f"the softmax of {list(shape)} is over axis {axis}, not the last"
+        _may_attend(net, said, axis is not None and shape.count(shape[axis]) > 1 < shape[axis])
+        return p
+    if p is not scores:
+        net.softmaxes[p] = _Softmax(scores, before, _Held.by(p), (shape,), running, mark)
+    running[-1].lost[mark] = shape
     return p
+
+
+def exp(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An exponential, which may be a step of a softmax by hand."""
+    e = function(*args, **kwargs)
+    net.exps[e] = True
+    if e.dim() > 2:
+        net.by_hand[e] = f"a softmax of {list(e.shape)} is written out with exp()"
+    return e
+
+
+def divided(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A quotient, which may be the last step of a softmax by hand."""
+    if net.by_hand and args and isinstance(args[-1], Tensor) and args[-1].dim():
+        _note_by_hand(net, args[0])
+    return function(*args, **kwargs)
+
+
+def grouped(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum by groups of entries, which may be a step of a softmax over these."""
+    for e in [*args, *kwargs.values()] if net.exps else []:
+        if isinstance(e, Tensor) and e in net.exps:
+            said = f"the exp() of {list(e.shape)} is summed by {function.__name__}()"
+            _may_attend(net, f"{said}, as in a softmax over the edges of a graph")
+    return function(*args, **kwargs)
+
+
+def _note_by_hand(net: Net, p: Any) -> None:
+    """Note that these are used as probabilities which cannot be followed, if they are known."""
+    said = net.by_hand.get(p) if net.by_hand and isinstance(p, Tensor) else None
+    if said is not None:
+        _may_attend(net, said, p.shape[-1] == p.shape[-2] > 1)
+
+
+def _may_attend(net: Net, said: str, likely: bool = True) -> None:
+    """Note what may attend in the module that runs, and cannot be followed."""
+    net.names.stack[-1].other[said] = likely
 
 
 def reshaping(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,14 +193,29 @@ def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if len(args) < 2 or _is_context(net, args[:2], out):
         return out
     p, v = args[:2]
-    found = _attends(net, p)
+    _note_by_hand(net, p)
+    found, told = _attends(net, p), out
+    if found is None and (kept := _turned(net, v)) is not None:  # values first: v @ pᵀ
+        p, v, found, told = kept, p.mT, _attends(net, kept), out.mT
     if found is None and v.dim() == 2 and p.dim() > 2:  # a projection by a weight alone
         net.projected(p, out)
-    if found is None or v.dim() < 3 or p.shape[:-1] != out.shape[:-1]:
+    if found is None or v.dim() < 3 or p.shape[:-1] != told.shape[:-1]:
         return out
     sizes = (1,) * (p.dim() - v.dim()) + tuple(v.shape)
-    new = _tell(net, found, p.shape, out, v, [size == 1 for size in sizes[:-2]])
-    return out if new is None else new
+    new = _tell(net, found, p.shape, told, v, [size == 1 for size in sizes[:-2]])
+    if new is None:
+        return out
+    return new if told is out else new.mT
+
+
+def _turned(net: Net, x: Tensor) -> Tensor | None:
+    """Return the probabilities whose transpose this is, if some are remembered."""
+    memory = _storage(x) if net.softmaxes and x.dim() > 2 else set()
+    for p in list(net.softmaxes) if memory else []:
+        same = p.shape == x.mT.shape and p.stride() == x.mT.stride()
+        if same and p.storage_offset() == x.storage_offset() and _storage(p) == memory:
+            return p
+    return None
 
 
 def _attends(net: Net, p: Any) -> _Softmax | None:
@@ -172,6 +230,8 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str) or _is_context(net, operands, out):
         return out
+    for x in operands:
+        _note_by_hand(net, x)
     told = [(n, found) for n, x in enumerate(operands) if (found := _attends(net, x)) is not None]
     if not told:
         return out
@@ -182,7 +242,7 @@ def einsum(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return out
     order, shared = found_order
     sorted_ = out.permute(order)
-    new = _tell(net, found, p.shape, sorted_, v, shared)
+    new = _tell(net, found, p.shape, sorted_, v, shared, queries_first=order[-2] < order[0])
     if new is None:
         return out
     return new.permute([order.index(axis) for axis in range(out.dim())])
@@ -241,16 +301,17 @@ def _tell(
     out: Tensor,
     values: Tensor,
     shared: Sequence[bool],
+    queries_first: bool = False,
 ) -> Tensor | None:
     """Tell of attention with these probabilities; `out` has their order of axes.
 
-    Heads of a group have axes of their own, which share the `values`.
+    Heads of a group have axes of their own, which share the `values`. The product itself may have
+    its `queries_first`.
     """
     net.refuse_transforms()
     for p in [p for p, other in net.softmaxes.items() if other.scores is found.scores]:
         del net.softmaxes[p]  # autograd may keep p, and should not keep the scores with it
-    for forward in net.names.stack:
-        forward.lost.pop(found.mark, None)
+    net.followed(found.mark)
     # Softmax and product may have modules of their own.
     running = net.names.common(found.running)
     name = net.names.name(running[-1])
@@ -263,20 +324,20 @@ def _tell(
         net.leave_out(running[-1], reason)
         return None
     made = axes.split(out)
-    call = call_of_scores(net, "softmax", axes.split(found.scores), made)
+    behind = keys_behind(running[-1].module)
+    call = call_of_scores(net, "softmax", axes.split(found.scores), made, behind)
     call.name = name
     waiting = None
     if composite() is None:
-        waiting = Waiting(name, said, made, out.shape, call.keys, axes.sure, by_hand=True)
+        made_of = (name, said, made, out.shape, call.keys, axes.sure)
+        waiting = Waiting(*made_of, by_hand=True, queries_first=queries_first)
     new = net.tell(call, waiting, running[-1])
     return None if new is None else axes.join(new, out.shape)
 
 
-def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCall:
+def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: int = 0) -> HeadsCall:
     """A call of which only the scores `[B, H, T, S]` are known, −∞ or nearly where forbidden."""
     within = composite()
-    if within is not None and within.extra:  # keys without a position go before all others
-        scores = scores.roll(within.extra, -1)
     batch, heads, queries, keys = scores.shape
     extent = Extent(batch, heads, heads, queries, keys)
     scores = scores.to(statistics_dtype(scores.dtype))
@@ -285,7 +346,7 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
     def find(sizes: Extent) -> Mask:
         return as_bias(scores[..., : sizes.keys], FORBIDDEN)
 
-    mask, keys = in_place(find, extent, scores.device, own)
+    mask, keys, behind = in_place(find, extent, scores.device, own, behind)
     q, k, v = (
         scores.new_zeros(1).expand(batch, heads, length, width)
         for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
@@ -300,6 +361,7 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor) -> HeadsCa
         keywords={"mask": mask},
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
+        behind=behind,
     )
 
 
@@ -330,6 +392,16 @@ def functions() -> dict[Any, Road]:
         ),
         **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
         **dict.fromkeys(_named("softmax"), softmax),
+        **dict.fromkeys(_named("exp", "exp_", "exp2", "exp2_"), exp),
+        **dict.fromkeys(
+            _named(*"div div_ divide true_divide __truediv__ __idiv__ __itruediv__".split()),
+            divided,
+        ),
+        **dict.fromkeys(
+            _named(*"scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()),
+            grouped,
+        ),
+        **dict.fromkeys(_named("index_add", "index_add_", "segment_reduce"), grouped),
         **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
         torch.einsum: einsum,
         torch.functional.einsum: einsum,

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..call import HeadsCall
@@ -49,8 +50,8 @@ class _Kept(threading.local):
 
 
 _KEPT = _Kept()
-_FOUND: dict[tuple[object, ...], int | None] = {}
-"""Which meaning the arguments of a function have."""
+_FOUND: dict[tuple[object, ...], list[str]] = {}
+"""Which meanings the arguments of a function may have."""
 
 
 def _wrap() -> Callable[[], None]:
@@ -114,22 +115,31 @@ def _attend(
         return run(**options)
     net = nets[-1]
     tensors = (query, key, value, attention_mask)
-    given = Given(net, _FOUND, function, module, *tensors, options)
+    kept, _KEPT.keys = _KEPT.keys, None
+    behind = _behind(kept, key)
+    given = Given(net, _FOUND, function, module, *tensors, options, behind)
     with silence():  # silence is for all nets of a thread
-        meaning = given.meaning(run)
+        meaning = given.meaning()
         if meaning is not None:
-            first = _KEPT.first if key is _KEPT.keys else 0
-            _KEPT.keys = None
+            first = _KEPT.first if key is kept or behind else 0
             return _tell(nets, given, meaning, partial(run, **options), first)
-    told = net.told
+    told = len(net.noticed)
     result = run(**options)
-    if net.told == told:
+    if len(net.noticed) == told:
         raise ValueError(
             f"watch({type(net.names.model).__name__}): {given.named} of {net.names.current!r} "
             f"gives something else than softmax(scale · q·k + mask) · v of its arguments, and "
             f"nothing that attends was heard inside it; choose another attn_implementation."
         )
     return result
+
+
+def _behind(kept: Tensor | None, key: Tensor) -> int:
+    """Return how many keys a model has put behind those that its cache gave."""
+    if kept is None or key is kept or key.dtype != kept.dtype or key.shape[2] <= kept.shape[2]:
+        return 0
+    behind = key.shape[2] - kept.shape[2]
+    return behind if torch.equal(key[:, :, :-behind], kept) else 0
 
 
 def _tell(
@@ -160,6 +170,7 @@ def _tell(
             projection=_projection(given.module, q.shape[1] * v.shape[3]),
             own_positions=False,  # the mask has seen to that
             first_key=first,
+            behind=meaning.behind,
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)

@@ -1,13 +1,15 @@
 """What the functions of transformers' attention interface make of their arguments.
 
 What `sdpa`, `flash` and `flex` do is known. Any other function, `eager` among them, is tried once
-on its own arguments, without dropout: a meaning counts when it gives the function's own output.
+on its own arguments, without dropout, with values that tell the keys apart: a meaning counts when
+it gives what the function makes of them. Where several do, the next call on which they differ is
+tried as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
-from ..mask_import import as_mask, reach, without_padding
+from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..net import Net
 from ..serve import Served, accelerators, note
 from .flex import allowed_by
@@ -46,6 +48,7 @@ class Meaning:
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    behind: int
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -56,13 +59,14 @@ class Meaning:
 class Given:
     """What a function of the interface was called with: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
-    `found` remembers which meaning a function's arguments have.
+    `found` remembers which meanings a function's arguments may have, by their names. So many keys
+    `behind` those of a cache have no position.
     """
 
     def __init__(
         self,
         net: Net,
-        found: dict[tuple[object, ...], int | None],
+        found: dict[tuple[object, ...], list[str]],
         function: Function,
         module: nn.Module,
         q: Tensor,
@@ -70,7 +74,9 @@ class Given:
         v: Tensor,
         mask: Any,
         options: dict[str, Any],
+        behind: int = 0,
     ) -> None:
+        self.behind = behind
         self.net, self.found, self.function, self.module = net, found, function, module
         self.mask, self.options, self.given = mask, options, (q, k, v, mask)
         batch = max(len(q), len(k))  # a single row of queries may serve the whole batch
@@ -98,97 +104,118 @@ class Given:
         note(self.named, found)
         return found
 
-    def meaning(self, run: Function) -> Meaning | None:
+    def meaning(self) -> Meaning | None:
         """What the arguments mean to the function; `None` if it computes something else."""
+        meanings = dict(self.meanings())
         if self.kind is not None:
-            return next(self.meanings())
-        mask, (queries, keys) = self.mask, (self.q.shape[2], self.k.shape[2])
-        form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries == keys)
-        place = (self.function, type(self.module), *form)
-        if place not in self.found:
-            self.found[place] = self._try(run)
-        number = self.found[place]
-        return None if number is None else list(self.meanings())[number]
+            return next(iter(meanings.values()))
+        (queries, keys), mask = (self.q.shape[2], self.k.shape[2]), self.mask
+        form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
+        place = (self.function, type(self.module), self.causal, *form)
+        known = self.found.get(place)
+        possible = {name: meanings[name] for name in known or () if name in meanings}
+        if known is None or (known and not possible) or not _agree(list(possible.values())):
+            self.found[place] = known = self._fitting(possible or meanings)
+        return next((meanings[name] for name in known if name in meanings), None)
 
-    def _try(self, run: Function) -> int | None:
-        """The number of the first meaning that gives the function's output, on a few rows."""
+    def _fitting(self, meanings: dict[str, Meaning]) -> list[str]:
+        """The meanings that the function's output allows, the likeliest first: on a few rows, and
+        of values that tell apart the keys and the heads."""
+        q, k, v, mask = self.given
+        size = (v.shape[1], v.shape[2], v.shape[3])
+        head, key, wave = (torch.arange(n, device=v.device) for n in size)
+        angle = (key[:, None] + 0.5) * wave * (torch.pi / v.shape[2]) + head[:, None, None]
+        told = angle.cos().to(v.dtype).repeat(len(v), 1, 1, 1)
         still = {"dropout": 0.0} if "dropout" in self.options else {}
         with torch.no_grad():
-            out = self.heads_of(run(**(self.options | still)))
-            for number, meaning in enumerate(self.meanings()):
-                with as_given(self.q.device):
-                    if _gives(self.q, meaning, out):
-                        return number
-        return None
+            result = self.function(self.module, q, k, told, mask, **(self.options | still))
+            out, told = self.heads_of(result), told.expand(len(self.k), -1, -1, -1)
+            with as_given(self.q.device):
+                return [
+                    name
+                    for name, meaning in meanings.items()
+                    if _gives(self.q, replace(meaning, v=told[:, :, : meaning.k.shape[2]]), out)
+                ]
 
-    def meanings(self) -> Iterator[Meaning]:
+    def meanings(self) -> Iterator[tuple[str, Meaning]]:
         """What the arguments may mean, the likeliest first; one where the function is known."""
         options = self.options
         known = {} if self.kind == "sdpa" else options
         bias = None if self.kind == "flash" else options.get("position_bias")
-        for keys, mask in self._masks():
+        for name, keys, mask, behind in self._masks():
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
-            yield Meaning(
-                self.k[:, :, :keys],
-                self.v[:, :, :keys],
-                mask,
-                options.get("scaling"),
-                known.get("softcap"),
-                known.get("s_aux"),
+            yield (
+                name,
+                Meaning(
+                    self.k[:, :, :keys],
+                    self.v[:, :, :keys],
+                    mask,
+                    options.get("scaling"),
+                    known.get("softcap"),
+                    known.get("s_aux"),
+                    behind,
+                ),
             )
 
-    def _masks(self) -> Iterator[tuple[int, Mask]]:
-        """How many keys count, and who may attend to them; padded queries may to none."""
+    def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
+        """Each meaning's name, how many keys count, who may attend to them, and how many are behind
+        the sequence; padded queries may attend to none."""
         mask, keys, queries = self.mask, self.k.shape[2], self.q.shape[2]
         if isinstance(mask, Tensor) and mask.dim() != 2:
-            yield self._once(mask, keys, self._of_mask)
+            yield "mask", *self._once(mask, keys, self._of_mask)
             return
         if mask is not None and not isinstance(mask, Tensor):
             written_out = allowed_by(self.net, mask, self._extent(keys))
-            yield self._once(written_out, keys, self._of_mask)
+            yield "mask", *self._once(written_out, keys, self._of_mask)
             return
         real: Mask = Everything()
         if mask is not None:  # a static cache is empty behind what a mask of the keys covers
             keys, real = self._once(mask, min(keys, mask.shape[1]), self._of_keys)
         from_start = self.causal and 1 < queries < keys
         if self.kind in ("flash", None):
-            yield keys, _both(_both(real, self._packed(keys)), self._band(keys))
+            yield "band", keys, _both(_both(real, self._packed(keys)), self._band(keys)), 0
         if self.kind in ("sdpa", "headwise") and not from_start:
-            yield keys, _both(real, Causal() if self.causal else Everything())
+            yield "end", keys, _both(real, Causal() if self.causal else Everything()), 0
         if self.kind in ("sdpa", "headwise", None) and from_start:
-            yield queries, Causal()
+            yield "start", queries, Causal(), 0
         if self.kind in ("flex", None):
-            yield keys, real
+            yield "mask", keys, real, 0
 
-    def _once(
-        self, given: Tensor, keys: int, find: Callable[[Tensor, int], tuple[int, Mask]]
-    ) -> tuple[int, Mask]:
+    def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Found]) -> Found:
         """What is found of a tensor, which mostly serves all layers."""
-        what = ("transformers", find.__name__, self._extent(keys), self.own)
+        what = ("transformers", find.__name__, self._extent(keys), self.own, self.behind)
         return self.net.masks.of(given, what, lambda: find(given, keys))
 
     def _of_table(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         return keys, as_mask(given[..., :keys], self._extent(keys))
 
-    def _of_mask(self, given: Tensor, keys: int) -> tuple[int, Mask]:
-        """A mask `[B, H, T, S]`; a static cache is empty behind the last key that is seen."""
-        device = self.q.device
-        keys, mask = self._of_table(given, keys)
-        if self.own and self.q.shape[2] < keys:
-            filled = max(reach(mask, self._extent(keys), device), self.q.shape[2])
-            keys, mask = self._of_table(given, filled)
-        return keys, without_padding(mask, self._extent(keys), device) if self.own else mask
+    def _of_mask(self, given: Tensor, keys: int) -> tuple[int, Mask, int]:
+        """A mask `[B, H, T, S]`."""
+
+        def find(sizes: Extent) -> Mask:
+            return as_mask(given[..., : sizes.keys], sizes)
+
+        extent = self._extent(keys)
+        mask, keys, behind = in_place(find, extent, self.q.device, self.own, self.behind)
+        return keys, mask, behind
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         """Which keys are real, `[B, S]`; in self-attention so are the queries at their end."""
-        return self._of_mask(given[:, None, None, :keys].bool(), keys)
+        device, queries, given = self.q.device, self.q.shape[2], given[:, None, None].bool()
+        keys, mask = self._of_table(given, keys)
+        if not self.own:
+            return keys, mask
+        if queries < keys:
+            filled = max(reach(mask, self._extent(keys), device), queries)
+            keys, mask = self._of_table(given, filled)
+        return keys, without_padding(mask, self._extent(keys), device)
 
     def _band(self, keys: int) -> Mask:
         """Who may attend, by position, in a kernel that is told so in place of a mask."""
         window, extent = self.options.get("sliding_window"), self._extent(keys)
         if window is None or keys <= window:
-            return Causal() if self.causal else Everything()
+            return Causal() if self.causal and extent.queries > 1 else Everything()
         if self.causal:
             return Window(window)
         i, j = grid(extent, self.q.device)
@@ -226,6 +253,12 @@ class Given:
         return same and not self.net.names.crosses
 
 
+def _agree(meanings: list[Meaning]) -> bool:
+    """Whether all these are one meaning in this call."""
+    forms = [(one.k.shape[2], one.mask) for one in meanings]
+    return all(form == forms[0] for form in forms)
+
+
 def _both(one: Mask, other: Mask) -> Mask:
     if isinstance(one, Everything):
         return other
@@ -243,6 +276,6 @@ def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
     some = (q[:, :, picked], k, v, meaning.mask, extent, i[picked], j)
     wanted = rows(*some, scale=meaning.scale, softcap=meaning.softcap, sinks=meaning.sinks)
     alive = wanted.allowed.any(-1, keepdim=True)
-    apart = (wanted.out.double() - out[:, :, picked].double()).abs().where(alive, 0.0)
     close = 1e-2 if torch.finfo(out.dtype).eps < 1e-4 else 1e-1
-    return bool(apart.amax() <= close * v.abs().amax().double())
+    compared = [x.double().where(alive, 0.0) for x in (wanted.out, out[:, :, picked])]
+    return torch.allclose(*compared, rtol=0.0, atol=close, equal_nan=True)  # of values up to 1
