@@ -53,9 +53,9 @@ function what(row, layer, query, key, target, value, apart) {
   if (relation === "itself" || (layer.kind === "self" && query === key)) return ["It stays on it: ", ...target];
   if (relation === "previous token") return ["It looks one token back: ", ...target];
   if (relation === "positional") return [`It looks ${distance(layer, query, key)}: `, ...target];
+  if (value < 0.15) return ["It spreads its weight widely; the most goes to ", ...target];
   if (relation === "[CLS]") return ["It rests on the tokenizer’s first token: ", ...target];
   if (relation === "first token") return ["It rests on the first token: ", ...target];
-  if (value < 0.15) return ["It spreads its weight widely; the most goes to ", ...target];
   const far = distance(layer, query, key);
   return [layer.kind === "cross" ? `It looks at ${layer.to.name}’s ` : `It looks ${far ? `${far}: ` : "at "}`, ...target];
 }
