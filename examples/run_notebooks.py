@@ -25,7 +25,11 @@ def main(names: list[str]) -> int:
 
     OUT.mkdir(parents=True, exist_ok=True)
     wrong = 0
-    for file in map(Path, names) if names else sorted(HERE.glob("*.ipynb")):
+    files = [Path(name) for name in names] or sorted(HERE.glob("*.ipynb"))
+    if not files:
+        print(f"{HERE}: there is no notebook to run", file=sys.stderr)
+        wrong += 1
+    for file in files:
         notebook: Any = nbformat.read(file, as_version=4)
         nbformat.validate(notebook)
         if any(cell.get("outputs") for cell in notebook.cells):

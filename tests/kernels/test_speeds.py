@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,18 @@ def test_the_speed_is_that_of_the_nearest_call() -> None:
     assert found.speed(torch.float32, False, (1000, 4000, 32), "avx512") == 0.8
     assert found.speed(torch.float32, True, (1000, 4000, 32), "avx512") == 3
     assert found.speed(torch.float32, False, (100, 100, 64), "avx2") is None
+
+
+@needs_library
+def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    layer = hw.MultiHeadAttention(16, 2)
+    with hw.watch(layer, hw.Entropy()) as seen:
+        layer(torch.randn(1, 5, 16))
+    assert len(seen.table()) == 2
 
 
 @needs_library

@@ -91,7 +91,7 @@ def check_layer(mesh: DeviceMesh, name: str) -> None:
 
 def check_loading(mesh: DeviceMesh) -> None:
     """A whole checkpoint goes in, and comes out bit for bit."""
-    for name in ("plain", "one key", "some bias"):
+    for name in ("plain", "one key", "some bias", "norms, sinks, rotary"):
         whole, parts = pair(LAYERS[name], mesh, torch.float32)
         fresh = {n: torch.randn_like(x) for n, x in whole.state_dict().items()}
         options = StateDictOptions(full_state_dict=True)

@@ -77,7 +77,7 @@ def test_words_are_a_text_where_no_file_is_called_so(
 ) -> None:
     code, out, err = run(capsys, "--model", small, "--text", WORDS, "--save", "look.json")
     assert code == 0
-    assert err == f"headwise: there is no file '{WORDS}', so these words are the text\n"
+    assert err == ""
     assert out.startswith(f"small on “{WORDS}”: ")
     assert "".join(load("look.json").streams[0].pieces or []) == WORDS
     (tmp_path / WORDS).write_text("what the file of that name says")
@@ -86,13 +86,49 @@ def test_words_are_a_text_where_no_file_is_called_so(
     assert "".join(load("look.json").streams[0].pieces or []).startswith("what the file")
 
 
-@pytest.mark.parametrize("name", ["notes", "my notes.txt", "gone/notes"])
+@pytest.mark.parametrize("word", ["mat.", "notes", "3.14", "and or/and"])
+def test_a_single_word_is_a_text(
+    word: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "--model", small, "--text", word, "--save", "look.json")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"small on “{word}”: ")
+    assert "".join(load("look.json").streams[0].pieces or []) == word
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_text_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--text", text)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"headwise: --text {text!r}: the text is empty; give words")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "./gone"], "gone: no such folder"),
+        (["--model", "."], "holds no config.json"),
+        (["--device", "tpu"], "--device tpu"),
+    ],
+)
+@pytest.mark.parametrize("text", ["text.txt", ""])
+def test_a_wrong_option_is_reported_before_the_text(
+    arguments: list[str], says: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments, "--text", text)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "text" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["my notes.txt", "gone/notes"])
 def test_a_name_that_is_misspelt_is_no_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--text", name)
     assert (code, out) == (2, "")
     assert err == (
-        f"headwise: {name}: no such file; for words themselves, give several, or pipe them to "
-        f"--text -\n"
+        f"headwise: {name}: no such file; if it is the text itself, pipe it to --text -\n"
     )
 
 

@@ -257,18 +257,51 @@ def test_the_config_tells_what_is_rotated(
     assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
 
 
-def test_the_config_tells_of_norms_that_add_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["Qwen3", "Exaone4"])
+def test_the_config_tells_the_eps_of_norms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     folder, out = tmp_path / "in", tmp_path / "out.safetensors"
-    saved("Qwen3", folder, head_dim=8)
+    state = saved(kind, folder, head_dim=8, rms_norm_eps=1e-5)
     capsys.readouterr()
+    wanted = hw.convert(state, target="headwise", num_heads=3, qk_norm_eps=1e-5)
     convert_file(folder, out, target="headwise")
+    made = load_file(out)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+    # Weights that hold it need no config, and one beside them is not asked.
+    (tmp_path / "config.json").write_text('{"layer_norm_eps": 1e-12}')
+    convert_file(out, tmp_path / "same.safetensors", target="headwise", num_heads=3)
+    assert (tmp_path / "same.safetensors").read_bytes() == out.read_bytes()
+    (folder / "config.json").unlink()
+    arguments = [folder, tmp_path / "b.safetensors", "--to", "headwise", "--heads", "3"]
+    assert "give qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps" in refused(
+        capsys, *arguments
+    )
+    assert main(["convert", *map(str, arguments), "--qk-norm-eps", "1e-5"]) == 0
+    assert (tmp_path / "b.safetensors").read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("minimax_m3_vl_text", "multiply by 1 + weight; add 1"),
+        ("t5gemma2_text", "multiply by 1 + weight; add 1"),
+        ("gemma4_text", "come with a norm of the values"),
+        ("gemma3n_text", "come with a norm of the values"),
+        ("nanochat", "have no weights, so that no name shows them"),
+    ],
+)
+def test_the_config_tells_of_other_norms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, what: str
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out.safetensors"
+    saved("Llama" if kind == "nanochat" else "Qwen3", folder, head_dim=8)
+    capsys.readouterr()
     config = json.loads((folder / "config.json").read_text())
-    config["model_type"] = "minimax_m3_vl_text"  # which has the same names
-    (folder / "config.json").write_text(json.dumps(config))
-    err = refused(capsys, folder, tmp_path / "b.safetensors", "--to", "headwise")
-    assert "by config.json the norms of q and k multiply by 1 + weight" in err
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    err = refused(capsys, folder, out, "--to", "headwise", "--qk-norm-eps", "1e-6")
+    assert f"by config.json the norms of q and k {what}" in err
 
 
 def test_layers_that_rotate_different_shares(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -72,8 +75,10 @@ def test_there_and_back_is_exact_or_refused(
     source = fitting[which % len(fitting)]
     form = form_for(LAYOUTS[source], parts, sizes)
     assert form is not None
-    state = dict(written(parts, sizes, form))
+    eps = {f"{part}_norm.eps": torch.tensor(1e-5, dtype=torch.float64) for part in "qk"}
+    state = dict(written(parts | eps if "q_norm.weight" in parts else parts, sizes, form))
     keywords: dict[str, Any] = {"num_heads": sizes.num_heads, "rotary_dim": sizes.head_dim}
+    keywords["qk_norm_eps"] = 1e-5
     for target, layout in LAYOUTS.items():
         if form_for(layout, parts, sizes) is None:
             with pytest.raises(ValueError, match=f"'{target}' cannot hold"):
@@ -81,7 +86,7 @@ def test_there_and_back_is_exact_or_refused(
             continue
         there = hw.convert(state, source=source, target=target, **keywords)
         back = plain(hw.convert(there, source=target, target=source, **keywords))
-        for name, tensor in state.items():
+        for name, tensor in plain(state).items():
             assert torch.equal(back[name], tensor), (target, name)
         # A target that always has biases gives zeros back, unless they are not wanted.
         assert not any(back[name].any() for name in back.keys() - state.keys())
@@ -109,7 +114,7 @@ def test_a_detected_layout_reads_the_same(layer: tuple[Sizes, dict[str, Tensor]]
         # Another row has the very same tensors: then it must also mean the same by them.
         keywords: dict[str, Any] = {"target": "keras", "num_heads": sizes.num_heads}
         if any("norm" in part for part in parts):
-            keywords["target"] = "headwise"
+            keywords |= {"target": "headwise", "qk_norm_eps": 1e-5}
         one = hw.convert(state, source=name, **keywords)
         two = hw.convert(state, source=found, **keywords)
         assert all(torch.equal(one[key], two[key]) for key in one.keys() | two.keys())
@@ -123,12 +128,13 @@ def randomised(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def ours(module: nn.Module, source: str, **sizes: Any) -> hw.MultiHeadAttention:
+def ours(
+    module: nn.Module, source: str, eps: float | None = None, **sizes: Any
+) -> hw.MultiHeadAttention:
     """Our layer with the module's weights, which must fit it entirely."""
     layer = hw.MultiHeadAttention(**sizes)
-    state = hw.convert(
-        module.state_dict(), source=source, target="headwise", num_heads=layer.num_heads
-    )
+    keywords: dict[str, Any] = {"source": source, "num_heads": layer.num_heads, "qk_norm_eps": eps}
+    state = hw.convert(module.state_dict(), target="headwise", **keywords)
     layer.load_state_dict(state)
     back = hw.convert(
         layer.state_dict(), source="headwise", target=source, num_heads=layer.num_heads
@@ -280,45 +286,45 @@ def test_vit_and_its_older_names(tmp_path: Any) -> None:
     assert torch.equal(one[f"encoder.layer.0.{name}"], two[f"layers.0.{name}"])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_decoders_with_grouped_heads(family: str) -> None:
-    import transformers
-    from transformers.models.llama import modeling_llama
-    from transformers.models.qwen2 import modeling_qwen2
-    from transformers.models.qwen3 import modeling_qwen3
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GROUPED_SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 8,
+    "head_dim": 6,
+    "vocab_size": 9,
+}
 
-    kind, config_of, rotary_of, more = {
-        "llama": (
-            modeling_llama.LlamaAttention,
-            transformers.LlamaConfig,
-            modeling_llama.LlamaRotaryEmbedding,
-            {"bias": False},
-        ),
-        "qwen2": (
-            modeling_qwen2.Qwen2Attention,
-            transformers.Qwen2Config,
-            modeling_qwen2.Qwen2RotaryEmbedding,
-            {"bias": True, "out_bias": False},
-        ),
-        "qwen3": (
-            modeling_qwen3.Qwen3Attention,
-            transformers.Qwen3Config,
-            modeling_qwen3.Qwen3RotaryEmbedding,
-            {"bias": False, "qk_norm": True},
-        ),
-    }[family]
-    config = config_of(
-        hidden_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        _attn_implementation="eager",
+
+def modeling(kind: str) -> Any:
+    """The module of transformers that has a kind of model."""
+    return import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Llama", {"bias": False}),
+        ("Qwen2", {"bias": True, "out_bias": False}),
+        ("Qwen3", {"bias": False, "qk_norm": True}),
+        ("Exaone4", {"bias": False, "qk_norm": True}),
+        ("Apertus", {"bias": False, "qk_norm": True}),
+    ],
+)
+def test_decoders_with_grouped_heads(kind: str, more: dict[str, Any], eps: float) -> None:
+    module = modeling(kind)
+    config = getattr(module, f"{kind}Config")(
+        **GROUPED_SIZES, rms_norm_eps=eps, rope_parameters=ROPE, _attn_implementation="eager"
     )
-    theirs = randomised(kind(config, 0))
-    source = "llama" if family == "llama" else "qwen"
+    theirs = randomised(getattr(module, f"{kind}Attention")(config, 0))
+    source = "llama" if kind == "Llama" else "qwen"
     layer = ours(
         theirs,
         source,
+        eps,
         embed_dim=24,
         num_heads=4,
         num_kv_heads=2,
@@ -327,11 +333,77 @@ def test_decoders_with_grouped_heads(family: str) -> None:
         **more,
     )
     x = torch.randn(X)
-    rotary = rotary_of(config)(x, torch.arange(7)[None])
+    rotary = getattr(module, f"{kind}RotaryEmbedding")(config)(x, torch.arange(7)[None])
     causal = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     wanted = theirs(x, rotary, causal)[0]
     close(layer(x, mask=hw.Causal()), wanted)
     assert hw.detect_layout(theirs.state_dict()) == source
+
+
+NORMED = hw.MultiHeadAttention(24, 4, bias=False, qk_norm=True, qk_norm_eps=0.5)
+
+
+def test_the_eps_of_norms_is_given_or_stored() -> None:
+    state = NORMED.state_dict()
+    qwen = hw.convert(state, target="qwen", num_heads=4)
+    assert "q_norm.weight" in qwen
+    keywords: dict[str, Any] = {"target": "headwise", "num_heads": 4}
+    with pytest.raises(ValueError, match=r"give qk_norm_eps=… \(--qk-norm-eps\), .*rms_norm_eps"):
+        hw.convert(qwen, **keywords)
+    made = hw.convert(qwen, qk_norm_eps=0.5, **keywords)
+    assert made.keys() == state.keys()
+    layer = hw.MultiHeadAttention(24, 4, bias=False, qk_norm=True)
+    layer.load_state_dict(made)
+    x = torch.randn(X)
+    assert torch.equal(layer(x), NORMED(x))
+    assert torch.equal(copy.deepcopy(layer)(x), NORMED(x))
+    # Where the weights have it, it is not asked for, and not contradicted.
+    layer = hw.MultiHeadAttention(24, 4, bias=False, qk_norm=True)
+    layer.load_state_dict(hw.convert(state, **keywords))
+    assert torch.equal(layer(x), NORMED(x))
+    with pytest.raises(ValueError, match=r"qk_norm_eps=0.25\): q_norm.eps in the weights is 0.5"):
+        hw.convert(state, qk_norm_eps=0.25, **keywords)
+    # Weights that were saved without it leave the layer's own.
+    bare = {name: tensor for name, tensor in state.items() if "extra" not in name}
+    assert hw.convert(bare, **keywords).keys() == bare.keys()
+    layer = hw.MultiHeadAttention(24, 4, bias=False, qk_norm=True, qk_norm_eps=0.5)
+    layer.load_state_dict(bare)
+    assert torch.equal(layer(x), NORMED(x))
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), True, "small"])
+def test_an_eps_is_a_number(eps: Any) -> None:
+    match = f"qk_norm_eps must be a finite number of at least 0, got {eps!r}"
+    with pytest.raises(ValueError, match=match):
+        hw.convert(NORMED.state_dict(), target="qwen", num_heads=4, qk_norm_eps=eps)
+    with pytest.raises(ValueError, match=match):
+        hw.MultiHeadAttention(24, 4, qk_norm=True, qk_norm_eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("Gemma4TextDecoderLayer", r"Gemma 4's come with a norm of the values"),
+        ("Gemma3nTextDecoderLayer", r"Gemma 3n's come with a norm of the values"),
+        ("T5Gemma2EncoderLayer", r"Gemma 3's multiply by 1 \+ weight; add 1"),
+        ("Olmo2DecoderLayer", r"q_norm.weight has shape \[24\].*norms over all heads"),
+    ],
+)
+def test_other_norms_under_the_names_of_qwen_3(block: str, message: str) -> None:
+    kind = re.sub("(Text|Encoder|Decoder).*", "", block)
+    module = modeling(kind)
+    config_of = getattr(module, f"{kind}{'Text' if 'Gemma' in kind else ''}Config")
+    more = {"num_kv_shared_layers": 0, "dropout_rate": 0.0} if kind != "Gemma4" else {}
+    state = getattr(module, block)(config_of(**GROUPED_SIZES, **more), 0).state_dict()
+    keywords: dict[str, Any] = {"target": "headwise", "num_heads": 4, "qk_norm_eps": 1e-6}
+    with pytest.raises(ValueError, match=message):
+        hw.convert(state, **keywords)
+    # A layer alone has Qwen 3's names: it is for the caller to know.
+    alone = {n.removeprefix("self_attn."): x for n, x in state.items() if "self_attn." in n}
+    del keywords["qk_norm_eps"]
+    asked = r"give qk_norm_eps=….* not times 1 \+ weight \(Gemma 3\).*\(Gemma 3n, Gemma 4\)"
+    with pytest.raises(ValueError, match=message if kind == "Olmo2" else asked):
+        hw.convert(alone, **keywords)
 
 
 def test_gemma_3_has_other_norms_under_the_names_of_qwen_3() -> None:
@@ -357,7 +429,7 @@ def test_gemma_3_has_other_norms_under_the_names_of_qwen_3() -> None:
     layer = hw.MultiHeadAttention(
         24, 4, num_kv_heads=2, head_dim=6, bias=False, qk_norm=True, scale=1 / 3
     )
-    layer.load_state_dict(hw.convert(state, target="headwise", num_heads=4))
+    layer.load_state_dict(hw.convert(state, target="headwise", num_heads=4, qk_norm_eps=1e-6))
     x, causal = torch.randn(X), torch.full((7, 7), -torch.inf).triu(1)[None, None]
     unturned = torch.ones(1, 7, 6), torch.zeros(1, 7, 6)
     close(layer(x, mask=hw.Causal()), block.self_attn(x, unturned, causal)[0])

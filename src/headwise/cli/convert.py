@@ -42,6 +42,10 @@ def convert(
         int | None,
         typer.Option(help="Rotated features of a head; none: all, or what config.json says."),
     ] = None,
+    qk_norm_eps: Annotated[
+        float | None,
+        typer.Option(help="Eps of the norms of queries and keys; none: what config.json says."),
+    ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=1e-6, help="Most gigabytes a file, where OUT is a folder.")
     ] = 5.0,
@@ -72,6 +76,7 @@ def convert(
             num_kv_heads=kv_heads,
             bias=bias,
             rotary_dim=rotary_dim,
+            qk_norm_eps=qk_norm_eps,
             shard_bytes=round(shard_gb * 1e9),
             overwrite=overwrite,
             report=lambda share: report("converting", share),

@@ -30,6 +30,7 @@ from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
 from ..report.terminal import TOP, fitted, notable, signed, summary, table
 from ..report.texts import Texts
+from ..weights.hf_folder import read_config
 from .launcher import TIMEOUT, launched
 from .terminal import SEEDS, Quiet, bar, console, paged
 
@@ -134,15 +135,17 @@ def look(
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
     with _ranks(timeout) as (first, once, tell):
         once(lambda: _check_places(out, save))  # before the slow part
-        what, name = _read(text, texts, image, once, told=first and not quiet)
+        where = _device(device)
         folder = gpt.builtin() if model is None else folder_of(model)
+        read_config(folder)  # a wrong model is reported before the text is read
+        what, name = _read(text, texts, image, once)
         with bar("loading", drawn=first and not quiet) as shown:
 
             def report(doing: str, share: float) -> None:
                 tell(doing, share)
                 shown(doing, share)
 
-            network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=_device(device))
+            network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=where)
             seen = look_at(
                 network,
                 tokenizer,
@@ -215,9 +218,7 @@ def _print_all(
             print(f"{kind}: {escaped(path.resolve())}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _read(
-    text: str | None, texts: Path | None, image: Path | None, once: Once, *, told: bool
-) -> tuple[Any, str]:
+def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
     """What is to be looked at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
@@ -228,31 +229,26 @@ def _read(
     if texts is not None:
         return Texts(texts), _name(texts)
     if text is not None:
-        if _are_words(text):
-            if told:
-                short = escaped(shorten(repr(text), 60, placeholder="…"))
-                said = f"headwise: there is no file {short}, so these words are the text"
-                print(said, file=sys.stderr)
+        if _is_text(text):
             return text, f"“{shorten(text, 60, placeholder='…')}”"
         content = once(lambda: corpus.read_text(text))  # there is one standard input
         return content, "standard input" if text == "-" else Path(text).name
     return corpus.manual_passage(), "Python's manual: with"
 
 
-def _are_words(text: str) -> bool:
-    """Whether this is a text itself: several words, and no file is called so.
-
-    One word that is no file, or what ends as files' names do, is more likely a name misspelt.
+def _is_text(text: str) -> bool:
+    """Return True if this is a text itself, and False if it names a file or a pipe.
 
     Raises:
-        LookError: such a one.
+        LookError: it is empty; or no file has that name, but it ends or is parted as names of
+            files are, so that it is more likely misspelled.
     """
     if text == "-" or os.path.exists(text):
         return False
-    if len(text.split()) < 2 or re.search(r"\.[a-zA-Z0-9]{1,5}$", text):
-        raise LookError(
-            f"{text}: no such file; for words themselves, give several, or pipe them to --text -"
-        )
+    if not text.strip():
+        raise LookError(f"--text {text!r}: the text is empty; give words, a file, or - for a pipe")
+    if re.search(r"\.[a-zA-Z][a-zA-Z0-9]{0,4}$", text) or re.fullmatch(r"\S*[/\\]\S*", text):
+        raise LookError(f"{text}: no such file; if it is the text itself, pipe it to --text -")
     return True
 
 

@@ -86,6 +86,18 @@ def real(value: object) -> float | None:
         return math.inf
 
 
+def fault_of_eps(eps: object) -> str | None:
+    """Return what is wrong with the eps of the norms of q and k, in words.
+
+    >>> fault_of_eps(1e-6), fault_of_eps("small")
+    (None, "qk_norm_eps must be a finite number of at least 0, got 'small'")
+    """
+    found = real(eps)
+    if found is not None and 0.0 <= found < math.inf:
+        return None
+    return f"qk_norm_eps must be a finite number of at least 0, got {said(eps)}"
+
+
 def said(value: object) -> str:
     """What a caller gave, in one short line."""
     if isinstance(value, Tensor) and value.numel() != 1:

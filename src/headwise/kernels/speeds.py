@@ -191,12 +191,16 @@ def _parsed(x: dict[str, Any]) -> Table:
 def identity() -> dict[str, Any]:
     """What a measurement of this machine holds for: the CPU, its threads, and the versions."""
     vendor, cpu = processor()
+    try:
+        version = metadata.version("headwise")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH, not installed
+        version = None
     return {
         "vendor": vendor,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "headwise": metadata.version("headwise"),
+        "headwise": version,
         "interface": INTERFACE,
     }
 

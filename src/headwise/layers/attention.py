@@ -12,7 +12,7 @@ from ..attend import attend
 from ..backends import check_name
 from ..core.call import fault_of_numbers
 from ..core.mask_algebra import Mask
-from ..core.numbers import said, whole
+from ..core.numbers import fault_of_eps, said, whole
 from ..core.shapes import not_dense
 from ..core.unknown import refuse_unknown
 from .kv_cache import KVCache
@@ -20,6 +20,27 @@ from .rope import RoPE
 
 Observer = Callable[["MultiHeadAttention", Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 """Called in place of `attend`: (layer, q, k, v, attend's keywords) -> out `[B, H, T, D]`."""
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMS norm of every head's features. The state dict holds its eps beside the weight."""
+
+    def __init__(self, dim: int, eps: float, **factory: Any) -> None:
+        super().__init__(dim, eps=eps, **factory)
+        self.register_load_state_dict_pre_hook(_keep_eps)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the eps, as a tensor that every file format of tensors can hold."""
+        return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the eps of a state dict."""
+        self.eps = float(state)
+
+
+def _keep_eps(norm: HeadNorm, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state dict without an eps leave the norm's own."""
+    state.setdefault(f"{prefix}_extra_state", norm.get_extra_state())
 
 
 class MultiHeadAttention(nn.Module):
@@ -40,8 +61,10 @@ class MultiHeadAttention(nn.Module):
         out_bias: of the output projection; default: whether any of the other three is on.
         dropout: probability of dropping an attention probability, in training mode only.
         rope: rotary positions for q and k, continued through a cache.
-        qk_norm: RMS norm of every head's q and k, with a learned weight each (as Qwen 3; eps 1e-6),
-            before the rotation.
+        qk_norm: RMS norm of every head's q and k, with a learned weight each (as Qwen 3), before
+            the rotation.
+        qk_norm_eps: added to the mean square in these norms. The state dict holds it, so
+            `load_state_dict` sets it.
         softcap: scores become `softcap * tanh(score / softcap)`.
         scale: of the scores; default `head_dim ** -0.5`.
         sinks: one learned logit for each head, `layer.sinks` `[H]`, that takes a share of every
@@ -82,6 +105,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         rope: RoPE | None = None,
         qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
         softcap: float | None = None,
         scale: float | None = None,
         sinks: bool = False,
@@ -109,9 +133,9 @@ class MultiHeadAttention(nn.Module):
         self.own_positions = True  # and whether queries and keys are of one sequence
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
-        _check_values(self)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if qk_norm else None
+        _check_values(self, qk_norm_eps)
+        self.q_norm = HeadNorm(self.head_dim, qk_norm_eps, **factory) if qk_norm else None
+        self.k_norm = HeadNorm(self.head_dim, qk_norm_eps, **factory) if qk_norm else None
         self._build(**factory)
         self.reset_parameters()
 
@@ -404,11 +428,12 @@ def _check_sizes(
         raise ValueError(f"{call}: num_heads must be a multiple of num_kv_heads")
 
 
-def _check_values(layer: MultiHeadAttention) -> None:
+def _check_values(layer: MultiHeadAttention, qk_norm_eps: float) -> None:
     call = f"MultiHeadAttention({layer.extra_repr()})"
     if len(layer.bias) != 3:
         raise ValueError(f"{call}: bias must be one bool, or three for q, k and v")
-    if fault := fault_of_numbers(layer.scale, layer.softcap, layer.dropout, torch.float64):
+    numbers = layer.scale, layer.softcap, layer.dropout, torch.float64
+    if fault := fault_of_numbers(*numbers) or fault_of_eps(qk_norm_eps):
         raise ValueError(f"{call}: {fault}")
     check_name(layer.backend)
     if layer.rope is not None and layer.rope.dim > layer.head_dim:

@@ -165,7 +165,9 @@ def encode(tokenizer: "Tokenizer", text: str, name: str = "the text") -> list[in
     must_be_text(text, name)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if len(ids) < 2:
-        raise TextError(f"{name}: {len(ids)} token(s) long, and at least 2 are needed")
+        raise TextError(
+            f"{name}: {len(ids)} token(s) long, and at least 2 are needed; give a longer text"
+        )
     return ids
 
 

@@ -213,7 +213,9 @@ class TokenSubject(Subject):
         own = len(encoded.ids) - extra
         if len(encoded.ids) < 2 or not own:
             added = f" and {extra} that the tokenizer adds" if extra else ""
-            raise TextError(f"{name}: {own} token(s) long{added}, and at least 2 are needed")
+            raise TextError(
+                f"{name}: {own} token(s) long{added}, and at least 2 are needed; give a longer text"
+            )
         if max(encoded.ids) >= self.vocab or min(encoded.ids) < 0:
             odd = max(encoded.ids) if max(encoded.ids) >= self.vocab else min(encoded.ids)
             size = self.words.size

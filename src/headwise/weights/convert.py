@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.numbers import fault_of_eps
 from .detect import Layer, check_state, detect_layout, find_layers, tensor_of
+from .hf_folder import CONFIG
 from .layout_table import LAYOUTS
 from .layout_types import Layout, Sizes
 from .packing import (
@@ -41,6 +43,7 @@ def convert(
     num_kv_heads: int | None = None,
     bias: bool | None = None,
     rotary_dim: int | None = None,
+    qk_norm_eps: float | None = None,
 ) -> dict[str, Any]:
     """The same attention under another implementation's names, shapes and orders.
 
@@ -61,12 +64,17 @@ def convert(
             differ in which of them turn as a pair: so many are moved, the others stay. Default:
             all of a head's; needed where models of these names are known that rotate a part
             (Pythia, StableLM, Nemotron). Of what turns neighbours already, 0: nothing is moved.
+        qk_norm_eps: the eps of the norms of queries and keys, where there are any: needed for
+            target `headwise`, whose state holds it. Weights in other layouts do not tell it: their
+            models have it in `config.json`, as `rms_norm_eps`.
 
     Names do not always tell which features a model rotates: those of Cohere, Ernie 4.5 and Helium
     have Llama's names and turn neighbours. Under headwise's names they take
-    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. Nor do they always
-    tell of norms that multiply by 1 + weight (Step 3.5 has Qwen 3's names): add 1 to those first.
-    `convert_file` and `headwise convert` read both from the `config.json` beside the weights.
+    `RoPE(…, interleaved=True)`, for `llama_meta` they need `rotary_dim=0`. Nor do the names of one
+    layer always tell which norms it has. Qwen 3's are RMS norms times the weight; with the same
+    names, Gemma 3's and Step 3.5's multiply by 1 + weight (add 1 to those first), and Gemma 3n and
+    Gemma 4 also normalize values, which no layout has a place for. `convert_file` and
+    `headwise convert` read all of this from the `config.json` beside the weights.
 
     Returns:
         Names to new tensors of the same dtype, for `load_state_dict`; nested lists of numbers
@@ -76,7 +84,7 @@ def convert(
         ValueError: an unknown layout (the known ones are listed); missing or extra names; shapes
             that do not fit the head count; something the target cannot hold, such as a bias it
             has no place for, grouped heads, or another output width; or names that do not say what
-            has to be known (nanoGPT's or GPTBigCode's, a rotation of a part).
+            has to be known (nanoGPT's or GPTBigCode's, a rotation of a part, the eps of norms).
 
     >>> import torch, headwise as hw
     >>> theirs = torch.nn.MultiheadAttention(12, num_heads=3, batch_first=True)
@@ -91,7 +99,7 @@ def convert(
     check_state(state, "convert")
     if source is None:
         source = detect_layout(state)
-    wanted = Wanted(source, target, num_heads, num_kv_heads, bias, rotary_dim)
+    wanted = Wanted(source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps)
     asked = str(wanted)
     tensors = {name: tensor_of(name, value, asked) for name, value in state.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -142,6 +150,7 @@ class Wanted:
     num_kv_heads: int | None = None
     bias: bool | None = None
     rotary_dim: int | None = None
+    qk_norm_eps: float | None = None
     rotary_share: float | None = None
     """The share of a head's features that is rotated, where that is known instead."""
 
@@ -156,6 +165,8 @@ class Wanted:
         turned = self.rotary_dim
         if turned is not None and (type(turned) is not int or turned < 0 or turned % 2):
             raise ValueError(f"{self}: rotary_dim must be an even number of features, or 0")
+        if self.qk_norm_eps is not None and (fault := fault_of_eps(self.qk_norm_eps)):
+            raise ValueError(f"{self}: {fault}")
 
     @property
     def old(self) -> Layout:
@@ -180,7 +191,7 @@ class Wanted:
 
     def __str__(self) -> str:
         shown = f"source={self.source!r}, target={self.target!r}"
-        for name in ("num_heads", "num_kv_heads", "rotary_dim"):
+        for name in ("num_heads", "num_kv_heads", "rotary_dim", "qk_norm_eps"):
             if getattr(self, name) is not None:
                 shown += f", {name}={getattr(self, name)}"
         return f"convert({shown})"
@@ -202,6 +213,7 @@ def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -
             f"may rotate a part of a head alone ({layer.partial}); say how many features with "
             f"rotary_dim=… (--rotary-dim): {sizes.head_dim} for all of them, 0 to move none"
         )
+    parts = _with_eps(parts, wanted, said)
     reorder(parts, wanted.old.rope, wanted.new.rope, rotated, said)
     regroup(parts, sizes, wanted.old.turns, wanted.new.turns)
     if wanted.bias is not None:
@@ -209,6 +221,33 @@ def convert_layer(layer: Layer, load: Callable[[str], Tensor], wanted: Wanted) -
     prefix, _ = renamed(layer.prefix, wanted.old, wanted.new)
     written = write(parts, sizes, wanted.new, _origins(layer), prefix, said)
     return {prefix + name: tensor for name, tensor in written}
+
+
+def _with_eps(parts: Parts, wanted: Wanted, said: str) -> Parts:
+    """Add the eps of the norms of q and k where the target stores it, and drop it elsewhere.
+
+    Raises:
+        ValueError: the target stores an eps, and neither the source nor the caller gives one; or
+            both do, and differ.
+    """
+    eps, given = [f"{part}_norm.eps" for part in "qk"], wanted.qk_norm_eps
+    for name in eps:
+        if name in parts and given is not None and float(parts[name]) != given:
+            raise ValueError(f"{said}: {name} in the weights is {float(parts[name])}")
+    if not wanted.new.holds(eps[0]):
+        return {name: tensor for name, tensor in parts.items() if name not in eps}
+    if "q_norm.weight" not in parts or eps[0] in parts:
+        return parts
+    if given is not None:
+        return parts | {name: torch.tensor(given, dtype=torch.float64) for name in eps}
+    if wanted.old.holds(eps[0]):  # weights that were saved without it leave the layer's own
+        return parts
+    raise ValueError(
+        f"{said}: the weights do not tell the eps of the norms of q and k; give "
+        f"qk_norm_eps=… (--qk-norm-eps), which is rms_norm_eps in the model's {CONFIG}. The norms "
+        f"must be RMS norms times the weight, as in Qwen 3: not times 1 + weight (Gemma 3), and "
+        f"without norms of values (Gemma 3n, Gemma 4)"
+    )
 
 
 def _origins(layer: Layer) -> dict[str, str]:
@@ -249,10 +288,11 @@ def _read(
         parts, pattern = patterns[name]
         expected = shape_of(parts, pattern, sizes)
         if tuple(tensor.shape) != expected:
+            hint = "; norms over all heads, as OLMo 2's, have no place" if "norm" in parts else ""
             raise ValueError(
                 f"{said}: {name} has shape {list(tensor.shape)}, and {sizes.num_heads} heads with "
                 f"{sizes.num_kv_heads} key/value heads of width {sizes.head_dim} make it "
-                f"{list(expected)}"
+                f"{list(expected)}{hint}"
             )
         found |= unpack(parts, pattern, tensor, sizes)
     return found, sizes

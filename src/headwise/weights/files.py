@@ -92,6 +92,7 @@ def convert_file(
     num_kv_heads: int | None = None,
     bias: bool | None = None,
     rotary_dim: int | None = None,
+    qk_norm_eps: float | None = None,
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     report: Report = lambda share: None,
@@ -102,9 +103,9 @@ def convert_file(
         source_path: a `.safetensors` file, or a folder with `model.safetensors` or with shards
             and their `model.safetensors.index.json`.
         target_path: a `.safetensors` file to write, or a folder to be made.
-        source, target, num_heads, num_kv_heads, bias, rotary_dim: as `headwise.convert` takes them.
-            Head counts, the rotated features and a layout that names do not tell are also read
-            from a `config.json` beside the weights.
+        source, target, num_heads, num_kv_heads, bias, rotary_dim, qk_norm_eps: as
+            `headwise.convert` takes them. Head counts, the rotated features, the eps of norms and a
+            layout that names do not tell are also read from a `config.json` beside the weights.
         shard_bytes: a folder's weights are cut into files of at most so many bytes (a larger
             tensor has a file of its own).
         overwrite: replace a file that is there, or write into a folder that holds something.
@@ -129,14 +130,11 @@ def convert_file(
         if source is None:
             source = detect_shapes(tensors.shapes, config.layout)
         heads, kv_heads = num_heads or config.num_heads, num_kv_heads or config.num_kv_heads
-        wanted = Wanted(source, target, heads, kv_heads, bias, rotary_dim)
+        wanted = Wanted(source, target, heads, kv_heads, bias, rotary_dim, qk_norm_eps)
         wanted = _as_configured(wanted, config)
         layers = find_layers(wanted.old, tensors.shapes, str(wanted))
-        if config.adds_one and any("q_norm.weight" in layer.where for layer in layers):
-            raise ValueError(
-                f"{wanted}: by {CONFIG} the norms of q and k multiply by 1 + weight, and in layout "
-                f"{source!r} by the weight; add 1 to them, and give the weights without {CONFIG}"
-            )
+        if config.other_norms and wanted.new.holds("q_norm.weight"):
+            raise ValueError(f"{wanted}: by {CONFIG} the norms of q and k {config.other_norms}")
         tensors.weights = {name for layer in layers for name in layer.names}
         stream = partial(converted, tensors.shapes, tensors.read, layers, wanted)
         done = {name: number / len(tensors.shapes) for number, name in enumerate(tensors.shapes, 1)}
@@ -220,7 +218,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _as_configured(wanted: Wanted, config: ModelConfig) -> Wanted:
-    """What is wanted, with the rotation that the config beside the weights tells.
+    """What is wanted, with the rotation and the eps that the config beside the weights tells.
 
     Raises:
         ValueError: it tells another source, or a rotation that differs from layer to layer.
@@ -231,6 +229,8 @@ def _as_configured(wanted: Wanted, config: ModelConfig) -> Wanted:
             f"{wanted}: {CONFIG} says that the model is of layout {config.layout!r}, whose names "
             f"and shapes are those of {wanted.source!r}; leave the source (--from) out"
         )
+    if wanted.qk_norm_eps is None and not wanted.old.holds("q_norm.eps"):
+        wanted = replace(wanted, qk_norm_eps=config.qk_norm_eps)
     if wanted.rotary_dim is not None:
         return wanted
     if wanted.moves and len(config.rotary_shares) > 1:

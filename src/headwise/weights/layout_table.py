@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .layout_types import (
+    ADDING_ONE,
     FREE_HEADS,
+    NORMED_VALUES,
     Form,
     Layout,
     Tensors,
@@ -75,6 +77,7 @@ def _biases(*names: str) -> tuple[str, ...]:
 
 
 _NORMS: Tensors = {"q_norm.weight": ("q_norm.weight", "d"), "k_norm.weight": ("k_norm.weight", "d")}
+_EPS: Tensors = {f"{part}_norm._extra_state": (f"{part}_norm.eps", "") for part in "qk"}
 
 _GPT2_MODEL = {
     role: (f"{{any}}h.{{layer}}.mlp.{role}.weight", "i o") for role in ("c_fc", "c_proj")
@@ -180,9 +183,9 @@ _ROWS = (
         "headwise.MultiHeadAttention: one Linear for q|k|v; q and k|v where the context is wider",
         (
             Form(
-                _packed("qkv", "out") | _NORMS,
+                _packed("qkv", "out") | _NORMS | _EPS,
                 rules=(values_as_wide, one_input),
-                optional=(("qkv.bias",), ("out.bias",), tuple(_NORMS)),
+                optional=(("qkv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
             Form(
                 {
@@ -192,9 +195,10 @@ _ROWS = (
                     "kv.bias": ("kv.bias", "(p n d)"),
                     **_output("out"),
                     **_NORMS,
+                    **_EPS,
                 },
                 rules=(values_as_wide, one_context),
-                optional=(("q.bias",), ("kv.bias",), ("out.bias",), tuple(_NORMS)),
+                optional=(("q.bias",), ("kv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
         ),
         rope="half",
@@ -334,8 +338,9 @@ _ROWS = (
         model=_LLAMA_MODEL,
         partial=_IN_PART,
         other_norms={
-            "pre_feedforward_layernorm.weight": "Gemma 3's multiply by 1 + weight; add 1 to these "
-            "weights, and give the layer without what is beside it"
+            "layer_scalar": f"Gemma 4's {NORMED_VALUES}",
+            "per_layer_projection.weight": f"Gemma 3n's {NORMED_VALUES}",
+            "pre_feedforward_layernorm.weight": f"Gemma 3's {ADDING_ONE}",
         },
     ),
     Layout(

@@ -105,6 +105,20 @@ PLAIN = (equal_heads, values_as_wide, one_input, heads_fill_width, keeps_width)
 FREE_HEADS = (values_as_wide, one_input, keeps_width)
 """The rules of today's decoders: grouped heads, and heads of any width."""
 
+ADDING_ONE = (
+    "multiply by 1 + weight; add 1 to these weights, and give the layer without what is beside it "
+    "(config.json too)"
+)
+NORMED_VALUES = (
+    "come with a norm of the values, which has no weight and for which no layout has a place; "
+    "these layers cannot be converted"
+)
+WITHOUT_WEIGHTS = (
+    "have no weights, so that no name shows them; add q_norm.weight and k_norm.weight of ones to "
+    "the layers that have them, and give these without config.json"
+)
+"""What norms of queries and keys do in models where they are not RMS norms times the weight."""
+
 Tensors = dict[str, tuple[str, str]]
 
 
@@ -140,8 +154,9 @@ class Layout:
         model: names of a whole model's other tensors by their role, each with its orientation
             (`i o` or `o i` for matrices, else empty); they are renamed and turned where source
             and target both have them.
-        other_norms: of models that have these names, and norms of q and k that are no RMS norms
-            times the weight: what stands beside the layer there, and what the norms do.
+        other_norms: of models that have these names, and norms that are not only RMS norms of q
+            and k times the weight: what stands beside the layer there, and what the norms do. The
+            first that is there counts.
         partial: of models that have these names and may rotate a part of each head alone: what
             stands beside the layer there, empty for any model, and which models those are.
         twin: another layout of the same names and shapes, in which they mean something else where
@@ -161,3 +176,7 @@ class Layout:
     other_norms: Mapping[str, str] = field(default_factory=dict)
     partial: Mapping[str, str] = field(default_factory=dict)
     twin: tuple[str, str] | None = None
+
+    def holds(self, part: str) -> bool:
+        """Return True if one of the layout's tensors can be this part, such as `q_norm.eps`."""
+        return any(part == held for form in self.forms for held, _ in form.tensors.values())

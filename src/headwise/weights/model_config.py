@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from .hf_folder import CONFIG
+from .layout_types import ADDING_ONE, NORMED_VALUES, WITHOUT_WEIGHTS
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+_EPS = ("rms_norm_eps", "layer_norm_eps")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 _SHARE_OF = {
@@ -32,11 +34,15 @@ _NEIGHBOURS = (
 """Kinds of models of transformers that have Llama's names and turn neighbouring features."""
 
 
-_ADDING_ONE = (
-    "gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-    "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text step3p5 step3p7"
-).split()
-"""Kinds of models of transformers that have Qwen 3's names, and norms that add 1 to the weight."""
+_OTHER_NORMS = {
+    ADDING_ONE: "gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text qwen3_5 qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text step3p5 step3p7 t5gemma2 "
+    "t5gemma2_decoder t5gemma2_encoder t5gemma2_text",
+    NORMED_VALUES: "diffusion_gemma diffusion_gemma_text embedding_gemma2 embedding_gemma2_text "
+    "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+    WITHOUT_WEIGHTS: "llama4 llama4_text nanochat",
+}
+"""Kinds of models of transformers whose norms of q and k are not Qwen 3's, by what these do."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class ModelConfig:
         layout: the layout of the weights, where another has the same names and shapes.
         rotary_dim: how many features of each head are to be moved between orders of rotation.
         rotary_shares: or which share of them; several where layers differ.
-        adds_one: whether norms of queries and keys multiply by 1 + weight.
+        qk_norm_eps: the eps of norms of queries and keys.
+        other_norms: what these norms do, where they are not RMS norms times the weight.
     """
 
     num_heads: int | None = None
@@ -56,7 +63,8 @@ class ModelConfig:
     layout: str | None = None
     rotary_dim: int | None = None
     rotary_shares: frozenset[float] = frozenset()
-    adds_one: bool = False
+    qk_norm_eps: float | None = None
+    other_norms: str | None = None
 
     @classmethod
     def beside(cls, weights: Path) -> ModelConfig:
@@ -76,6 +84,7 @@ class ModelConfig:
         frozenset({0.25})
         """
         kind = said.get("model_type")
+        other = next((what for what, kinds in _OTHER_NORMS.items() if kind in kinds.split()), None)
         turned = 0 if kind in _NEIGHBOURS else _first(said, ("rotary_dim",), int)
         return cls(
             _first(said, _HEADS, int),
@@ -83,7 +92,8 @@ class ModelConfig:
             "gpt_bigcode" if kind == "gpt_bigcode" else None,
             turned,
             frozenset() if turned is not None else _shares(said, kind),
-            kind in _ADDING_ONE,
+            _first(said, _EPS, float),
+            other if said.get("use_qk_norm") is not False else None,
         )
 
 
