@@ -330,19 +330,17 @@ class Asks(nn.Module):
     """Attention of the interface on `[B, H, T, D]`, with the mask that is given."""
 
     def __init__(self, implementation: str, is_causal: bool) -> None:
-        super().__init__()
-        self.implementation, self.is_causal = implementation, is_causal
-        self.weights = torch.empty(0)
-
-    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         from transformers.models.bert.modeling_bert import eager_attention_forward
 
-        eager = self.implementation == "eager"
-        function: Any = eager_attention_forward
-        if not eager:
-            function = ALL_ATTENTION_FUNCTIONS[self.implementation]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, function)
+        super().__init__()
+        self.implementation, self.is_causal = implementation, is_causal
+        self.known: Any = ALL_ATTENTION_FUNCTIONS
+        self.eager = eager_attention_forward
+        self.weights = torch.empty(0)
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        attend = self.known.get_interface(self.implementation, self.eager)
         out, self.weights = attend(self, q, k, k, mask, scaling=0.5, dropout=0.0)
         return out
 

@@ -288,7 +288,7 @@ class WatchedModule:
             shapes = ", ".join(str(list(v.shape)) for v in values)
             raise ValueError(
                 f"{self.name!r} was called with different lengths, so {statistic!r} is no one "
-                f"tensor ({shapes}); take calls[n][{statistic!r}].values"
+                f"tensor ({shapes}); take seen[{self.name!r}].calls[n][{statistic!r}].values"
             )
         return values[0] if len(values) == 1 else torch.cat(values)
 

@@ -255,7 +255,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     sees stand side by side, before padding or behind it. `None` where there is none.
     """
     end, queries = extent.offset, extent.queries
-    if not end:
+    if not end or not queries:
         return end
     own = _own_keys(mask, extent, end, device)
     j = torch.arange(extent.keys, device=device)[None]
