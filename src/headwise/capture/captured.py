@@ -16,6 +16,7 @@ from ..stats.accumulate import Running
 from ..stats.detached import without_graph
 from ..stats.results import Reading, Sums, table_rows
 from .io import read_tree, write_tree
+from .modules import as_written
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -89,6 +90,7 @@ class Watched(HeadTable):
             ValueError: nothing was seen; the message says why.
         """
         self.must_not_be_empty()
+        module = as_written(module)
         if module not in self._modules:
             why = self.left_out.get(module)
             there = f"there are: {', '.join(self._modules)}"
@@ -104,7 +106,7 @@ class Watched(HeadTable):
         return iter(self._modules)
 
     def __contains__(self, module: object) -> bool:
-        return module in self._modules
+        return isinstance(module, str) and as_written(module) in self._modules
 
     def __len__(self) -> int:
         return len(self._modules)

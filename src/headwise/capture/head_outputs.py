@@ -130,7 +130,7 @@ def head_outputs(
     said = check_given("head_outputs", model, loss, batches)
     kept, why = HeadOutputs(rows), "there are no batches"
     for batch in batches:
-        with torch.no_grad(), catch(model, kept.add) as net:
+        with torch.no_grad(), catch(model, kept.add, function="head_outputs") as net:
             loss(model, batch)
         why = net.names.why_nothing()
     if not kept.modules:

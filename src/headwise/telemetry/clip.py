@@ -19,7 +19,7 @@ from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.per_head import ABOVE
 from ..weights.projections import Projections, projections_of
-from .wrappers import bare_name
+from .wrappers import bare_name, innermost
 
 RULES = ("query", "both")
 
@@ -224,12 +224,13 @@ class _Finder:
     def module(self, name: str) -> nn.Module:
         """The module of that name, whatever wrappers are around it."""
         try:
-            return self.model.get_submodule(name)
+            return innermost(self.model.get_submodule(name))
         except AttributeError:
             pass
         if self._bare is None:
             self._bare = {
-                bare_name(n): m for n, m in self.model.named_modules(remove_duplicate=False)
+                bare_name(n): innermost(m)
+                for n, m in self.model.named_modules(remove_duplicate=False)
             }
         if (bare := bare_name(name)) not in self._bare:
             raise ValueError(f"{self.call}: the model has no module {name!r}.")

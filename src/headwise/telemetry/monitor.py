@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import and_more
-from ..capture.modules import Modules, check_model, chosen
+from ..capture.modules import Modules, as_written, check_model, chosen
 from ..capture.private_torch import outside_graphs, skipped_since_update
 from ..core.numbers import real, whole
 from ..stats.base import Statistic, check_statistics
@@ -327,8 +327,10 @@ class Monitor:
     def _clip(self, limit: float) -> None:
         """Clip the heads whose largest logit was over the limit, on all ranks alike."""
         largest = self._ranks.largest(self._capture.sums, self._capture.largest)
-        modules = dict(self.model.named_modules()) if several() else largest
-        own = {name: x for name, x in largest.items() if name in modules}
+        own = largest
+        if several():
+            here = {as_written(name) for name, _ in self.model.named_modules()}
+            own = {name: x for name, x in largest.items() if name in here}
         if own:
             qk_clip_(self.model, own, limit=limit, optimizer=self._optimizer)
 

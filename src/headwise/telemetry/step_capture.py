@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -111,10 +110,11 @@ class StepCapture:
         self._wanted, self._step, self._every = wanted, step, every
         if self._stack is not None:
             return
-        _let_hooks_be()
         with ExitStack() as stack:
             stack.enter_context(_AS_WRITTEN)
-            found = catch(self.model, self._listen, self._begin, self._elsewhere)
+            found = catch(
+                self.model, self._listen, self._begin, self._elsewhere, function="Monitor"
+            )
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()
 
@@ -251,11 +251,3 @@ class _AsWritten:
 
 
 _AS_WRITTEN = _AsWritten()
-
-
-@cache
-def _let_hooks_be() -> None:
-    """Silence the warning that compiled modules call global hooks twice; these do not mind."""
-    warnings.filterwarnings(
-        "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
-    )
