@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..capture.modules import check_model
 from .monitor import Monitor
+from .optimizers import hook_steps
 from .rules import Alarm
 
 
@@ -18,7 +20,7 @@ class _TrainersMonitor(Monitor):
 
     stopping = False
 
-    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
+    def _hear(self, said: str, optimizer: torch.optim.Optimizer) -> None:
         """The trainer tells."""
 
     def _stop(self, alarms: Sequence[Alarm]) -> None:
@@ -125,7 +127,7 @@ class LightningMonitor(_Callback):
         optimizer = trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._start(pl_module, optimizer, trainer.global_step, scaler)
-        self._hook = optimizer.register_step_post_hook(lambda told, *_: self._told(told))
+        self._hook = hook_steps(check_model("Monitor", pl_module), optimizer, self._told)
 
     def _told(self, optimizer: Any) -> None:
         if self.monitor is not None:

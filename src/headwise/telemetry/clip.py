@@ -19,6 +19,7 @@ from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.per_head import ABOVE
 from ..weights.projections import Projections, projections_of
+from .optimizers import check_optimizer
 from .wrappers import bare_name, innermost
 
 RULES = ("query", "both")
@@ -69,7 +70,8 @@ def qk_clip_(
         ValueError: maxima of sampled queries, which are too low, or that are no numbers; queries
             and keys that are normalised, whose scale changes nothing; weights of an unknown layout,
             sharded, or under float32 without an optimizer; names or numbers of heads that do not
-            fit the model; an unknown rule. Nothing was scaled then.
+            fit the model; an unknown rule; what is no optimizer, or holds none of the model's
+            parameters. Nothing was scaled then.
 
     Modules that share their weights are scaled once, by the least γ of each head. Ranks that hold
     copies of a model must all clip by the largest scores of all: reduce these by their maximum, or
@@ -100,6 +102,8 @@ def qk_clip_(
         raise ValueError(f"{call}: the limit must be a finite number above 0.")
     if rule not in RULES:
         raise ValueError(f"{call}: there is no rule {rule!r}; there are: {', '.join(RULES)}.")
+    if optimizer is not None:
+        check_optimizer(call, model, optimizer)
     finder = _Finder(model, call)
     shared: dict[tuple[int, ...], _Weights] = {}
     places: dict[str, tuple[_Weights, slice]] = {}

@@ -78,6 +78,8 @@ class Rule:
     then: str | Callable[[Alarm], object] = "warn"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.statistic, str):
+            self._refuse("the statistic must be the name of a metric, such as 'entropy'.")
         given = [n for n in ("above", "below", "jump") if getattr(self, n) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none of them"
@@ -96,7 +98,7 @@ class Rule:
             object.__setattr__(self, "name", self._said())
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(f"Rule({self.statistic!r}, …): {why}")
+        raise ValueError(f"Rule({said(self.statistic)}, …): {why}")
 
     def _said(self) -> str:
         if self.jump is not None:
