@@ -302,6 +302,14 @@ def test_a_closed_history_that_is_deleted_is_begun_anew(path: Path) -> None:
     writer.close()
 
 
+def test_a_history_is_not_named_as_a_file_of_another_format(path: Path) -> None:
+    model, _ = made()
+    with pytest.raises(ValueError, match=r"the name ends in \.csv; name it 'heads\.sqlite'"):
+        hw.Monitor(model, history=path.with_suffix(".csv"))
+    for suffix in (".db", "", ".7"):
+        hw.Monitor(model, history=path.with_suffix(suffix)).close()
+
+
 def test_other_files_are_refused(path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         hw.History(path)

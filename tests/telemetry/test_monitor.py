@@ -701,6 +701,9 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
         ({"rules": [hw.Rule("entropy", below=1.0, then="stop")]}, "give save="),
         ({"rules": [hw.Rule("entropy", below=0.1)] * 2}, "two rules are called 'entropy < 0.1'"),
         ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
+        ({"maxima": "no"}, "maxima must be True or False and is 'no'"),
+        ({"save": 3}, "save=3: give a function that saves the training"),
+        ({"scaler": 3}, "scaler=3: give a GradScaler"),
         ({"probe": "a text"}, "probe='a text': give a batch as the model takes it"),
         ({"rules": [hw.Rule("entropie", below=1.0)]}, "did you mean 'entropy'"),
         (
@@ -819,6 +822,13 @@ def test_qk_clip_refuses_the_optimizer_of_another_model_in_the_same_words() -> N
                 refusing(optimizer)
             said.append(str(refused.value).partition("optimizer")[2])
         assert said[0] == said[1]
+
+
+def test_a_trainers_callback_refuses_what_a_monitor_has_not() -> None:
+    with pytest.raises(TypeError, match=r"MonitorCallback\(evry=…\): .*; did you mean every=\?"):
+        hw.MonitorCallback(evry=3)
+    with pytest.raises(TypeError, match=r"MonitorCallback\(zzz=…\): .*; there are: every, que"):
+        hw.MonitorCallback(zzz=3)
 
 
 def test_default_rules_are_those_whose_metrics_are_recorded(tmp_path: Path) -> None:

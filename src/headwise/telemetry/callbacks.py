@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,10 @@ class _TrainersMonitor(Monitor):
         self._end()
 
 
+_TRAINERS = ("model", "optimizer", "step", "save", "scaler")
+_SETTINGS = [name for name in inspect.signature(Monitor).parameters if name not in _TRAINERS]
+
+
 class _Callback:
     """Holds the settings until the trainer starts, and the monitor while it trains."""
 
@@ -42,8 +48,19 @@ class _Callback:
     """The monitor of the training that runs, or ran last."""
 
     def __init__(self, **settings: Any) -> None:
-        for name in {"model", "optimizer", "step", "save", "scaler"} & set(settings):
-            raise ValueError(f"{type(self).__name__}({name}=…): the trainer tells; leave it out.")
+        for name in settings:
+            if name in _TRAINERS:
+                raise ValueError(
+                    f"{type(self).__name__}({name}=…): the trainer tells; leave it out."
+                )
+            if name not in _SETTINGS:
+                near = get_close_matches(name, _SETTINGS, n=1)
+                told = (
+                    f"did you mean {near[0]}=?" if near else f"there are: {', '.join(_SETTINGS)}."
+                )
+                raise TypeError(
+                    f"{type(self).__name__}({name}=…): there is no such setting; {told}"
+                )
         self._settings = settings
 
     def _start(self, model: Any, optimizer: Any, step: int, scaler: Any = None) -> None:
@@ -72,6 +89,7 @@ class MonitorCallback(_Callback):
     Raises:
         ImportError: transformers is not installed.
         ValueError: a setting that the trainer tells itself.
+        TypeError: a setting that `Monitor` has not.
     """
 
     def __new__(cls, **settings: Any) -> MonitorCallback:
@@ -118,6 +136,7 @@ class LightningMonitor(_Callback):
     Raises:
         ImportError: neither lightning nor pytorch_lightning is installed.
         ValueError: a setting that the trainer tells itself.
+        TypeError: a setting that `Monitor` has not.
     """
 
     def __new__(cls, **settings: Any) -> LightningMonitor:

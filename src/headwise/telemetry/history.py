@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._io import place_for
+from .._io import check_suffix, place_for
 from .._tables import frame_of
 from .._text import Brief
 from .figures import FIELDS, Array, Figures, Heads
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MARK, _VERSION = 0x68647773, 1  # "hdws": what SQLite calls an application's id, and its version
+_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _WAIT = 0.25
 """Seconds to wait for a file that another process has locked."""
 
@@ -217,6 +218,7 @@ class History:
         Raises:
             ImportError: pyarrow is not installed.
             OSError: a folder that there is not.
+            ValueError: a name that ends as files of another format do, such as `.csv`.
         """
         try:
             import pyarrow  # pyright: ignore[reportMissingImports]
@@ -226,6 +228,7 @@ class History:
                 "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or take "
                 "history.columns()"
             ) from None
+        check_suffix(Path(path), "a Parquet file", (".parquet",))
         parquet.write_table(pyarrow.table(self.columns()), place_for(Path(path)))
 
     def __repr__(self) -> str:
@@ -250,10 +253,11 @@ class HistoryWriter:
 
     Raises:
         OSError: no file can be there.
-        ValueError: a file of another kind.
+        ValueError: a file of another kind, or a name as of another format, such as `.csv`.
     """
 
     def __init__(self, path: str | os.PathLike[str], after: int, about: Mapping[str, Any]) -> None:
+        check_suffix(Path(path), "an SQLite file", _SUFFIXES)
         self.path = place_for(Path(path))
         self._after: int | None = after
         self._about = {**about, "writer": uuid.uuid4().hex}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
-from ..core.numbers import real, whole
+from ..core.numbers import fault_of_flags, real, whole
 from ..stats.base import Statistic, check_statistics
 from ..stats.per_head import ABOVE, MaxLogit
 from .clip import qk_clip_
@@ -127,7 +127,8 @@ class Monitor:
     ) -> None:
         said = check_model("Monitor", model)
         _check_lists(said, statistics=statistics, rules=rules or (), trackers=trackers)
-        _check(said, every, queries, statistics, clip, step, seed, probe)
+        _check(said, every, queries, statistics, clip, step, seed)
+        _check_kinds(said, probe, scaler, save, maxima=maxima, overwrite=overwrite)
         recorded = _recorded(statistics, probe is not None)
         default = (rule for rule in RULES if rule.statistic in recorded)
         self._rules = tuple(default if rules is None else rules)
@@ -415,7 +416,6 @@ def _check(
     clip: Any,
     step: int,
     seed: int,
-    probe: Any,
 ) -> None:
     """Raise ValueError for a setting out of its range."""
     if (whole(every) or 0) < 1:
@@ -431,15 +431,25 @@ def _check(
         raise ValueError(f"{said}: seed={seed!r}: give a whole number.")
     if clip is not None and not (real(clip) or 0.0) > 0:
         raise ValueError(f"{said}: clip={clip!r}: give a limit for logits, above 0.")
+    check_statistics(statistics, "Monitor")
+    names = [name for statistic in statistics for name in statistic.names]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{said}: {twice[0]!r} is asked for twice; leave one out.")
+
+
+def _check_kinds(said: str, probe: Any, scaler: Any, save: Any, **flags: Any) -> None:
+    """Raise ValueError for what is not of the kind that a setting takes."""
+    if fault := fault_of_flags(**flags):
+        raise ValueError(f"{said}: {fault}.")
+    if not (save is None or callable(save)):
+        raise ValueError(f"{said}: save={save!r:.80}: give a function that saves the training.")
+    if not (scaler is None or hasattr(scaler, "get_scale")):
+        raise ValueError(f"{said}: scaler={scaler!r:.80}: give a GradScaler.")
     if not (isinstance(probe, Tensor | Mapping | tuple | list | None) or callable(probe)):
         raise ValueError(
             f"{said}: probe={probe!r:.80}: give a batch as the model takes it (a tensor, a dict or "
             f"a tuple), or a function of the model."
         )
-    check_statistics(statistics, "Monitor")
-    names = [name for statistic in statistics for name in statistic.names]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{said}: {twice[0]!r} is asked for twice; leave one out.")
 
 
 def _recorded(statistics: Sequence[Statistic], probed: bool) -> Collection[str]:

@@ -94,6 +94,8 @@ class Rule:
             )
         if not callable(self.then) and self.then not in ("warn", "stop"):
             self._refuse(f"then={self.then!r}: give 'warn', 'stop' or a function of the alarm.")
+        if not isinstance(self.name, str):
+            self._refuse(f"name={said(self.name)}: give a text.")
         if not self.name:
             object.__setattr__(self, "name", self._said())
 
