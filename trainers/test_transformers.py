@@ -112,6 +112,33 @@ def test_what_the_trainer_tells_is_refused() -> None:
         hw.MonitorCallback(model=model())
 
 
+def test_a_rule_is_refused_in_the_words_of_a_monitor(tmp_path: Path) -> None:
+    rules = [hw.Rule("entropie", below=0.1)]
+    callback = hw.MonitorCallback(rules=rules)
+    with pytest.raises(ValueError, match="not recorded") as told:
+        trainer(tmp_path, callback).train()
+    with pytest.raises(ValueError, match="not recorded") as refused:
+        hw.Monitor(model(), rules=rules)
+    assert str(told.value) == str(refused.value)
+
+
+def test_an_optimizer_in_accelerates_wrapper_tells_of_its_steps() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    own = model()
+    own, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
+    with hw.Monitor(own, optimizer, every=1, queries=None) as monitor:
+        for row in range(4):
+            with accelerator.accumulate(own):
+                ids = Rows()[row]["input_ids"][None]
+                accelerator.backward(own(ids, labels=ids).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert monitor.steps == 2
+    assert monitor.latest["entropy"].of_queries == 2 * LENGTH * LAYERS
+
+
 def test_a_compiled_trainer(tmp_path: Path) -> None:
     torch._dynamo.reset()
     more = {"torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no"}

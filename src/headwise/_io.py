@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,6 +61,30 @@ def place_for(path: Path) -> Path:
         if not folder.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {folder}; create it first")
     return place
+
+
+_FORMATS = frozenset(
+    ".bin .csv .db .htm .html .json .jsonl .npy .npz .parquet .pdf .pickle .pkl .png .pt .pth "
+    ".safetensors .sqlite .sqlite3 .svg .tsv .txt .xlsx .yaml .yml .zip".split()
+)
+"""How files of known formats end."""
+
+
+def check_suffix(path: Path, kind: str, own: Sequence[str], instead: str = "") -> None:
+    """Raise ValueError where a file of one format would be named as one of another.
+
+    Args:
+        kind: what is written there, in words.
+        own: how such files end.
+        instead: what else to do.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _FORMATS.difference(own):
+        more = f", or {instead}" if instead else ""
+        raise ValueError(
+            f"{path}: {kind} would be written, and the name ends in {suffix}; name it "
+            f"{path.with_suffix(own[0]).name!r}{more}."
+        )
 
 
 def _streams() -> Iterator[os.stat_result]:

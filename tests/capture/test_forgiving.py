@@ -375,3 +375,34 @@ def test_what_is_returned_says_what_it_is_in_a_line() -> None:
 
     assert "Bare object" in repr(Bare())  # no dataclass
     assert "bool [130, 130]" in repr(shown[9])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ("a text", r"inputs is 'a text', a text; give .* tokenizer\(text, return_tensors='pt'\)"),
+        (["a text", "another"], "a text; give what the model is called with"),
+        ([4, 2], r"items of a list are arguments; give token ids as a tensor \[B, T\]"),
+    ],
+)
+def test_attention_of_a_text_says_what_to_give(inputs: Any, says: str) -> None:
+    layer = hw.MultiHeadAttention(24, num_heads=3)
+    with pytest.raises(ValueError, match=rf"^attention_of\(MultiHeadAttention, .*{says}"):
+        hw.attention_of(layer, inputs, layer=0)
+    x = torch.randn(2, 7, 24)
+    for given in (x, (x,), [x, None], {"x": x}):
+        assert hw.attention_of(layer, given, layer=0).shape == (2, 3, 7, 7)
+
+
+def test_flags_and_seeds_of_another_kind_are_refused() -> None:
+    layer, x = hw.MultiHeadAttention(24, num_heads=3), torch.randn(2, 7, 24)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean((1, 2))
+
+    with pytest.raises(ValueError, match="rows must be True or False and is 'all'"):
+        hw.head_outputs(layer, loss, [x], rows="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="normalise must be True or False and is 'importance'"):
+        hw.importance(layer, loss, [x]).table(normalise="importance")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seed='a'"), hw.watch(layer, seed="a"):  # type: ignore[arg-type]
+        pass

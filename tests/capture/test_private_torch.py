@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -117,6 +118,25 @@ def test_flex_attention_has_the_parameters_of_the_code_that_it_gets() -> None:
     assert [getattr(code, part) for part in parts] == [getattr(own, part) for part in parts]
     count = own.co_argcount + own.co_kwonlyargcount
     assert code.co_varnames[:count] == own.co_varnames[:count]
+
+
+def test_compiled_modules_look_for_global_hooks_by_a_name_that_can_be_changed() -> None:
+    from torch.nn.modules import module as hooks
+
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        assert not private_torch.global_hooks()
+        with hooks.register_module_forward_hook(hook := lambda module, args, out: None):
+            assert private_torch.global_hooks() == [hook]
+            with pytest.warns(UserWarning, match="there are global hooks on modules"):
+                compiled(torch.ones(2))
+            restore = private_torch.replace(hooks, "_has_any_global_hook", lambda: False)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    compiled(torch.ones(2))
+            finally:
+                restore()
 
 
 def test_the_compiler_leaves_frozen_code_alone() -> None:

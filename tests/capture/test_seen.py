@@ -637,3 +637,30 @@ class Plain(torch.nn.Module):
         if self.fused:
             return torch.nn.functional.scaled_dot_product_attention(split, split, split)
         return (split @ split.mT).softmax(-1) @ split
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("texts", ["entropy", 1, None])
+def test_a_name_is_not_taken_for_a_flag(running: bool, texts: Any) -> None:
+    layer = hw.MultiHeadAttention(24, 3)
+    with hw.watch(layer, hw.Entropy(), running=running) as seen:
+        layer(torch.randn(2, 5, 24))
+    tables = [seen.table, seen.to_pandas, seen[""].table]
+    if running:
+        tables.append(seen[""].running.table)
+    for table in tables:
+        with pytest.raises(ValueError, match=r"texts must be True or False and is .* every stat"):
+            table(texts)
+
+
+@pytest.mark.parametrize("name", ["y.csv", "y.json", "y.PT"])
+def test_a_file_is_not_named_as_one_of_another_format(tmp_path: Path, name: str) -> None:
+    layer = hw.MultiHeadAttention(24, 3)
+    with hw.watch(layer, hw.Entropy()) as seen:
+        layer(torch.randn(2, 5, 24))
+    with pytest.raises(ValueError, match=r"name it 'y\.safetensors', or write a table by"):
+        seen.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    for fine in ("y", "y.safetensors", "lr0.01"):
+        seen.save(tmp_path / fine)
+        assert hw.load_seen(tmp_path / fine).table() == seen.table()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
 import sqlite3
 import sys
 import warnings
@@ -191,6 +192,122 @@ def test_a_history_that_is_gone_costs_a_warning(path: Path) -> None:
         advance(model, optimizer, 0)
     monitor.close()
     assert monitor.steps == 1
+
+
+OTHERS = ("-wal", "-shm")
+
+
+def vanish(path: Path, how: str) -> None:
+    """Take the file of a history away, and what SQLite keeps beside it, or not."""
+    if how == "renamed":
+        path.rename(path.with_name("other.sqlite"))
+        return
+    if how == "replaced by a copy":
+        copied = path.with_name("copy.sqlite")
+        with closing(sqlite3.connect(path)) as old, closing(sqlite3.connect(copied)) as new:
+            old.backup(new)
+        os.replace(copied, path)
+        return
+    path.unlink()
+    for other in OTHERS:
+        if how == "all of it":
+            path.with_name(path.name + other).unlink(missing_ok=True)
+    if how == "replaced by nothing":
+        path.touch()
+
+
+@pytest.mark.parametrize(
+    "how", ["all of it", "alone", "renamed", "replaced by nothing", "replaced by a copy"]
+)
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_history_that_is_deleted_in_a_training_is_written_anew_and_lacks_nothing(
+    path: Path, how: str, remote: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwise.telemetry.history.is_remote", lambda path: remote)
+
+    def run(path: Path, vanishes: bool) -> hw.Monitor:
+        model, optimizer = made()
+        rules = [hw.Rule("entropy", above=0.0, then=lambda alarm: None)]
+        with hw.Monitor(model, optimizer, every=1, history=path, rules=rules) as monitor:
+            for number in range(5):
+                advance(model, optimizer, number)
+                if vanishes and number == (4 if last else 1):
+                    vanish(path, how)
+        return monitor
+
+    whole = path.with_name("whole.sqlite")
+    run(whole, vanishes=False)
+    with pytest.warns(UserWarning, match="deleted or replaced .* a new file holds all") as warned:
+        monitor = run(path, vanishes=True)
+    assert len(warned) == 1
+    assert set(hw.History(path).alarms) == set(monitor.alarms)
+    for name in ("figures", "alarms", "layers"):
+        query = f"SELECT * FROM {name} ORDER BY 1, 2, 3"
+        one, two = (sqlite3.connect(p).execute(query).fetchall() for p in (whole, path))
+        assert one == two
+
+
+def test_a_history_that_is_deleted_before_the_training_goes_on_with_it_lacks_nothing(
+    path: Path,
+) -> None:
+    before = made()
+    monitored(before, range(3), every=1, history=path)
+    model, optimizer = before
+    with hw.Monitor(model, optimizer, every=1, history=path, step=2):
+        vanish(path, "all of it")
+        with pytest.warns(UserWarning, match="a new file holds all steps"):
+            advance(model, optimizer, 3)
+    assert hw.History(path).steps == [1, 2, 3]
+
+
+def test_steps_wait_while_the_folder_of_a_history_is_gone(path: Path) -> None:
+    folder = path.parent / "runs"
+    folder.mkdir()
+    model, optimizer = made()
+    with hw.Monitor(model, optimizer, every=1, history=folder / "heads.sqlite"):
+        advance(model, optimizer, 0)
+        shutil.rmtree(folder)
+        with pytest.warns(UserWarning, match="the history cannot be written"):
+            _ = [advance(model, optimizer, number) for number in (1, 2)]
+        folder.mkdir()
+        with pytest.warns(UserWarning, match="a new file holds all steps"):
+            advance(model, optimizer, 3)
+    assert hw.History(folder / "heads.sqlite").steps == [1, 2, 3, 4]
+
+
+def test_a_history_that_another_monitor_has_replaced_is_left_to_it(path: Path) -> None:
+    writer = written(path, [2])
+    vanish(path, "all of it")
+    written(path, [7]).close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another monitor has begun to write into it"):
+            writer.restore()
+    assert hw.History(path).steps == [7]
+    vanish(path, "all of it")
+    assert writer.restore()
+    assert not writer.restore()
+    writer.write([(record(4), [])], LAYERS_OF)
+    assert hw.History(path).steps == [2, 4]
+    writer.close()
+
+
+def test_a_closed_history_that_is_deleted_is_begun_anew(path: Path) -> None:
+    writer = written(path, [2])
+    writer.close()
+    vanish(path, "all of it")
+    writer.write([(record(4), [])], LAYERS_OF)
+    assert hw.History(path).steps == [4]
+    assert hw.History(path).about["every"] == 2
+    writer.close()
+
+
+def test_a_history_is_not_named_as_a_file_of_another_format(path: Path) -> None:
+    model, _ = made()
+    with pytest.raises(ValueError, match=r"the name ends in \.csv; name it 'heads\.sqlite'"):
+        hw.Monitor(model, history=path.with_suffix(".csv"))
+    for suffix in (".db", "", ".7"):
+        hw.Monitor(model, history=path.with_suffix(suffix)).close()
 
 
 def test_other_files_are_refused(path: Path) -> None:

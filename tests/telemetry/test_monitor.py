@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,18 +207,101 @@ def test_evaluation_is_not_counted(where: str) -> None:
         np.testing.assert_array_equal(plain[name].data, other[name].data)
 
 
-def test_a_training_in_evaluation_mode_is_warned_of_and_not_recorded() -> None:
-    model, optimizer = made()
+class Attention(nn.Module):
+    """A softmax that no product with values follows: it is left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1).sum(-1, keepdim=True) + x
+
+
+def in_eval_mode(model: nn.Module) -> Any:
     model.eval()
-    monitor = hw.Monitor(model, optimizer, every=1)
-    with pytest.warns(UserWarning, match="not recorded: no forward of the model in training mode"):
-        advance(model, optimizer, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once
-        advance(model, optimizer, 1)
-    assert monitor.steps == 2
+    return lambda x: model(x)
+
+
+def without_gradients(model: nn.Module) -> Any:
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(x)
+        return (x * next(model.parameters()).sum()).sum()
+
+    return call
+
+
+def in_another_thread(model: nn.Module) -> Any:
+    def call(x: Tensor) -> Tensor:
+        _in_another_thread(lambda: model(x))
+        return next(model.parameters()).sum()
+
+    return call
+
+
+def of_a_copy(model: nn.Module) -> Any:
+    copied = copy.deepcopy(model)
+    return lambda x: copied(x).sum() + next(model.parameters()).sum()
+
+
+def with_parts(*parts: nn.Module) -> Any:
+    return nn.Sequential(nn.Linear(E, E), *parts)
+
+
+NOTHING: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (nn.Linear(E, E), None, {}, "no attention was seen: none of its modules called a function"),
+    (made()[0], in_eval_mode, {}, r"the model ran in eval mode \(call model\.train\(\)\)"),
+    (made()[0], without_gradients, {}, "the model ran without gradients"),
+    (made()[0], in_another_thread, {}, "there was only a forward in another thread"),
+    (made()[0], of_a_copy, {}, "no attention was seen: the model was not called"),
+    (made()[0], None, {"modules": "blocks.7.*"}, r"left out all that attended: blocks\.0\.own, b"),
+    (made()[0], None, {"statistics": [hw.Map(4)], "rules": ()}, "'map' cannot be recorded"),
+    (with_parts(Attention()), None, {}, "left out: 1 is not monitored: no product with values"),
+]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize(("model", "calls", "settings", "why"), NOTHING)
+def test_after_three_steps_that_give_nothing_the_true_reason_is_told_once(
+    model: nn.Module, calls: Any, settings: dict[str, Any], why: str, every: int
+) -> None:
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    call = model if calls is None else calls(model)
+    with hw.Monitor(model, optimizer, every=every, **settings) as monitor:
+        with warnings.catch_warnings(record=True) as before:
+            warnings.simplefilter("always")
+            _ = [advance(call, optimizer, number) for number in range(2)]
+        assert not any("nothing was recorded" in str(one.message) for one in before)
+        with pytest.warns(UserWarning, match=f"nothing was recorded in 3 optimizer steps: .*{why}"):
+            advance(call, optimizer, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _ = [advance(call, optimizer, number) for number in range(3, 7)]
+    assert monitor.steps == 7
     assert not monitor.latest
-    monitor.close()
+
+
+def test_a_step_that_gives_nothing_is_made_up_for_by_the_next(tmp_path: Path) -> None:
+    model, optimizer = made()
+    path = tmp_path / "heads.sqlite"
+    with warnings.catch_warnings(), hw.Monitor(model, optimizer, every=5, history=path):
+        warnings.simplefilter("error")
+        optimizer.step()  # as some loops do to begin with
+        for number in range(5):
+            advance(model, optimizer, number)
+    assert hw.History(path).steps == [2, 5]
+
+
+def test_of_a_part_that_is_left_out_the_rest_is_recorded() -> None:
+    model = with_parts(hw.MultiHeadAttention(E, H), Attention())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for modules, warned in ((None, True), ("1", False)):
+        with (
+            warnings.catch_warnings(record=True) as said,
+            hw.Monitor(model, optimizer, **EXACT, modules=modules) as monitor,
+        ):
+            warnings.simplefilter("always")
+            _ = [advance(model, optimizer, number) for number in range(2)]
+        assert tuple(monitor.layers) == ("1",)
+        assert ["2 is not monitored" in str(one.message) for one in said] == [True] * warned
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -409,6 +493,25 @@ def test_maxima_are_empty_where_they_were_not_taken() -> None:
         assert monitor.maxima == {}
 
 
+@pytest.mark.parametrize(
+    ("rule", "statistics"),
+    [
+        (hw.Rule("max_logit", below=1e4), [hw.Entropy()]),
+        (hw.Rule("max_logit", above=-1e4), [hw.MaxLogit(above=1e4)]),
+        (hw.Rule("max_logit", below=1e4), [hw.MaxLogit(above=1e4)]),
+    ],
+)
+def test_a_rule_for_the_largest_logit_fires_whatever_else_is_recorded(
+    rule: hw.Rule, statistics: list[Any]
+) -> None:
+    model, optimizer = made()
+    found: list[hw.Alarm] = []
+    rules = [replace(rule, then=found.append)]
+    with hw.Monitor(model, optimizer, every=1, statistics=statistics, rules=rules):
+        advance(model, optimizer, 0)
+    assert len(found) == len(LAYERS) * H
+
+
 def test_alarms_ask_for_exact_scores_only_above_their_limit() -> None:
     statistics = (hw.Entropy(),)
     for limit, some in ((1e4, False), (-1e4, True)):
@@ -598,6 +701,27 @@ def _plainly(block: nn.Module, x: Tensor) -> Tensor:
         ({"rules": [hw.Rule("entropy", below=1.0, then="stop")]}, "give save="),
         ({"rules": [hw.Rule("entropy", below=0.1)] * 2}, "two rules are called 'entropy < 0.1'"),
         ({"trackers": [3]}, "give a TensorBoard SummaryWriter"),
+        ({"maxima": "no"}, "maxima must be True or False and is 'no'"),
+        ({"save": 3}, "save=3: give a function that saves the training"),
+        ({"scaler": 3}, "scaler=3: give a GradScaler"),
+        ({"probe": "a text"}, "probe='a text': give a batch as the model takes it"),
+        ({"rules": [hw.Rule("entropie", below=1.0)]}, "did you mean 'entropy'"),
+        (
+            {"rules": [hw.Rule("self", above=0.9)]},
+            "'self' is not recorded, and the rule would never fire; Recorded are: entropy, entrop",
+        ),
+        (
+            {"rules": [hw.Rule("first", above=0.9)], "statistics": [hw.Entropy()]},
+            "Recorded are: entropy, entropy_share, max_logit; statistics=[…]",
+        ),
+        ({"rules": [hw.Rule("probe/entropy", below=0.1)]}, "did you mean 'entropy'"),
+        ({"rules": [hw.Rule("max_logit_above_5", above=9.0)]}, "did you mean 'max_logit'"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "SGD) holds none of the"),
+        ({"optimizer": 100}, "optimizer must be a torch.optim.Optimizer, got int; give the one"),
+        (
+            {"optimizer": torch.optim.lr_scheduler.StepLR(made()[1], 1)},
+            "got StepLR; give the one that trains the model (.optimizer of what was given).",
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], rule: str) -> None:
@@ -605,6 +729,116 @@ def test_bad_settings_are_refused(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=r"Monitor|trackers") as refused:
         hw.Monitor(model, **settings)
     assert rule in str(refused.value)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate wraps optimizers: `Optimizer.__init__` never runs."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad()
+
+
+def some_layers(model: Model) -> Any:
+    model.blocks[0].requires_grad_(False)
+    return torch.optim.SGD(model.blocks[1].parameters(), lr=0.0)
+
+
+def low_rank(model: Model) -> Any:
+    model.requires_grad_(False)
+    model.added = nn.Linear(2, 2)  # type: ignore[assignment]
+    return torch.optim.SGD(model.added.parameters(), lr=0.0)
+
+
+def a_prompt(model: Model) -> Any:
+    model.requires_grad_(False)
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.0)
+
+
+def groups(model: Model) -> Any:
+    of_another = {"params": list(nn.Linear(2, 2).parameters()), "lr": 0.5}
+    return torch.optim.SGD([of_another, {"params": list(model.blocks.parameters())}], lr=0.0)
+
+
+def masters(model: Model) -> Any:
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    return torch.optim.SGD(copies, lr=0.0)
+
+
+def masters_of_halves(model: Model) -> Any:
+    copies = [nn.Parameter(p.detach().float()) for p in model.bfloat16().parameters()]
+    return torch.optim.SGD(copies, lr=0.0)
+
+
+def wrapped(model: Model) -> Any:
+    return Accelerated(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [some_layers, low_rank, a_prompt, groups, masters, masters_of_halves, wrapped],
+)
+def test_an_optimizer_that_may_train_the_model_is_accepted(optimizer_of: Any) -> None:
+    model, _ = made()
+    optimizer = optimizer_of(model)
+    dtype = next(model.parameters()).dtype
+    with hw.Monitor(model, optimizer, every=1) as monitor:
+        model(batch(0).to(dtype)).square().mean().backward()
+        optimizer.step()
+    assert monitor.steps == 1
+    assert tuple(monitor.layers) == LAYERS
+
+
+def test_an_optimizer_that_takes_no_hooks_is_refused_by_what_it_lacks() -> None:
+    model, optimizer = made()
+
+    class DeepSpeeds:
+        param_groups = optimizer.param_groups
+
+    with pytest.raises(ValueError, match="a DeepSpeeds, cannot be hooked; give no optimizer"):
+        hw.Monitor(model, DeepSpeeds())  # type: ignore[arg-type]
+
+
+def test_qk_clip_refuses_the_optimizer_of_another_model_in_the_same_words() -> None:
+    model, _ = made()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    largest = {LAYERS[0]: torch.full((H,), 200.0)}
+    for optimizer in (other, torch.optim.lr_scheduler.StepLR(other, 1)):
+        said = []
+        for refusing in (
+            lambda one: hw.Monitor(model, one),
+            lambda one: hw.qk_clip_(model, largest, optimizer=one),
+        ):
+            with pytest.raises(ValueError, match="optimizer") as refused:
+                refusing(optimizer)
+            said.append(str(refused.value).partition("optimizer")[2])
+        assert said[0] == said[1]
+
+
+def test_a_trainers_callback_refuses_what_a_monitor_has_not() -> None:
+    with pytest.raises(TypeError, match=r"MonitorCallback\(evry=…\): .*; did you mean every=\?"):
+        hw.MonitorCallback(evry=3)
+    with pytest.raises(TypeError, match=r"MonitorCallback\(zzz=…\): .*; there are: every, que"):
+        hw.MonitorCallback(zzz=3)
+
+
+def test_default_rules_are_those_whose_metrics_are_recorded(tmp_path: Path) -> None:
+    model, _ = made()
+    path = tmp_path / "heads.sqlite"
+    with hw.Monitor(model, every=1, statistics=[hw.Entropy()], history=path) as monitor:
+        model(batch(0)).sum().backward()
+        monitor.step()
+    kept = ["max_logit > 100", "entropy collapse", "not a finite number"]
+    assert hw.History(path).about["rules"] == kept
 
 
 def test_what_is_no_model_is_refused() -> None:

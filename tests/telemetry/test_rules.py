@@ -105,6 +105,11 @@ def test_bad_rules_are_refused(settings: dict[str, Any], why: str) -> None:
     assert why in str(refused.value)
 
 
+def test_what_is_no_name_of_a_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Rule\(Entropy\(\), …\): the statistic must be the name"):
+        hw.Rule(hw.Entropy(), below=0.1)  # type: ignore[arg-type]
+
+
 # ── in a training ───────────────────────────────────────────────────────────────────────────────
 
 

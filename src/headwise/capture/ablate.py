@@ -14,9 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .adapters.compiled import refuse_compiled
 from .call import AttentionCall, seed_of_call
 from .head_outputs import HeadOutputs, drawn, valid_queries
-from .modules import attending, check_model
+from .modules import as_written, attending, check_model
 from .session import catch
 
 How = Literal["zero", "mean", "resample"]
@@ -65,6 +66,7 @@ def ablate(
     True
     """
     check_model("ablate", model)
+    refuse_compiled("ablate", model)
     said = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
     if not isinstance(heads, Mapping) or not all(isinstance(name, str) for name in heads):
         raise ValueError(
@@ -110,7 +112,7 @@ def ablate(
         whole = (len(out), len(index), *out.shape[2:])
         return out.index_copy(1, index, put.to(out).expand(whole))
 
-    with catch(model, listen) as net:
+    with catch(model, listen, function="ablate") as net:
         yield
     for name, reason in net.names.left_out.items():
         if any(_fits(name, pattern) for pattern in asked):
@@ -164,7 +166,7 @@ def _check_fit(call: AttentionCall, shape: torch.Size) -> None:
 def _asked(
     model: nn.Module, heads: Mapping[str, Iterable[int] | Tensor], said: str
 ) -> dict[str, tuple[int, ...]]:
-    names = [name for name, _ in model.named_modules()]
+    names = [as_written(name) for name, _ in model.named_modules()]
     unknown = [pattern for pattern in heads if not any(_fits(name, pattern) for name in names)]
     if unknown:
         near = get_close_matches(unknown[0], attending(model), n=6, cutoff=0.0)
@@ -195,4 +197,4 @@ def _numbers(pattern: str, given: Iterable[int] | Tensor, said: str) -> tuple[in
 
 
 def _fits(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern)
+    return fnmatchcase(name, as_written(pattern))

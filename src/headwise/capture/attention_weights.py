@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._text import and_more
+from .._text import and_more, brief
 from ..core.numbers import whole, whole_numbers
 from ..core.reference import Definition
 from ..stats.entries import entries
 from ..stats.execute import Pass
 from ..stats.results import Reading
 from .call import AttentionCall, Looking
-from .modules import check_model
+from .modules import as_written, check_model
 from .session import catch
 
 MOST_BYTES = 2**30
@@ -71,6 +71,8 @@ def attention_of(
     by_number = isinstance(layer, int) and not isinstance(layer, bool)
     if not by_number and not isinstance(layer, str):
         raise ValueError(f"{said}: layer is a module's name, or its place among those that attend.")
+    wanted = layer if by_number else as_written(str(layer))
+    _check_inputs(said, inputs)
     found: dict[int, Tensor] = {}
     met: dict[str, None] = {}
 
@@ -79,7 +81,7 @@ def attention_of(
             return
         number = len(net.noticed) - 1
         met[call.name] = None
-        if not (number == layer if by_number else call.name == layer):
+        if wanted != (number if by_number else call.name):
             return
         if call.heads < call.all_heads:
             raise ValueError(
@@ -96,11 +98,11 @@ def attention_of(
         weights = call.observe([_Weights(tuple(chosen))], Looking())["weights"].values
         call.once_whole(lambda _: found.update({number: weights}))
 
-    with catch(model, listen) as net, torch.no_grad():
+    with catch(model, listen, function="attention_of") as net, torch.no_grad():
         _call(model, inputs)
     if not found:
         number = layer if isinstance(layer, int) else -1
-        name = net.noticed[number] if 0 <= number < len(net.noticed) else str(layer)
+        name = net.noticed[number] if 0 <= number < len(net.noticed) else str(wanted)
         if name in net.names.left_out:
             raise ValueError(f"{said}: {name!r} is left out: {net.names.left_out[name]}.")
         told = f"those that attend: {and_more([repr(one) for one in met], 12)}"
@@ -141,6 +143,23 @@ def _heads(head: int | Sequence[int] | Tensor | None, call: AttentionCall, said:
     if not chosen or not all(0 <= number < call.heads for number in chosen):
         raise ValueError(f"{said}: {call.name!r} has the heads 0 to {call.heads - 1}.")
     return chosen
+
+
+def _check_inputs(said: str, inputs: Any) -> None:
+    """Raise ValueError for a text, or a list of texts or numbers, where a model takes tensors."""
+    listed = [inputs] if isinstance(inputs, str | bytes) else inputs
+    if not isinstance(listed, tuple | list) or not listed:
+        return
+    if all(isinstance(one, str | bytes) for one in listed):
+        raise ValueError(
+            f"{said}: inputs is {brief(inputs)}, a text; give what the model is called with, such "
+            f"as tokenizer(text, return_tensors='pt')."
+        )
+    if all(whole(one) is not None for one in listed):
+        raise ValueError(
+            f"{said}: inputs is {brief(inputs)}, and the items of a list are arguments; give token "
+            f"ids as a tensor [B, T], such as torch.tensor([ids])."
+        )
 
 
 def _call(model: nn.Module, inputs: Any) -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._io import check_suffix
 from .._tables import HeadTable, frame_of
 from ..stats.accumulate import Running
 from ..stats.detached import without_graph
-from ..stats.results import Reading, Sums, table_rows
+from ..stats.results import Reading, Sums, check_texts, table_rows
 from .io import read_tree, write_tree
+from .modules import as_written
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -88,6 +90,8 @@ class Watched(HeadTable):
             ValueError: nothing was seen; the message says why.
         """
         self.must_not_be_empty()
+        if isinstance(module, str):
+            module = as_written(module)
         if module not in self._modules:
             why = self.left_out.get(module)
             there = f"there are: {', '.join(self._modules)}"
@@ -103,7 +107,7 @@ class Watched(HeadTable):
         return iter(self._modules)
 
     def __contains__(self, module: object) -> bool:
-        return module in self._modules
+        return isinstance(module, str) and as_written(module) in self._modules
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -130,8 +134,10 @@ class Watched(HeadTable):
                 text u of U, `√(U / (U − 1) · Σ n_u² (m_u − m)²) / Σ n_u`. From two texts on.
 
         Raises:
-            ValueError: nothing was seen; the message says why.
+            ValueError: nothing was seen; the message says why. `texts` that is neither True nor
+                False.
         """
+        check_texts(texts)
         self.must_not_be_empty()
         return [row for module in self._modules.values() for row in module.table(texts)]
 
@@ -149,11 +155,19 @@ class Watched(HeadTable):
 
         Raises:
             OSError: a folder that there is not, or a path that is one.
+            ValueError: a name that ends as files of another format do, such as `.csv`.
         """
+        path = Path(path)
+        check_suffix(
+            path,
+            "a safetensors file",
+            (".safetensors",),
+            f"write a table by seen.to_pandas(), such as seen.to_pandas().to_csv({path.name!r})",
+        )
         modules = [module.state() for module in self._modules.values()]
         content = {"running": self._running, "modules": modules, "left_out": self.left_out}
         content["drawn"] = sorted(self.drawn)
-        write_tree(Path(path), content)
+        write_tree(path, content)
 
     def __add__(self, other: Watched) -> Watched:
         """What both have seen; neither changes. Modules that both have are joined call by call.
@@ -310,6 +324,7 @@ class WatchedModule:
 
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
         """A row per head."""
+        check_texts(texts)
         if self.running is not None:
             calls, rows = self.running.calls, self.running.table(texts)
         else:

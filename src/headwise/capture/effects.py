@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._tables import HeadTable, frame_of
+from ..core.numbers import fault_of_flags, said
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -70,7 +71,12 @@ class HeadEffects(HeadTable):
         Args:
             normalise: divide by the figure's l2 norm over the heads of the same module, so that
                 layers can be compared (Michel et al. 2019 §4.1, after Molchanov et al. 2017).
+
+        Raises:
+            ValueError: `normalise` that is neither True nor False.
         """
+        if fault := fault_of_flags(normalise=normalise):
+            raise ValueError(f"table(normalise={said(normalise)}): {fault}.")
         return [
             row
             for module, figures in self._samples.items()

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ..core.numbers import fault_of_flags
 from ..stats.per_query import LSE
 from .call import AttentionCall, Looking
 from .modules import check_model
@@ -118,7 +119,7 @@ def head_outputs(
             the means are `[H, Dv]` a module.
 
     Raises:
-        ValueError: nothing attended; batches that are one batch.
+        ValueError: nothing attended; batches that are one batch; `rows` that is no flag.
 
     >>> import headwise as hw
     >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -128,9 +129,11 @@ def head_outputs(
     torch.Size([3, 8])
     """
     said = check_given("head_outputs", model, loss, batches)
+    if fault := fault_of_flags(rows=rows):
+        raise ValueError(f"{said}: {fault}.")
     kept, why = HeadOutputs(rows), "there are no batches"
     for batch in batches:
-        with torch.no_grad(), catch(model, kept.add) as net:
+        with torch.no_grad(), catch(model, kept.add, function="head_outputs") as net:
             loss(model, batch)
         why = net.names.why_nothing()
     if not kept.modules:

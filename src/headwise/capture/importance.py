@@ -79,7 +79,7 @@ def importance(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> HeadEffe
                 call.once_whole(lambda _: outs.append(kept))
             return out
 
-        with torch.enable_grad(), catch(model, listen) as net:
+        with torch.enable_grad(), catch(model, listen, function="importance") as net:
             losses = _checked(loss(model, batch), said)
             if not outs:
                 raise ValueError(f"{said}: no attention was seen, for {net.names.why_nothing()}.")
@@ -157,7 +157,7 @@ def ablation_scan(
             else:
                 unwanted[name] = None
 
-        with catch(model, listen) as net:
+        with catch(model, listen, function="ablation_scan") as net:
             base = _checked(loss(model, batch), said)
         why = net.names.why_nothing()
         gained: dict[str, list[Tensor]] = {name: [] for name in heads}

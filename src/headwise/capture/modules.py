@@ -24,6 +24,9 @@ from .private_torch import outside_graphs
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
 
+_COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.|$)")
+"""The part that `torch.compile` puts into the names of modules."""
+
 _FOLLOWED: ContextVar[tuple[object, ...]] = ContextVar("_FOLLOWED", default=())
 """The marks of those that follow in this context: that of a task, and of the tasks it starts."""
 
@@ -69,12 +72,13 @@ class Forward:
         return not self.module._modules
 
 
-def refuse_thread(model: nn.Module) -> None:
-    """Raise RuntimeError: the model starts in a thread that is not watched."""
-    raise RuntimeError(
-        f"{type(model).__name__}(…): this model is watched in another thread than the one that "
-        f"calls it; enter headwise.watch() in the thread that calls."
-    )
+def as_written(name: str) -> str:
+    """Return a qualified name, or a pattern of names, without what `torch.compile` adds.
+
+    >>> as_written("_orig_mod.layers.0._orig_mod.attn"), as_written("_orig_mod")
+    ('layers.0.attn', '')
+    """
+    return _COMPILED.sub("", name).removeprefix(".")
 
 
 @outside_graphs
@@ -98,7 +102,7 @@ class Names:
         begin: Callable[[], None] = lambda: None,
         end: Callable[[Forward, Any], None] = lambda forward, output: None,
         watching: Callable[[], bool] = lambda: False,
-        elsewhere: Callable[[nn.Module], None] = refuse_thread,
+        elsewhere: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []
@@ -106,7 +110,7 @@ class Names:
         self.left_out: dict[str, str] = {}
         self._begin, self._end, self._watching = begin, end, watching
         self._in_other_thread = elsewhere
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): as_written(name) for name, module in model.named_modules()}
         self._threads = {threading.get_ident()}
         self._mark, self._task = object(), _task()
         self._elsewhere = False
@@ -207,7 +211,7 @@ class Names:
                 [f"{name or 'the model'}: {why}" for name, why in self.left_out.items()]
             )
         alike = [
-            f"{name or 'the model'} ({type(module).__name__})"
+            f"{as_written(name) or 'the model'} ({type(module).__name__})"
             for name, module in self.model.named_modules()
             if _called_attention(name, module)
         ]
@@ -245,7 +249,7 @@ def attending(model: nn.Module) -> list[str]:
         return _called_attention("", module) and not kind.endswith(_AROUND)
 
     return [
-        name
+        as_written(name)
         for name, module in model.named_modules()
         if called(module) and not any(called(one) for one in module.modules() if one is not module)
     ]
@@ -274,7 +278,8 @@ def chosen(modules: Modules) -> Callable[[str], bool]:
             f"modules={type(modules).__name__}: give names, such as 'encoder.*' or a list of them, "
             f"or a function that says whether a name is meant."
         )
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+    written = [as_written(pattern) for pattern in patterns]
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in written)
 
 
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._text import and_more
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
-from .modules import Forward, Names, refuse_thread
+from .modules import Forward, Names
 from .parts import Settled, Waiting, at_end, at_last, read
 from .private_torch import in_backward, modes, pop_mode, push_mode
 from .ranks import place_of_heads
@@ -53,17 +53,18 @@ class Net:
     order. Errors name the public `function` that spread it out.
     """
 
-    function = "watch"
-
     def __init__(
         self,
+        function: str,
         model: nn.Module,
         listener: Listener,
         roads: Mapping[Any, Road],
         always: Collection[Any],
         begin: Callable[[], None] = lambda: None,
-        elsewhere: Callable[[nn.Module], None] = refuse_thread,
+        elsewhere: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        self.function = function
+        elsewhere = elsewhere or self._refuse_thread
         self.names = Names(model, self._begin, self._end, self._watching, elsewhere)
         self.begin = begin
         self.listener = listener
@@ -75,6 +76,18 @@ class Net:
         self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
         self.noticed: list[str] = []
+
+    @property
+    def said(self) -> str:
+        """The call that errors quote: `watch(GPT)`."""
+        return f"{self.function}({type(self.names.model).__name__})"
+
+    def _refuse_thread(self, model: nn.Module) -> None:
+        """Raise RuntimeError: the model starts in a thread that is not watched."""
+        raise RuntimeError(
+            f"{type(model).__name__}(…): this model is watched in another thread than the one that "
+            f"calls it; enter headwise.{self.function}() in the thread that calls."
+        )
 
     def _begin(self) -> None:
         """The model is called anew."""
@@ -203,9 +216,8 @@ class Net:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
         if torch._C._are_functorch_transforms_active():
             raise ValueError(
-                f"watch({type(self.names.model).__name__}): {self.names.current!r} runs inside a "
-                f"transform of torch.func (vmap, grad, jacrev, jvp, …), and cannot be watched "
-                f"there; watch a call without it."
+                f"{self.said}: {self.names.current!r} runs inside a transform of torch.func (vmap, "
+                f"grad, jacrev, jvp, …), and cannot be watched there; watch a call without it."
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import overrides
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.nn.modules import module as hooks
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -85,6 +86,17 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks on all modules that are on. Compiled modules warn if there are any."""
+    every = (
+        hooks._global_backward_pre_hooks,
+        hooks._global_backward_hooks,
+        hooks._global_forward_pre_hooks,
+        hooks._global_forward_hooks,
+    )
+    return [hook for some in every for hook in some.values()]
 
 
 # ── the compiler ────────────────────────────────────────────────────────────────────────────────

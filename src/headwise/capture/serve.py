@@ -68,8 +68,6 @@ _OUT: tuple[Accelerator, ...] = ()
 class Accelerator(Net):
     """A net whose model is served; it listens to nothing."""
 
-    function = "accelerate"
-
     def __init__(
         self,
         model: nn.Module,
@@ -78,7 +76,7 @@ class Accelerator(Net):
         always: Collection[Any],
         elsewhere: Callable[[nn.Module], None],
     ) -> None:
-        super().__init__(model, lambda call: None, roads, always, elsewhere=elsewhere)
+        super().__init__("accelerate", model, lambda call: None, roads, always, elsewhere=elsewhere)
         self.account = account
 
     @property

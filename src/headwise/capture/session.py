@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from .adapters.compiled import compiled_functions, refuse_compiled
 from .adapters.flex import flex_calls
@@ -21,10 +22,10 @@ from .adapters.varlen import functions as varlen_attention
 from .backward import functions as backward_passes
 from .call import Listener
 from .heads import functions as projections
-from .modules import refuse_thread
+from .modules import Names
 from .net import Functions, Net
 from .patches import Replaced
-from .private_torch import modes, replace
+from .private_torch import global_hooks, modes, replace
 from .serve import Accelerator, Account
 
 
@@ -33,20 +34,23 @@ def catch(
     model: nn.Module,
     listener: Listener,
     begin: Callable[[], None] = lambda: None,
-    elsewhere: Callable[[nn.Module], None] = refuse_thread,
+    elsewhere: Callable[[nn.Module], None] | None = None,
+    function: str = "watch",
 ) -> Iterator[Net]:
     """Tell `listener` of every attention call that `model` makes in this thread.
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
-    another thread. Everything is restored on exit, also after an exception.
+    another thread; by default that is an error. Errors name the public `function` that listens.
+    Everything is restored on exit, also after an exception.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled.
     """
-    refuse_compiled(model)
+    refuse_compiled(function, model)
     always = backward_passes()
     roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
-    net = Net(model, listener, roads | varlen_attention(), always, begin, elsewhere)
+    roads |= varlen_attention()
+    net = Net(function, model, listener, roads, always, begin, elsewhere)
     with ExitStack() as stack:
         stack.enter_context(net.names.following())
         stack.enter_context(own_layers(net))
@@ -55,6 +59,7 @@ def catch(
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))
         stack.enter_context(_FUSED_LAYERS.heard_by(net))
+        stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
 
@@ -68,7 +73,7 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
     Raises:
         ValueError: a model, or a part of one, that is compiled.
     """
-    refuse_compiled(model, "accelerate")
+    refuse_compiled("accelerate", model)
 
     def elsewhere(_: nn.Module) -> None:
         account.note("", "forward", "the model was called in another thread")
@@ -79,6 +84,7 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
     with (
         net.names.following(),
         _FUSED_LAYERS.heard_by(net),
+        _GLOBAL_HOOKS.heard_by(net),
         compiled_functions(net),
         net.out(),
     ):
@@ -100,3 +106,19 @@ def _has_torch_function(tensors: Any) -> bool:
     disabled = torch._C._disabled_torch_function_impl
     kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
     return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)
+
+
+def _warn_of_other_hooks() -> Callable[[], None]:
+    """Let compiled modules warn of global hooks, which they call twice, only of other libraries.
+
+    Those of headwise may be called twice: names leave out what `torch.compile` puts around.
+    """
+    return replace(hooks, "_has_any_global_hook", _has_other_global_hook)
+
+
+_GLOBAL_HOOKS = Replaced(_warn_of_other_hooks)
+
+
+def _has_other_global_hook() -> bool:
+    """Return True if there is a global hook of modules that is not one of `Names`."""
+    return any(not isinstance(getattr(hook, "__self__", None), Names) for hook in global_hooks())

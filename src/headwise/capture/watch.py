@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..core.numbers import fault_of_flags
+from ..core.numbers import fault_of_flags, whole
 from ..stats.base import Statistic, check_statistics
 from ..stats.patterns import First, Previous, Self
 from ..stats.per_query import Entropy, Mass
@@ -91,6 +91,8 @@ def watch(
             f"watch({kind}, running=True, gradients=True): sums over calls have no gradient; watch "
             f"the calls of one loss without running."
         )
+    if whole(seed) is None:
+        raise ValueError(f"watch({kind}, …, seed={seed!r:.80}): give a whole number.")
     check_statistics(statistics, "watch")
     figures = [name for statistic in statistics for name in statistic.names]
     twice = [name for name in figures if figures.count(name) > 1]

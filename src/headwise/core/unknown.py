@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 _CAUSAL = "for a causal mask write mask=hw.Causal()"
 _MASK = (
@@ -39,10 +40,16 @@ _WRITE = {
 }
 
 
-def refuse_unknown(said: str, function: Callable[..., object], given: Mapping[str, object]) -> None:
+def refuse_unknown(
+    said: str,
+    function: Callable[..., object],
+    given: Mapping[str, object],
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raise TypeError for the first of the arguments given, of which `function` has none.
 
-    `said` is the beginning of the call. Suggested are the parameters that have a default.
+    `said` is the beginning of the call. Suggested are the parameters that have a default; what is
+    written `instead` of an argument, where that is not what is written in `attend`.
 
     >>> refuse_unknown("attend(…", lambda x, mask=None: x, {"is_causal": True})
     Traceback (most recent call last):
@@ -54,5 +61,6 @@ def refuse_unknown(said: str, function: Callable[..., object], given: Mapping[st
     for name in given:
         near = get_close_matches(name, known, n=1)
         told = f"did you mean {near[0]}=?" if near else f"there are: {', '.join(known)}."
-        told = f"{_WRITE[name]}." if name in _WRITE else told
+        write = instead.get(name) or _WRITE.get(name)
+        told = f"{write}." if write else told
         raise TypeError(f"{said}, {name}=…): there is no such argument; {told}")

@@ -1,7 +1,7 @@
 """The multi-head attention layer: projections around `attend()`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,54 @@ from ..attend import attend
 from ..backends import check_name
 from ..core.call import fault_of_numbers
 from ..core.mask_algebra import Mask
-from ..core.numbers import fault_of_eps, said, whole
+from ..core.numbers import fault_of_eps, fault_of_flags, said, whole
 from ..core.shapes import not_dense
 from ..core.unknown import refuse_unknown
 from .kv_cache import KVCache
 from .rope import RoPE
+
+_SEE = (
+    "hw.attention_of(layer, {'x': x, 'mask': mask}, layer=0) returns the attention weights, and "
+    "hw.watch(layer) statistics of every head"
+)
+_ASKED_TO_SEE = ("need_weights", "average_attn_weights", "output_attentions", "return_attention")
+_CONTEXT = "the layer makes keys and values itself, of x or of context=, one tensor for both"
+_CACHE = "write cache=hw.KVCache(), the same object for every call of a layer"
+
+_IN_CALLS = dict.fromkeys(_ASKED_TO_SEE, _SEE) | {
+    "key": _CONTEXT,
+    "value": _CONTEXT,
+    "past_key_value": _CACHE,
+    "past_key_values": _CACHE,
+    "use_cache": _CACHE,
+    "dropout_p": "give dropout= to the layer when it is built",
+    "softmax_scale": "give scale= to the layer when it is built",
+    "sm_scale": "give scale= to the layer when it is built",
+}
+"""What is written in a call of the layer for arguments of other libraries, where `attend` has other
+words."""
+
+_MASKS = (
+    "is_causal causal mask attn_mask attention_mask attn_bias key_padding_mask window_size "
+    "sliding_window"
+).split()
+_KV_DIM = "write kv_dim=, the width of the context that keys and values are made of"
+_SINKS = "sinks=True gives each head a learned logit that takes a share of its attention"
+_WHEN_BUILT = (
+    dict.fromkeys(_ASKED_TO_SEE, _SEE)
+    | dict.fromkeys(_MASKS, "give the mask to the call: layer(x, mask=hw.Causal())")
+    | {
+        "batch_first": "leave it out: the layer takes and returns [batch, length, embed_dim]",
+        "kdim": _KV_DIM,
+        "vdim": _KV_DIM,
+        "add_bias_kv": _SINKS,
+        "add_zero_attn": _SINKS,
+        "enable_gqa": "write num_kv_heads=",
+        "nhead": "write num_heads=",
+        "n_heads": "write num_heads=",
+    }
+)
+"""The same where the layer is built."""
 
 Observer = Callable[["MultiHeadAttention", Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 """Called in place of `attend`: (layer, q, k, v, attend's keywords) -> out `[B, H, T, D]`."""
@@ -112,7 +155,11 @@ class MultiHeadAttention(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            init = MultiHeadAttention.__init__
+            refuse_unknown("MultiHeadAttention(embed_dim, num_heads", init, unknown, _WHEN_BUILT)
         super().__init__()
         _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, kv_dim, out_dim)
         self.embed_dim = embed_dim
@@ -121,7 +168,7 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.kv_dim = embed_dim if kv_dim is None else kv_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
-        self.bias = (bias, bias, bias) if isinstance(bias, bool) else tuple(bias)
+        self.bias = tuple(bias) if isinstance(bias, tuple | list) else (bias, bias, bias)
         self.out_bias = any(self.bias) if out_bias is None else out_bias
         self.dropout = dropout
         self.rope = rope
@@ -132,8 +179,10 @@ class MultiHeadAttention(nn.Module):
         self.first_key = 0  # for observers: the position of the call's first key,
         self.own_positions = True  # and whether queries and keys are of one sequence
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
-        _check_values(self, qk_norm_eps)
+        self.sinks = None
+        _check_values(self, qk_norm_eps, qk_norm=qk_norm, sinks=sinks)
+        if sinks:
+            self.sinks = nn.Parameter(torch.empty(num_heads, **factory))
         self.q_norm = HeadNorm(self.head_dim, qk_norm_eps, **factory) if qk_norm else None
         self.k_norm = HeadNorm(self.head_dim, qk_norm_eps, **factory) if qk_norm else None
         self._build(**factory)
@@ -179,7 +228,7 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Float[Tensor, "B T E"],
         context: Float[Tensor, "B S C"] | None = None,
-        *,
+        *more: object,
         mask: Mask | None = None,
         cache: KVCache | None = None,
         **unknown: object,
@@ -201,11 +250,11 @@ class MultiHeadAttention(nn.Module):
                 `kv_dim` without a context; a context together with a cache (a cache continues
                 one text; project the context anew, or keep its keys yourself) or with RoPE
                 (x and context have no common positions); and what cache and `attend` refuse.
-            TypeError: an argument that there is not, such as PyTorch's `is_causal`; the message
-                says what is written for it here.
+            TypeError: an argument that there is not, such as PyTorch's `is_causal` or a third
+                tensor; the message says what is written for it here.
         """
-        if unknown:
-            refuse_unknown("MultiHeadAttention.forward(x", MultiHeadAttention.forward, unknown)
+        if more or unknown:
+            _refuse(more, unknown)
         self._check_call(x, context, cache)
         if self.observer is not None:
             self.own_positions = context is None
@@ -223,9 +272,16 @@ class MultiHeadAttention(nn.Module):
             raise
 
     def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (fault := not_dense(given)):
-                raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {name} {fault}")
+        fault = not_dense(x)
+        if fault is not None:
+            fault = f"x {fault}"
+        elif context is not None and (wrong := not_dense(context)):
+            hint = "; a mask is given by name, mask=…" if isinstance(context, Mask) else ""
+            fault = f"context {wrong}{hint}"
+        elif cache is not None and not isinstance(cache, KVCache):
+            fault = f"cache must be a KVCache, got {said(cache)}; write cache=hw.KVCache()"
+        if fault is not None:
+            raise ValueError(f"MultiHeadAttention({self.extra_repr()}): {fault}")
         fault = self._fault_of_sharding()
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             fault = f"x must be [B, T, {self.embed_dim}]"
@@ -397,6 +453,22 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(parts)
 
 
+def _refuse(more: tuple[object, ...], unknown: dict[str, object]) -> NoReturn:
+    """Raise TypeError for arguments of a call of the layer that it has not."""
+    if more:
+        hint = "masks and caches are given by name: mask=…, cache=…"
+        if all(isinstance(one, Tensor) for one in more):
+            hint = "it makes q, k and v itself; for your own take hw.attend(q, k, v)"
+        raise TypeError(
+            f"MultiHeadAttention.forward(x, context, …): {2 + len(more)} positional arguments were "
+            f"given, and there are two: layer(x) attends from x to itself, layer(x, context) to a "
+            f"context; {hint}."
+        )
+    call = "MultiHeadAttention.forward(x"
+    refuse_unknown(call, MultiHeadAttention.forward, unknown, _IN_CALLS)
+    raise AssertionError("an argument was unknown")
+
+
 def _check_sizes(
     embed_dim: int,
     num_heads: int,
@@ -428,13 +500,17 @@ def _check_sizes(
         raise ValueError(f"{call}: num_heads must be a multiple of num_kv_heads")
 
 
-def _check_values(layer: MultiHeadAttention, qk_norm_eps: float) -> None:
+def _check_values(layer: MultiHeadAttention, qk_norm_eps: float, **flags: object) -> None:
     call = f"MultiHeadAttention({layer.extra_repr()})"
-    if len(layer.bias) != 3:
-        raise ValueError(f"{call}: bias must be one bool, or three for q, k and v")
+    if len(layer.bias) != 3 or not all(isinstance(one, bool) for one in layer.bias):
+        raise ValueError(f"{call}: bias={layer.bias} must be one bool, or three for q, k and v")
+    if fault := fault_of_flags(out_bias=layer.out_bias, **flags):
+        raise ValueError(f"{call}: {fault}")
     numbers = layer.scale, layer.softcap, layer.dropout, torch.float64
     if fault := fault_of_numbers(*numbers) or fault_of_eps(qk_norm_eps):
         raise ValueError(f"{call}: {fault}")
     check_name(layer.backend)
+    if not isinstance(layer.rope, RoPE | None):
+        raise ValueError(f"{call}: rope must be a RoPE, such as hw.RoPE({layer.head_dim}), or None")
     if layer.rope is not None and layer.rope.dim > layer.head_dim:
         raise ValueError(f"{call}: rope.dim is larger than head_dim={layer.head_dim}")

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..core.numbers import real, whole
+
 _NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -65,9 +67,9 @@ class RoPE:
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
         call = f"RoPE(dim={dim}, base={base}, interleaved={interleaved}, scaling={scaling})"
-        if dim < 2 or dim % 2:
+        if (whole(dim) or 0) < 2 or dim % 2:
             raise ValueError(f"{call}: dim must be even and at least 2: features turn in pairs")
-        if not base > 0:
+        if not (real(base) or 0.0) > 0:
             raise ValueError(f"{call}: base must be above 0")
         self.dim = dim
         self.base = float(base)

@@ -228,9 +228,11 @@ class HeadsOverRanks(MultiHeadAttention):
         """How many heads the whole layer has."""
         return self.place.all
 
-    def forward(self, x: Tensor, context: Tensor | None = None, **keywords: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *more: object, **keywords: Any
+    ) -> Tensor:
         other = None if context is None else shared(context, self.mesh)
-        return super().forward(shared(x, self.mesh), other, **keywords)
+        return super().forward(shared(x, self.mesh), other, *more, **keywords)
 
     def _fault_of_sharding(self) -> None:
         return None

@@ -56,7 +56,7 @@ def calls_of(model: nn.Module, hear: Callable[[AttentionCall, Place], None]) -> 
         name = call.name if again == 1 else f"{call.name} (call {again})"
         hear(call, Place(name, call.name, call.heads, call.queries, call.keys))
 
-    with catch(model, listen) as net:
+    with catch(model, listen, function="look") as net:
         yield net
 
 

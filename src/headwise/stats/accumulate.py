@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .results import Reading, figure_rows
+from .results import Reading, check_texts, figure_rows
 from .running_sums import KINDS, OfQueries, Part, kind_of
 from .seen import Seen
 
@@ -136,7 +136,11 @@ class Running:
 
         With `texts`, every batch row of every call counts as a text of its own, and `<name>_se` is
         the standard error of the mean over texts (`Texts`), from two texts on.
+
+        Raises:
+            ValueError: `texts` that is neither True nor False.
         """
+        check_texts(texts)
         figures = {name: part.figure(texts) for name, part in self._parts.items()}
         rows = figure_rows(figures, self.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]

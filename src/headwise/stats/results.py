@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._text import Brief
+from ..core.numbers import fault_of_flags, said
 from .sampling import standard_error
 
 KERNEL = "the kernel's own"
@@ -150,6 +151,14 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     ]
     error = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else None
     return Figure(mean, coverage, known(error))
+
+
+def check_texts(texts: object) -> None:
+    """Raise ValueError for `texts` of a table that is no flag, such as the name of a statistic."""
+    if fault := fault_of_flags(texts=texts):
+        raise ValueError(
+            f"table(texts={said(texts)}): {fault}; table() has a column for every statistic."
+        )
 
 
 def table_rows(

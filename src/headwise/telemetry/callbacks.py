@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..capture.modules import check_model
 from .monitor import Monitor
+from .optimizers import hook_steps
 from .rules import Alarm
 
 
@@ -18,7 +22,7 @@ class _TrainersMonitor(Monitor):
 
     stopping = False
 
-    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
+    def _hear(self, said: str, optimizer: torch.optim.Optimizer) -> None:
         """The trainer tells."""
 
     def _stop(self, alarms: Sequence[Alarm]) -> None:
@@ -33,6 +37,10 @@ class _TrainersMonitor(Monitor):
         self._end()
 
 
+_TRAINERS = ("model", "optimizer", "step", "save", "scaler")
+_SETTINGS = [name for name in inspect.signature(Monitor).parameters if name not in _TRAINERS]
+
+
 class _Callback:
     """Holds the settings until the trainer starts, and the monitor while it trains."""
 
@@ -40,8 +48,19 @@ class _Callback:
     """The monitor of the training that runs, or ran last."""
 
     def __init__(self, **settings: Any) -> None:
-        for name in {"model", "optimizer", "step", "save", "scaler"} & set(settings):
-            raise ValueError(f"{type(self).__name__}({name}=…): the trainer tells; leave it out.")
+        for name in settings:
+            if name in _TRAINERS:
+                raise ValueError(
+                    f"{type(self).__name__}({name}=…): the trainer tells; leave it out."
+                )
+            if name not in _SETTINGS:
+                near = get_close_matches(name, _SETTINGS, n=1)
+                told = (
+                    f"did you mean {near[0]}=?" if near else f"there are: {', '.join(_SETTINGS)}."
+                )
+                raise TypeError(
+                    f"{type(self).__name__}({name}=…): there is no such setting; {told}"
+                )
         self._settings = settings
 
     def _start(self, model: Any, optimizer: Any, step: int, scaler: Any = None) -> None:
@@ -70,6 +89,7 @@ class MonitorCallback(_Callback):
     Raises:
         ImportError: transformers is not installed.
         ValueError: a setting that the trainer tells itself.
+        TypeError: a setting that `Monitor` has not.
     """
 
     def __new__(cls, **settings: Any) -> MonitorCallback:
@@ -116,6 +136,7 @@ class LightningMonitor(_Callback):
     Raises:
         ImportError: neither lightning nor pytorch_lightning is installed.
         ValueError: a setting that the trainer tells itself.
+        TypeError: a setting that `Monitor` has not.
     """
 
     def __new__(cls, **settings: Any) -> LightningMonitor:
@@ -125,7 +146,7 @@ class LightningMonitor(_Callback):
         optimizer = trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._start(pl_module, optimizer, trainer.global_step, scaler)
-        self._hook = optimizer.register_step_post_hook(lambda told, *_: self._told(told))
+        self._hook = hook_steps(check_model("Monitor", pl_module), optimizer, self._told)
 
     def _told(self, optimizer: Any) -> None:
         if self.monitor is not None:

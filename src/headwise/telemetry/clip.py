@@ -19,7 +19,8 @@ from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.per_head import ABOVE
 from ..weights.projections import Projections, projections_of
-from .wrappers import bare_name
+from .optimizers import check_optimizer
+from .wrappers import bare_name, innermost
 
 RULES = ("query", "both")
 
@@ -69,7 +70,8 @@ def qk_clip_(
         ValueError: maxima of sampled queries, which are too low, or that are no numbers; queries
             and keys that are normalised, whose scale changes nothing; weights of an unknown layout,
             sharded, or under float32 without an optimizer; names or numbers of heads that do not
-            fit the model; an unknown rule. Nothing was scaled then.
+            fit the model; an unknown rule; what is no optimizer, or holds none of the model's
+            parameters. Nothing was scaled then.
 
     Modules that share their weights are scaled once, by the least γ of each head. Ranks that hold
     copies of a model must all clip by the largest scores of all: reduce these by their maximum, or
@@ -100,6 +102,8 @@ def qk_clip_(
         raise ValueError(f"{call}: the limit must be a finite number above 0.")
     if rule not in RULES:
         raise ValueError(f"{call}: there is no rule {rule!r}; there are: {', '.join(RULES)}.")
+    if optimizer is not None:
+        check_optimizer(call, model, optimizer)
     finder = _Finder(model, call)
     shared: dict[tuple[int, ...], _Weights] = {}
     places: dict[str, tuple[_Weights, slice]] = {}
@@ -224,12 +228,13 @@ class _Finder:
     def module(self, name: str) -> nn.Module:
         """The module of that name, whatever wrappers are around it."""
         try:
-            return self.model.get_submodule(name)
+            return innermost(self.model.get_submodule(name))
         except AttributeError:
             pass
         if self._bare is None:
             self._bare = {
-                bare_name(n): m for n, m in self.model.named_modules(remove_duplicate=False)
+                bare_name(n): innermost(m)
+                for n, m in self.model.named_modules(remove_duplicate=False)
             }
         if (bare := bare_name(name)) not in self._bare:
             raise ValueError(f"{self.call}: the model has no module {name!r}.")

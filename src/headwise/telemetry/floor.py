@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..capture.adapters.compiled import refuse_compiled
 from ..capture.captured import Watched
 from ..capture.modules import Modules, check_model
 from ..capture.watch import watch
@@ -73,6 +74,7 @@ class EntropyFloor:
     def __enter__(self) -> EntropyFloor:
         if self._watching is not None:
             raise ValueError(f"{self._said}: it is entered already; leave it first.")
+        refuse_compiled("EntropyFloor", self.model)
         self._watching = watch(
             self.model,
             Entropy(),

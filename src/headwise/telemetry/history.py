@@ -9,7 +9,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._io import place_for
+from .._io import check_suffix, place_for
 from .._tables import frame_of
 from .._text import Brief
 from .figures import FIELDS, Array, Figures, Heads
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MARK, _VERSION = 0x68647773, 1  # "hdws": what SQLite calls an application's id, and its version
+_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _WAIT = 0.25
 """Seconds to wait for a file that another process has locked."""
 
@@ -217,6 +218,7 @@ class History:
         Raises:
             ImportError: pyarrow is not installed.
             OSError: a folder that there is not.
+            ValueError: a name that ends as files of another format do, such as `.csv`.
         """
         try:
             import pyarrow  # pyright: ignore[reportMissingImports]
@@ -226,6 +228,7 @@ class History:
                 "history.to_parquet(…): pyarrow is not installed; `pip install pyarrow`, or take "
                 "history.columns()"
             ) from None
+        check_suffix(Path(path), "a Parquet file", (".parquet",))
         parquet.write_table(pyarrow.table(self.columns()), place_for(Path(path)))
 
     def __repr__(self) -> str:
@@ -250,18 +253,43 @@ class HistoryWriter:
 
     Raises:
         OSError: no file can be there.
-        ValueError: a file of another kind.
+        ValueError: a file of another kind, or a name as of another format, such as `.csv`.
     """
 
     def __init__(self, path: str | os.PathLike[str], after: int, about: Mapping[str, Any]) -> None:
+        check_suffix(Path(path), "an SQLite file", _SUFFIXES)
         self.path = place_for(Path(path))
         self._after: int | None = after
         self._about = {**about, "writer": uuid.uuid4().hex}
         self._file = _File(self.path, write=True)
+        self._lost: sqlite3.Connection | None = None
 
     def read(self) -> History | None:
         """What the file holds; `None` where there is none yet."""
         return History(self.path) if self.path.exists() else None
+
+    def restore(self) -> bool:
+        """Write all steps anew if the file was deleted or replaced; return True if so.
+
+        Raises:
+            sqlite3.Error, OSError, ValueError: as `write()`; the next call tries again.
+        """
+        self._lost = self._lost or self._file.lost()
+        if self._lost is None:
+            return False
+        try:
+            with self._file.transaction() as file:
+                self._check_writer(file)
+                for name, columns in (("about", 2), ("layers", 3), ("figures", 6), ("alarms", 6)):
+                    rows = self._lost.execute(f"SELECT * FROM {name}")
+                    marks = ", ".join("?" * columns)
+                    file.executemany(f"INSERT OR IGNORE INTO {name} VALUES ({marks})", rows)
+        except BaseException:
+            self._file.close()  # what is at the path now may be replaced, too
+            raise
+        self._lost.close()
+        self._lost = None
+        return True
 
     def write(self, records: Sequence[tuple[Record, Sequence[Alarm]]], layers: Heads) -> None:
         """Add records, with the alarms of each, in one transaction.
@@ -292,17 +320,27 @@ class HistoryWriter:
 
     def _take_over(self, file: sqlite3.Connection) -> None:
         """On the first write, drop what the file has of later steps and say who writes."""
-        if self._after is None:
-            writer = file.execute("SELECT value FROM about WHERE name = 'writer'").fetchone()
-            if writer != (json.dumps(self._about["writer"]),):
-                raise ValueError(f"{self.path}: another monitor has begun to write into it")
+        if self._check_writer(file):
             return
-        for name in ("figures", "alarms"):
-            file.execute(f"DELETE FROM {name} WHERE step > ?", (self._after,))
+        if self._after is not None:
+            for name in ("figures", "alarms"):
+                file.execute(f"DELETE FROM {name} WHERE step > ?", (self._after,))
         if not self._after:
             file.execute("DELETE FROM layers")
         rows = [(name, json.dumps(value)) for name, value in self._about.items()]
         file.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
+
+    def _check_writer(self, file: sqlite3.Connection) -> bool:
+        """Return True if the file is this writer's.
+
+        Raises:
+            ValueError: another monitor has taken it over.
+        """
+        writer = file.execute("SELECT value FROM about WHERE name = 'writer'").fetchone()
+        own = writer == (json.dumps(self._about["writer"]),)
+        if writer and not own and self._after is None:
+            raise ValueError(f"{self.path}: another monitor has begun to write into it")
+        return own
 
     def close(self) -> None:
         """Close the file; the next write opens it again."""
@@ -322,9 +360,13 @@ class _File:
         self.path, self.write = path, write
         self._lock = threading.Lock()
         self._open: tuple[int, sqlite3.Connection] | None = None
+        self._place: os.stat_result | None = None
         if path.exists():
-            with closing(self._connect()):
-                pass
+            file = self._connect()
+            if write:  # held from now on, so that it can be restored
+                self._hold(file)
+            else:
+                file.close()
 
     def _connect(self) -> sqlite3.Connection:
         """Open the file, and make its tables where it has none and is written.
@@ -365,12 +407,34 @@ class _File:
         with closing(self._connect()) as file:
             return list(file.execute(query, values)) if _kind(file)[2] else []
 
+    def _hold(self, file: sqlite3.Connection) -> None:
+        """Keep a connection open, and remember which file it has."""
+        self._open, self._place = (os.getpid(), file), self.path.stat()
+
+    def lost(self) -> sqlite3.Connection | None:
+        """Return what the file held, in memory, if it is no longer at its path; `None` if it is.
+
+        The connection is closed: two files of one path would share SQLite's other files.
+        """
+        with self._lock:
+            if self._open is None or self._open[0] != os.getpid() or self._place is None:
+                return None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self.path.stat(), self._place):
+                    return None
+            kept = sqlite3.connect(":memory:", check_same_thread=False)
+            self._open[1].backup(kept)
+            self._open[1].close()
+            self._open = None
+            return kept
+
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """A connection inside a transaction that is committed at the end, or rolled back."""
         with self._lock:
             if self._open is None or self._open[0] != os.getpid():
-                self._open = (os.getpid(), self._connect())
+                self._hold(self._connect())
+            assert self._open is not None
             file = self._open[1]
             file.execute("BEGIN IMMEDIATE")
             try:

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._text import and_more
-from ..capture.modules import Modules, check_model, chosen
+from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
-from ..core.numbers import real, whole
+from ..core.numbers import fault_of_flags, real, whole
 from ..stats.base import Statistic, check_statistics
-from ..stats.per_head import MaxLogit
+from ..stats.per_head import ABOVE, MaxLogit
 from .clip import qk_clip_
 from .defaults import DEFAULT_STATISTICS
 from .figures import Figures
 from .history import HistoryWriter
+from .optimizers import check_optimizer, hook_steps
 from .probe import Probe, run_probe
 from .ranks import Ranks, any_of_all, is_first, several
 from .recorder import Recorder
 from .rules import RULES, Alarm, Rule
-from .step_capture import StepCapture, Wanted
+from .step_capture import StepCapture, Wanted, not_monitored
 from .step_sums import StepSums
 from .trackers import as_tracker
 from .wrappers import plain_name
+
+_PATIENCE = 3
+"""Optimizer steps in a row that give nothing, until the reason is warned of."""
 
 
 class StopTraining(Exception):
@@ -62,7 +67,7 @@ class Monitor:
         statistics: what to record, in place of entropy, the masses on the first and the previous
             token, the length of the heads' outputs, the largest logit, and the largest norms of
             queries and keys.
-        rules: alarms (`Rule`), in place of those in `RULES`.
+        rules: alarms (`Rule`), in place of those in `RULES` whose metrics are recorded.
         history: the file to record into (`History`).
         trackers: a TensorBoard `SummaryWriter`, a run of W&B or trackio, or functions such as
             `mlflow.log_metrics`.
@@ -78,7 +83,9 @@ class Monitor:
         seed: of the drawn queries.
 
     Raises:
-        ValueError: a setting out of its range; a history that has steps already, with `step=0`.
+        ValueError: a setting out of its range; a rule for a metric that is not recorded; an
+            optimizer that holds none of the model's parameters; a history that has steps already,
+            with `step=0`.
         OSError: no file can be where the history is to be.
         StopTraining: from the step, where a rule says so.
 
@@ -105,7 +112,7 @@ class Monitor:
         queries: int | None = 64,
         *,
         statistics: Sequence[Statistic] = DEFAULT_STATISTICS,
-        rules: Sequence[Rule] = RULES,
+        rules: Sequence[Rule] | None = None,
         history: str | os.PathLike[str] | None = None,
         trackers: Sequence[Any] = (),
         clip: float | None = None,
@@ -119,37 +126,40 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         said = check_model("Monitor", model)
-        _check_lists(said, statistics=statistics, rules=rules, trackers=trackers)
+        _check_lists(said, statistics=statistics, rules=rules or (), trackers=trackers)
         _check(said, every, queries, statistics, clip, step, seed)
-        _check_rules(said, rules, save is not None)
+        _check_kinds(said, probe, scaler, save, maxima=maxima, overwrite=overwrite)
+        recorded = _recorded(statistics, probe is not None)
+        default = (rule for rule in RULES if rule.statistic in recorded)
+        self._rules = tuple(default if rules is None else rules)
+        _check_rules(said, self._rules, recorded, save is not None)
+        if optimizer is not None:
+            check_optimizer(said, model, optimizer)
         self.model, self.every, self.clip, self.steps = model, every, clip, step
         self._optimizer, self._scaler, self._save, self._maxima = optimizer, scaler, save, maxima
         self._scale = None if scaler is None else scaler.get_scale()
         self._statistics, self._queries, self._probe = tuple(statistics), queries, probe
-        self._rules = tuple(rules)
         self._warned: set[object] = set()
-        meant = chosen(modules)
+        self._missed = 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ranks = Ranks(self._device)
-        self._capture = StepCapture(
-            model, self._warn, seed, lambda name: meant(plain_name(model, name)), self._begun
-        )
+        self._capture = StepCapture(model, self._warn, seed, modules, self._begun)
         loggers = [as_tracker(one) for one in trackers] if is_first() else []
         writer = None
         if history is not None and is_first():
             writer = HistoryWriter(history, step, self._about())
             _check_empty(said, writer, step, overwrite)
-        self._recorder = Recorder(writer, loggers, rules, step, self._warn)
+        self._recorder = Recorder(writer, loggers, self._rules, step, self._warn)
         self.latest: Mapping[str, Figures] = {}
         self.alarms: list[Alarm] = []
         self._last_maxima: dict[str, Tensor] = {}
-        self._hook: Any = None if optimizer is None else self._hear(optimizer)
+        self._hook: Any = None if optimizer is None else self._hear(said, optimizer)
         self._paused = False
         self.resume()
 
-    def _hear(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _hear(self, said: str, optimizer: torch.optim.Optimizer) -> Any:
         """Let the optimizer, which keeps the monitor alive, tell of its steps."""
-        return optimizer.register_step_post_hook(lambda told, *_: self._stepped(told))
+        return hook_steps(said, optimizer, self._stepped)
 
     def _about(self) -> dict[str, Any]:
         names = [name for statistic in self._statistics for name in statistic.names]
@@ -215,6 +225,8 @@ class Monitor:
         self._last_maxima = self._capture.maxima
         due = self._due(self.steps)
         alarms = self._record() if due else []
+        if not due:
+            self._tell_left_out(self._capture)
         if self.clip is not None:
             self._clip(self.clip)
         self._capture.clear()
@@ -225,22 +237,24 @@ class Monitor:
         return alarms
 
     def _due(self, step: int) -> bool:
-        return step == 1 or step % self.every == 0
+        """Return True if a step is recorded: also one that follows a step that gave nothing."""
+        return step == 1 or step % self.every == 0 or 0 < self._missed < _PATIENCE
 
     def _wanted(self, step: int) -> Wanted | None:
         """What to take of a step; `None` if nothing."""
         if self._due(step):
-            limits = [rule.above for rule in self._rules if rule.statistic == "max_logit"]
-            return Wanted(self._statistics, self._queries, self._largest(*limits, self.clip))
-        largest = self._largest(self.clip)
+            rules = [rule for rule in self._rules if rule.statistic == "max_logit"]
+            return Wanted(self._statistics, self._queries, self._largest(rules))
+        largest = self._largest([])
         return None if largest is None else Wanted((), self._queries, largest)
 
-    def _largest(self, *limits: float | None) -> MaxLogit | None:
-        """What is to be known of largest logits: all, or those above the least of these limits."""
+    def _largest(self, rules: Sequence[Rule]) -> MaxLogit | None:
+        """What is to be known of largest logits: all, or those above the least of the limits."""
+        limits = [rule.above for rule in rules] + ([] if self.clip is None else [self.clip])
         given = [limit for limit in limits if limit is not None]
-        if self._maxima or not given:
-            return MaxLogit() if self._maxima else None
-        return MaxLogit(above=min(given))
+        if self._maxima or len(given) < len(limits):  # `below` and `jump` look at each
+            return MaxLogit()
+        return MaxLogit(above=min(given)) if given else None
 
     @outside_graphs
     def resume(self) -> None:
@@ -282,7 +296,10 @@ class Monitor:
         try:
             every = {"": self._of_all(capture)}
             if self._probe is not None:
-                every["probe/"] = self._of_all(self._probed(self._probe))
+                probed = self._probed(self._probe)
+                every["probe/"] = self._of_all(probed)
+                if not every["probe/"].kept:
+                    self._warn(f"the probe was not recorded: {probed.why_nothing}", "probe")
             figures: dict[str, Figures] = {}
             for start, sums in every.items():
                 self._recorder.know(sums.heads)
@@ -292,19 +309,25 @@ class Monitor:
             self._warn(f"a step was not recorded: {error}")
             return []
         if not every[""].kept:
-            other = f"; {capture.others} calls were seen in forwards that do not train"
-            why = other if capture.others else ""
-            self._warn(
-                "a step was not recorded: no forward of the model in training mode with gradients "
-                f"was seen before it{why}"
-            )
+            self._missed += 1
+            if self._missed == _PATIENCE:
+                self._warn(
+                    f"nothing was recorded in {_PATIENCE} optimizer steps: {capture.why_nothing}"
+                )
             return []
+        self._missed = 0
+        self._tell_left_out(capture)
         self.latest = figures
         if not is_first():
             return []
         alarms = self._recorder.record(self.steps, figures)
         self.alarms += alarms
         return alarms
+
+    def _tell_left_out(self, capture: StepCapture) -> None:
+        """Warn of each module that attended and is not recorded."""
+        for name, why in capture.left_out.items():
+            self._warn(not_monitored(plain_name(self.model, name), why), ("module", name))
 
     def _of_all(self, capture: StepCapture) -> StepSums:
         """What was seen, on all ranks."""
@@ -313,22 +336,25 @@ class Monitor:
 
     def _probed(self, probe: Probe) -> StepCapture:
         """What is seen of the probe, with the model as it is after the step."""
-        capture = StepCapture(self.model, self._warn, 0, self._capture.meant)
+        capture = StepCapture(self.model, self._warn, 0, self._capture.modules)
         capture.open(Wanted(self._statistics, self._queries, None), 0, every=True)
         try:
             run_probe(self.model, probe)
         except Exception as error:  # other ranks wait for this one's figures
             capture.clear()
-            self._warn(f"the probe was not recorded: {error}")
+            self._warn(f"the probe was not recorded: {error}", "probe")
         finally:
             capture.close()
+        self._tell_left_out(capture)
         return capture
 
     def _clip(self, limit: float) -> None:
         """Clip the heads whose largest logit was over the limit, on all ranks alike."""
         largest = self._ranks.largest(self._capture.sums, self._capture.largest)
-        modules = dict(self.model.named_modules()) if several() else largest
-        own = {name: x for name, x in largest.items() if name in modules}
+        own = largest
+        if several():
+            here = {as_written(name) for name, _ in self.model.named_modules()}
+            own = {name: x for name, x in largest.items() if name in here}
         if own:
             qk_clip_(self.model, own, limit=limit, optimizer=self._optimizer)
 
@@ -411,10 +437,42 @@ def _check(
         raise ValueError(f"{said}: {twice[0]!r} is asked for twice; leave one out.")
 
 
-def _check_rules(said: str, rules: Sequence[Rule], saves: bool) -> None:
-    """Raise ValueError for no rules, two of one name, and one that would stop without saving."""
+def _check_kinds(said: str, probe: Any, scaler: Any, save: Any, **flags: Any) -> None:
+    """Raise ValueError for what is not of the kind that a setting takes."""
+    if fault := fault_of_flags(**flags):
+        raise ValueError(f"{said}: {fault}.")
+    if not (save is None or callable(save)):
+        raise ValueError(f"{said}: save={save!r:.80}: give a function that saves the training.")
+    if not (scaler is None or hasattr(scaler, "get_scale")):
+        raise ValueError(f"{said}: scaler={scaler!r:.80}: give a GradScaler.")
+    if not (isinstance(probe, Tensor | Mapping | tuple | list | None) or callable(probe)):
+        raise ValueError(
+            f"{said}: probe={probe!r:.80}: give a batch as the model takes it (a tensor, a dict or "
+            f"a tuple), or a function of the model."
+        )
+
+
+def _recorded(statistics: Sequence[Statistic], probed: bool) -> Collection[str]:
+    """The names of the metrics that are recorded, `max_logit` where a rule needs it."""
+    names = [name for statistic in statistics for name in statistic.names]
+    names = ["max_logit" if name.startswith(ABOVE) else name for name in names]
+    every = [*names, "max_logit", *(f"probe/{name}" for name in names if probed)]
+    return dict.fromkeys(every)
+
+
+def _check_rules(said: str, rules: Sequence[Rule], recorded: Collection[str], saves: bool) -> None:
+    """Raise ValueError for a rule that could not fire or save first, and for two of one name."""
     if odd := [one for one in rules if not isinstance(one, Rule)]:
         raise ValueError(f"{said}: rules=[{odd[0]!r:.80}]: that is no Rule; give Rule(…).")
+    for rule in rules:
+        if rule.statistic not in recorded:
+            near = get_close_matches(rule.statistic, recorded, n=3)
+            told = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise ValueError(
+                f"{said}: rules=[Rule({rule.statistic!r}, …)]: {rule.statistic!r} is not recorded, "
+                f"and the rule would never fire; {told}Recorded are: "
+                f"{', '.join(recorded)}; statistics=[…] sets which."
+            )
     names = [rule.name for rule in rules]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{said}: two rules are called {twice[0]!r}; give one a name=….")

@@ -73,8 +73,14 @@ class Recorder:
 
     def _write(self, history: HistoryWriter) -> None:
         try:
-            history.write(list(self._unwritten), self.heads)
-            self._unwritten.clear()
+            if history.restore():
+                self._warn(
+                    f"the history was deleted or replaced while it is written; a new file holds "
+                    f"all steps recorded so far: {history.path}"
+                )
+            if self._unwritten:
+                history.write(list(self._unwritten), self.heads)
+                self._unwritten.clear()
         except (sqlite3.Error, OSError, ValueError) as error:
             self._warn(f"the history cannot be written ({error}): {history.path}", history)
 
@@ -91,6 +97,5 @@ class Recorder:
     def close(self) -> None:
         """Write what waits, and close the history."""
         if self.history is not None:
-            if self._unwritten:
-                self._write(self.history)
+            self._write(self.history)
             self.history.close()

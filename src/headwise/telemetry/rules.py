@@ -78,6 +78,8 @@ class Rule:
     then: str | Callable[[Alarm], object] = "warn"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.statistic, str):
+            self._refuse("the statistic must be the name of a metric, such as 'entropy'.")
         given = [n for n in ("above", "below", "jump") if getattr(self, n) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none of them"
@@ -92,11 +94,13 @@ class Rule:
             )
         if not callable(self.then) and self.then not in ("warn", "stop"):
             self._refuse(f"then={self.then!r}: give 'warn', 'stop' or a function of the alarm.")
+        if not isinstance(self.name, str):
+            self._refuse(f"name={said(self.name)}: give a text.")
         if not self.name:
             object.__setattr__(self, "name", self._said())
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(f"Rule({self.statistic!r}, …): {why}")
+        raise ValueError(f"Rule({said(self.statistic)}, …): {why}")
 
     def _said(self) -> str:
         if self.jump is not None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from .._text import and_more
 from ..capture.call import AttentionCall, Looking, seed_of_call
+from ..capture.modules import Modules, chosen, why_left_out
 from ..capture.net import Net
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
@@ -25,7 +26,7 @@ from ..stats.per_head import MaxLogit, Norms
 from ..stats.results import Reading
 from .figures import kept_of
 from .step_sums import Span, StepSums
-from .wrappers import innermost
+from .wrappers import innermost, plain_name
 
 
 @runtime_checkable
@@ -73,9 +74,9 @@ class StepCapture:
 
     Args:
         model: any module.
-        warn: told of what cannot be seen.
+        warn: told of what is not counted.
         seed: of the drawn queries, with the step and the numbers of the forward and of the call.
-        meant: whether a module is looked at, by its name.
+        modules: which modules are looked at, as in `watch()`, by names without wrappers.
         begun: called when a forward that counts begins.
     """
 
@@ -84,11 +85,11 @@ class StepCapture:
         model: nn.Module,
         warn: Warn,
         seed: int,
-        meant: Callable[[str], bool],
+        modules: Modules = None,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self._warn, self._seed = model, warn, seed
-        self.meant, self._begun = meant, begun
+        self.modules, self._meant, self._begun = modules, chosen(modules), begun
         self._stack: ExitStack | None = None
         self._net: Net | None = None
         self._forward: Any = None
@@ -97,9 +98,14 @@ class StepCapture:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all that was added up."""
-        self.forwards, self.others = 0, 0
+        """Forget all that was added up, and why nothing else was."""
+        self.forwards = 0
         self.sums = StepSums()
+        self._left_out: dict[str, object] = {}
+        self._not_meant: dict[str, None] = {}
+        self._other_forwards: dict[str, None] = {}
+        self._no_numbers: dict[str, None] = {}
+        self._why = ""
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
@@ -111,10 +117,11 @@ class StepCapture:
         self._wanted, self._step, self._every = wanted, step, every
         if self._stack is not None:
             return
-        _let_hooks_be()
         with ExitStack() as stack:
             stack.enter_context(_AS_WRITTEN)
-            found = catch(self.model, self._listen, self._begin, self._elsewhere)
+            found = catch(
+                self.model, self._listen, self._begin, self._elsewhere, function="Monitor"
+            )
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()
 
@@ -123,16 +130,25 @@ class StepCapture:
         stack, self._stack = self._stack, None
         if stack is None or self._net is None:
             return
-        for name, why in self._net.names.left_out.items():
-            self._tell(name, why)
-        self._net = None
+        self._left_out = self.left_out
+        names, self._net = self._net.names, None
+        if names.calls or not self._why:
+            self._why = f"no attention was seen: {names.why_nothing()}"
         stack.close()
 
-    def _tell(self, name: str, why: object) -> None:
-        self._warn(f"{name or 'the model'} is not monitored: {why}", ("module", name))
+    @property
+    def left_out(self) -> dict[str, object]:
+        """The modules that attended and whose calls were not captured, and why."""
+        found = {} if self._net is None else self._net.names.left_out
+        meant = {name: why for name, why in found.items() if self._is_meant(name)}
+        return meant | self._left_out
+
+    def _is_meant(self, name: str) -> bool:
+        return self._meant(plain_name(self.model, name))
 
     def _elsewhere(self, model: nn.Module) -> None:
-        self._warn("a forward in another thread than that of the last step is not counted")
+        self._warn(f"{_ELSEWHERE} is not counted")
+        self._other_forwards[f"there was only {_ELSEWHERE}"] = None
 
     def _begin(self) -> None:
         """The model is called anew, with gradients or without."""
@@ -142,9 +158,10 @@ class StepCapture:
         """Whether the forward that is running counts; with its first call, it does so as one."""
         assert self._net is not None
         running = self._net.names.stack
-        counts = self._every or (self._graded and innermost(running[0].module).training)
+        training = innermost(running[0].module).training
+        counts = self._every or (self._graded and training)
         if not counts:
-            self.others += 1
+            self._other_forwards[_NO_GRADIENTS if training else _EVAL_MODE] = None
         elif running[0] is not self._forward:
             self._forward = running[0]
             self._begun()
@@ -156,12 +173,17 @@ class StepCapture:
 
     def _listen(self, call: AttentionCall) -> None:
         """Add up what a call gives; whatever goes wrong here, the training goes on."""
-        if call.again or not self.meant(call.name) or not self._counts():
+        if call.again:
+            return
+        if not self._is_meant(call.name):
+            self._not_meant[call.name] = None
+            return
+        if not self._counts():
             return
         try:
             readings = self._readings(call)
         except Exception as error:
-            self._tell(call.name, error)
+            self._left_out[call.name] = error
             return
         self._calls[call.name] += 1
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
@@ -170,7 +192,7 @@ class StepCapture:
             try:
                 self._keep(name, span, readings, queries)
             except Exception as error:
-                self._tell(name, error)
+                self._left_out[name] = error
 
         call.once_whole(keep)
 
@@ -203,8 +225,21 @@ class StepCapture:
             if found is None:
                 why = "is not one number a query or head, and is not recorded"
                 self._warn(f"{statistic!r} {why}", statistic)
+                self._no_numbers[repr(statistic)] = None
                 continue
             self.sums.add(statistic, name, found, (min(looked_at, queries), queries))
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing was added up, as a clause."""
+        reasons = [] if self.forwards else list(self._other_forwards)
+        if self._not_meant and not self.forwards and not reasons:
+            reasons.append(why_left_out(self.modules, self._not_meant))
+        if self._no_numbers:
+            reasons.append(f"{and_more([*self._no_numbers])} cannot be recorded")
+        if said := [not_monitored(name, why) for name, why in self.left_out.items()]:
+            reasons.append(f"left out: {and_more(said)}")
+        return "; ".join(reasons) or self._why or "the monitor was paused"
 
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 
@@ -218,6 +253,17 @@ class StepCapture:
     def maxima(self) -> dict[str, Tensor]:
         """The largest score of each head `[H]` by module, where they were all taken."""
         return {name: x[0] for name, x in self.sums.kept.get("max_logit", {}).items()}
+
+
+_EVAL_MODE = "the model ran in eval mode (call model.train())"
+_NO_GRADIENTS = "the model ran without gradients (such as in torch.no_grad())"
+_ELSEWHERE = "a forward in another thread than that of the last step"
+"""Why forwards do not count as training."""
+
+
+def not_monitored(name: str, why: object) -> str:
+    """Say why a module is not among those that are recorded."""
+    return f"{name or 'the model'} is not monitored: {why}"
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -251,11 +297,3 @@ class _AsWritten:
 
 
 _AS_WRITTEN = _AsWritten()
-
-
-@cache
-def _let_hooks_be() -> None:
-    """Silence the warning that compiled modules call global hooks twice; these do not mind."""
-    warnings.filterwarnings(
-        "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
-    )

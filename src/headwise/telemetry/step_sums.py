@@ -67,8 +67,9 @@ class StepSums:
             statistic: joined(parts, heads, self.looked_at[statistic])
             for statistic, parts in self.kept.items()
         }
-        for limited in [name for name in found if name.startswith(ABOVE)]:
-            found.setdefault("max_logit", found.pop(limited))  # −inf where it is not above
+        limited = [name for name in found if name.startswith(ABOVE)]
+        for name in sorted(limited, key=lambda name: float(name.removeprefix(ABOVE))):
+            found.setdefault("max_logit", found.pop(name))  # −inf where it is not above
         return found
 
 

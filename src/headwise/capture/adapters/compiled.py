@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modules import called_in_a_graph
+from ..modules import as_written, called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
 from ..private_torch import compiler, forced_eager, modes, replace, skipped
@@ -25,19 +25,22 @@ _CURE = {
     "compiled by torch.jit": "take the module that it was made from",
 }
 
-_DONE = {"watch": "watched", "accelerate": "accelerated"}
+
+def _cannot(function: str) -> str:
+    """What compiled code cannot be."""
+    return f"compiled code cannot be {'accelerated' if function == 'accelerate' else 'watched'}"
 
 
-def refuse_compiled(model: nn.Module, function: str = "watch") -> None:
+def refuse_compiled(function: str, model: nn.Module) -> None:
     """Raise ValueError if the model or a part of it is compiled, and would run so."""
     eager = forced_eager()
     for name, module in model.named_modules():
         how = _compiled(module)
         if how and not (eager and "jit" not in how):
-            where = repr(name) if name else "the model"
+            where = repr(as_written(name)) if as_written(name) else "the model"
             raise ValueError(
-                f"{function}({type(model).__name__}): {where} is {how}, and compiled code cannot "
-                f"be {_DONE[function]}; {_CURE[how]}."
+                f"{function}({type(model).__name__}): {where} is {how}, and {_cannot(function)}; "
+                f"{_CURE[how]}."
             )
 
 
@@ -95,8 +98,7 @@ def _refused(net: Net, code: CodeType) -> ValueError:
     if names.inside:
         what = f"{repr(names.current) if names.current else 'the model'} calls {function}"
     return ValueError(
-        f"{net.function}({type(names.model).__name__}): {what}, compiled by torch.compile, and"
-        f" compiled code cannot be {_DONE[net.function]}; {_EAGER}."
+        f"{net.said}: {what}, compiled by torch.compile, and {_cannot(net.function)}; {_EAGER}."
     )
 
 
@@ -108,4 +110,4 @@ def _out_here() -> Iterator[Net]:
 
 def _watching() -> Net | None:
     """The innermost net that watches a model which is running here."""
-    return next((x for x in _out_here() if x.function == "watch" and x.names.inside), None)
+    return next((x for x in _out_here() if x.function != "accelerate" and x.names.inside), None)

@@ -127,9 +127,9 @@ def _attend(
     result = run(**options)
     if len(net.noticed) == told:
         raise ValueError(
-            f"watch({type(net.names.model).__name__}): {given.named} of {net.names.current!r} "
-            f"gives something else than softmax(scale · q·k + mask) · v of its arguments, and "
-            f"nothing that attends was heard inside it; choose another attn_implementation."
+            f"{net.said}: {given.named} of {net.names.current!r} gives something else than "
+            f"softmax(scale · q·k + mask) · v of its arguments, and nothing that attends was heard "
+            f"inside it; choose another attn_implementation."
         )
     return result
 

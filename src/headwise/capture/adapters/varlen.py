@@ -34,8 +34,8 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
     asked = arguments(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
     if asked["block_table"] is not None:
         raise ValueError(
-            f"watch({type(net.names.model).__name__}): {net.names.current!r} calls varlen_attn "
-            f"with a block_table, whose pages cannot be watched; leave paged caches out."
+            f"{net.said}: {net.names.current!r} calls varlen_attn with a block_table, whose pages "
+            f"cannot be watched; leave paged caches out."
         )
     out = result[0]
     q, k, v, made = (
