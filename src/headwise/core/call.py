@@ -52,8 +52,11 @@ def _signature(
     first_query: int | None,
 ) -> tuple[object, ...] | None:
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
-    where somebody follows the call: a compiler, a trace, a transform, a forward derivative."""
+    where somebody follows the call: a compiler, a trace, a mode, a transform, a forward derivative.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:
         return None
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
@@ -272,8 +275,8 @@ def _may_attend(call: Call, queries: Tensor) -> Tensor:
         allowed = mask.allowed(some[:, None], j, extent)
         if allowed is None:
             allowed = torch.ones_like(j, dtype=torch.bool)
-        allowed = allowed[(None,) * (4 - allowed.dim())].any(-1)
-        found.append(allowed.expand(-1, -1, len(some)))
+        allowed = allowed[(None,) * (4 - allowed.dim())]
+        found.append(allowed.expand(-1, -1, len(some), extent.keys).any(-1))
     return torch.cat(found, dim=2)
 
 

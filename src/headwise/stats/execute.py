@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..core.modes import readable
 from ..core.shapes import Extent
 from .engine import Engine
 from .needs import Need
@@ -75,7 +76,7 @@ def execute(plan: Plan, engine: Engine) -> Pass:
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
-    if few and not engine.output and plan.masses and not torch.compiler.is_compiling():
+    if few and not engine.output and plan.masses and readable(view.asked.q):
         engine.look_at_every_query()
     if engine.output or any(need.scores for need in plan.routes):
         _ = engine.lse_of_call

@@ -196,7 +196,7 @@ def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
         gradients=view.gradients,
         sinks=call.sinks is not None,
         behind=any(need.via is not None for need in needs) and _only_behind(view),
-        compiling=torch.compiler.is_compiling(),
+        readable=readable(call.q),
         whole=view.rows is None,
     )
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .._tables import HeadTable
+from ..core.modes import traced
 from ..core.shapes import as_given
 from .base import Statistic, needs_of
 from .detached import without_graph
@@ -31,7 +32,7 @@ class Readings(Mapping[str, Reading]):
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner: dict[str, int] = {}
         view = found.view
-        whole = view.gradients or torch.compiler.is_compiling() or not view.mask.free
+        whole = view.gradients or traced() or not view.mask.free
         for number, statistic in enumerate(statistics):
             for name in statistic.names:
                 if name in self._owner:
