@@ -6,6 +6,8 @@ Choices that depend on the numbers in a tensor do not; they ask here first.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.autograd.forward_ad
 from torch import Tensor
@@ -25,6 +27,14 @@ def traced() -> bool:
         return False
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE))
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Spare the graph of what is computed of detached tensors.
+
+    A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
+    """
+    return nullcontext() if torch.compiler.is_exporting() else torch.no_grad()
 
 
 def transformed() -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends import OnePass, choose
 from ..core.call import Call
 from ..core.index import grid
-from ..core.modes import readable
+from ..core.modes import no_graph, readable
 from .engine import Engine
 from .needs import MAX_LOGIT, Need, Setting
 from .results import KERNEL, ROWS, Route
@@ -134,5 +134,5 @@ def _largest_scores(call: Call, engine: Engine) -> Float[Tensor, "B H"]:
     one_pass = isinstance(other.backend, OnePass)
     other.fields = ("max",) if one_pass else ()
     _ = other.lse_of_call
-    with torch.no_grad():
+    with no_graph():
         return MAX_LOGIT.answer(Route(KERNEL if one_pass else ROWS), other)
