@@ -326,3 +326,48 @@ def test_sinks_of_minus_infinity_have_a_gradient_of_nothing() -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), sinks)
         assert grad[::2].tolist() == [0.0] * (H // 2)
         assert (grad[1::2] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.uint16], ids=str)
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [1, 0, 0, 0, 1], [1, 1, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_of_any_whole_numbers(name: str, ids: list[int], dtype: torch.dtype) -> None:
+    parts = qkv(N, N)
+    mask, same = (hw.Documents(torch.tensor(ids).to(kind)) for kind in (dtype, torch.long))
+    got = hw.observe(*parts, hw.Entropy(), mask=mask & hw.Causal(), backend=name)
+    want = hw.observe(*parts, hw.Entropy(), mask=same & hw.Causal(), backend="eager")
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got["entropy"], want["entropy"])
+
+
+ONE, NO_IDS = torch.ones(1, 1, 1, 1), torch.zeros(0, dtype=torch.long)
+WITHOUT_KEYS: dict[str, Callable[[int], hw.Mask | None]] = {
+    "none": lambda t: None,
+    "causal": lambda t: hw.Causal(),
+    "dense": lambda t: hw.Dense(ONE.expand(1, 1, t, 1) > 0),
+    "one dense": lambda t: hw.Dense(ONE > 0) & hw.Causal(),
+    "bias": lambda t: hw.Bias(ONE.expand(1, 6, t, 1)),
+    "documents": lambda t: hw.Documents(NO_IDS),
+    "documents by row": lambda t: hw.Documents(NO_IDS[None]),
+}
+
+
+@pytest.mark.parametrize(
+    ("mask", "t"),  # (every query needs the document of its key)
+    [(x, t) for x in WITHOUT_KEYS for t in (0, N) if not (t and x.startswith("documents"))],
+)
+@pytest.mark.parametrize("name", ["auto", "blocked", "eager"])
+def test_calls_without_keys_have_every_statistic(name: str, mask: str, t: int) -> None:
+    asked = (hw.Entropy(), hw.MaxLogit(), hw.Norms(), hw.Received(), hw.Map(3), hw.TopKeys(2))
+    asked += (hw.Similarity(), hw.Mass(hw.First()), hw.Mass(hw.Window(2)), hw.Distance(spread=True))
+    asked += (hw.OffsetHistogram(4), hw.OutputNorm())
+    parts = qkv(t, 0)
+    for queries in (None, 3):
+        seen = hw.observe(*parts, *asked, mask=WITHOUT_KEYS[mask](t), backend=name, queries=queries)
+        assert not seen.out.any()
+        assert (seen.lse == -torch.inf).all()
+        for figure in seen.names:
+            values = seen[figure]
+            empty = {"max_logit": -torch.inf, "top_keys": -1}.get(figure, 0)
+            assert (values == empty).all(), figure
+        assert len(seen.table()) == 6

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -258,6 +259,26 @@ def test_from_config_reads_old_and_new_names():
         ({"dim": 4, "scaling": {"factor": 2.0}}, "None is not one of"),
         ({"dim": 4, "scaling": {"rope_type": "yarn", "factor": 2.0}}, "needs original_max_pos"),
         ({"dim": 4, "scaling": {"rope_type": "linear", "factor": 0.0}}, "factor must be"),
+        ({"dim": 8.0}, "dim must be even and at least 2, a whole number"),
+        ({"dim": True}, "dim must be even"),
+        ({"dim": 4, "base": math.inf}, "base must be above 0 and finite"),
+        ({"dim": 4, "base": math.nan}, "base must be above 0 and finite"),
+        ({"dim": 4, "base": "10000"}, "base must be above 0 and finite"),
+        ({"dim": 4, "interleaved": "no"}, "interleaved must be True or False and is 'no'"),
+        ({"dim": 4, "scaling": "linear"}, "scaling must be None or a mapping"),
+        ({"dim": 4, "scaling": {"rope_type": ["linear"]}}, "is not one of default, linear"),
+        (
+            {"dim": 4, "scaling": {"rope_type": "linear", "factor": "4"}},
+            "factor must be a finite number above 0 and is '4'",
+        ),
+        (
+            {"dim": 4, "scaling": {**SCALINGS["dynamic"], "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings must be a finite number above 0 and is 0",
+        ),
+        ({"dim": 4, "scaling": {**SCALINGS["yarn"], "beta_fast": -1.0}}, "beta_fast must be"),
+        ({"dim": 4, "scaling": {**SCALINGS["yarn"], "mscale": "1"}}, "mscale must be"),
+        ({"dim": 4, "base": 1.0, "scaling": SCALINGS["yarn"]}, "base must be above 1"),
+        ({"dim": 4, "scaling": {**SCALINGS["llama3"], "low_freq_factor": 4.0}}, "must be below"),
         (
             {
                 "dim": 2,
@@ -271,6 +292,7 @@ def test_from_config_reads_old_and_new_names():
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments_quote_the_call(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         RoPE(**arguments)
@@ -280,3 +302,77 @@ def test_bad_arguments_quote_the_call(arguments, message):
 def test_a_head_smaller_than_the_rotation_is_refused():
     with pytest.raises(ValueError, match=r"RoPE\(dim=8\).*\[2, 3, 7, 6\]"):
         RoPE(8)(torch.ones(2, 3, 7, 6))
+
+
+@pytest.mark.parametrize(
+    ("x", "offset", "message"),
+    [
+        (torch.ones(2, 3, 7, 8), 2.5, r"offset=2.5: give the position of the first token"),
+        (torch.ones(2, 3, 7, 8), True, "offset=True: give"),
+        (torch.ones(2, 3, 7, 8), torch.tensor([0.5, 1.0]), "offset=torch.float32"),
+        (
+            torch.ones(2, 3, 7, 8),
+            torch.tensor([1, 2, 3]),
+            r"offset=.* \[3\]: .* each of 2 batch rows",
+        ),
+        ([[1.0, 2.0]], 0, "x that is a list and must be a torch.Tensor"),
+        (torch.ones(7, 8), 0, r"x of shape \[7, 8\]: give heads' queries or keys"),
+        (torch.ones(2, 3, 7, 8, dtype=torch.long), 0, "x of torch.int64: give a floating-point"),
+        (torch.ones(2, 3, 7, 8).to_sparse(), 0, "x that is torch.sparse_coo"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_rotated_is_quoted(x, offset, message):
+    with pytest.raises(ValueError, match=r"RoPE\(dim=8\) called with " + message):
+        RoPE(8)(x, offset)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "hidden_size is None, and must be a whole number"),
+        ({"hidden_size": 24, "num_attention_heads": "3"}, "num_attention_heads is '3'"),
+        ({"head_dim": 8, "rope_scaling": "linear"}, "rope_scaling='linear' must be a mapping"),
+        (
+            {"head_dim": 8, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "max_position_embeddings is None",
+        ),
+    ],
+)
+def test_a_config_that_lacks_a_size_is_quoted(config, message):
+    with pytest.raises(ValueError, match=f"RoPE.from_config: {message}"):
+        RoPE.from_config(config)
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("offset", [0, 4095, 2_000_000])
+def test_rows_are_computed_as_they_are_asked_for(offset):
+    rope, x = RoPE(D), torch.randn(1, 1, 1, D)
+    with Sizes() as sizes:
+        rope(x, offset)
+    assert sizes.largest <= 4096 * D
+
+
+def test_far_rows_are_those_of_a_tensor_offset():
+    rope, x = RoPE(D), torch.randn(B, H, T, D)
+    for offset in (-3, 0, 120, 4090, 4096, 2_000_000):
+        assert torch.equal(rope(x, offset), rope(x, torch.tensor(offset)))
+        assert torch.equal(rope(x, offset), rope(x, torch.tensor([offset] * B)))
+
+
+def test_steps_of_a_long_text_keep_few_rows():
+    rope, x = RoPE(D), torch.randn(1, 1, 1, D)
+    for offset in range(10_000, 10_100):
+        rope(x, offset)
+    assert sum(table.numel() for pair in rope._tables.values() for table in pair) <= 20 * D

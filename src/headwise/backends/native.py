@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.dropout import dropped_of
 from ..core.masks import Causal, Everything
-from ..core.modes import forward_derivatives, transformed
+from ..core.modes import forward_derivatives, traced, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
@@ -165,7 +165,7 @@ def faster(call: Call) -> bool:
 
     Where nothing was measured, it is taken for faster.
     """
-    if torch.compiler.is_compiling() or call.q.is_cuda:  # a traced choice would be for ever
+    if traced() or call.q.is_cuda:  # a traced choice would be for ever
         return True
     return (_speed(call) or 1.0) >= 1.0
 

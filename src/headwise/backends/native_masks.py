@@ -28,6 +28,7 @@ from ..core.masks import (
     Window,
     alibi_slopes,
 )
+from ..core.modes import readable
 from ..core.shapes import Extent
 from ..kernels.interface import LARGEST, Terms
 
@@ -242,11 +243,12 @@ def _in_float32(bias: Tensor) -> Tensor:
 
 def _runs(part: _Part, device: torch.device) -> Interval | None:
     """Each query's document as a range of keys, where every document is one run of keys."""
-    if torch.compiler.is_compiling():  # the answer depends on the numbers in a tensor
-        return None
     assert isinstance(part.mask, Documents)
+    if not readable(part.mask.ids):  # the answer depends on the numbers in it
+        return None
     view = part.view
-    ids = part.mask.ids.to(device).view(-1, view.whole.keys)
+    ids = part.mask.ids.to(device, torch.long)  # `searchsorted` takes no booleans
+    ids = ids[(None,) * (2 - ids.dim())]
     if not bool((ids[:, 1:] >= ids[:, :-1]).all()):  # number the runs as they come
         change = ids[:, 1:] != ids[:, :-1]
         ordered = ids.sort(dim=1).values

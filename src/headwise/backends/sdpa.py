@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import reference as definition
 from ..core.call import Call, with_sinks
-from ..core.modes import forward_derivatives, readable, transformed
+from ..core.modes import forward_derivatives, readable, traced, transformed
 from ..core.shapes import statistics_dtype
 from .base import Backend
 from .blocked import block_rows, gradients_again
@@ -57,13 +57,15 @@ class Sdpa(Backend):
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
         through_lse = needs_grad and (lse_gradient or call.sinks is not None)
         only = _only(call)
-        if only is None and needs_grad and not on_cpu:
-            # Tiles are merged by log-sum-exps, and the kernels of CUDA give these no gradient.
+        # `torch.jit.trace` records no function of somebody's own for autograd, such as `_Tiled`.
+        own = on_cpu and torch._C._get_tracing_state() is None
+        if only is None and needs_grad and not own:
+            # Tiles are merged by log-sum-exps, and the kernels themselves give these no gradient.
             every = slice(0, call.extent.queries), slice(0, call.extent.keys)
             only = with_bias(call.mask, call.extent, q, *every)
         # Compilers differentiate the kernel itself, where that will do.
-        compiled = torch.compiler.is_compiling() and only is not None and not through_lse
-        if on_cpu and needs_grad and not compiled:
+        compiled = traced() and only is not None and not through_lse
+        if own and needs_grad and not compiled:
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
             out, lse = _tiled(call) if only is None else _tile(call, only)

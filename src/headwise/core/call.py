@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from .dropout import draw_seed
 from .forks import keep_forks_going
 from .kept import Kept
-from .mask_algebra import Mask
-from .masks import as_mask
+from .mask_algebra import And, Mask
+from .masks import Bias, as_mask
 from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
@@ -52,8 +52,11 @@ def _signature(
     first_query: int | None,
 ) -> tuple[object, ...] | None:
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
-    where somebody follows the call: a compiler, a trace, a transform, a forward derivative."""
+    where somebody follows the call: a compiler, a trace, a mode, a transform, a forward derivative.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:
         return None
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
@@ -144,6 +147,11 @@ class Call:
             raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
         return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, kind)
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy or a pickle takes along: numbers, of no graph, and not what is known here."""
+        tensors = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return vars(self) | tensors | {"mask": _detached(self.mask), "kind": None}
+
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will come back for any part of the call, or derivatives go along."""
@@ -168,6 +176,15 @@ class Call:
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""
         return replace(self, **{"kind": None} | changes)  # type: ignore[arg-type]
+
+
+def _detached(mask: Mask) -> Mask:
+    """The mask without the graphs of its tensors; one of somebody's own class as it is."""
+    if not any(x.requires_grad for x in mask.tensors()):
+        return mask
+    if isinstance(mask, And):
+        return And(tuple(map(_detached, mask.parts)))
+    return Bias(mask.values.detach()) if isinstance(mask, Bias) else mask
 
 
 def fault_of_numbers(
@@ -272,8 +289,8 @@ def _may_attend(call: Call, queries: Tensor) -> Tensor:
         allowed = mask.allowed(some[:, None], j, extent)
         if allowed is None:
             allowed = torch.ones_like(j, dtype=torch.bool)
-        allowed = allowed[(None,) * (4 - allowed.dim())].any(-1)
-        found.append(allowed.expand(-1, -1, len(some)))
+        allowed = allowed[(None,) * (4 - allowed.dim())]
+        found.append(allowed.expand(-1, -1, len(some), extent.keys).any(-1))
     return torch.cat(found, dim=2)
 
 

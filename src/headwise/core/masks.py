@@ -206,7 +206,7 @@ class Documents(Mask):
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        ids = self.ids.to(i.device).view(-1, extent.keys)
+        ids = self.ids.to(i.device)[(None,) * (2 - self.ids.dim())]
         return take(ids, i + extent.offset) == take(ids, j)
 
     def tensors(self) -> tuple[Tensor, ...]:

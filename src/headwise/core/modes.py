@@ -1,16 +1,40 @@
-"""The modes of PyTorch that a call may run in: transforms, forward derivatives, no numbers at all.
+"""The modes of PyTorch that a call may run in: traces, transforms, forward derivatives.
 
-Most of attention is plain operators, which work in all of them. Kernels with pointers and choices
-that depend on the numbers in a tensor do not; they ask here first.
+Most of attention is plain operators, which work in all of them, and on tensors without numbers.
+Choices that depend on the numbers in a tensor do not; they ask here first.
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.autograd.forward_ad
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import FakeTensor
+
+
+def traced() -> bool:
+    """Return True if the call is recorded for other numbers, or made without any.
+
+    By `torch.compile`, `torch.export`, `torch.jit.trace`, `make_fx` or a `FakeTensorMode`. What is
+    chosen now is chosen for ever.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE))
+
+
+def no_graph() -> AbstractContextManager[object]:
+    """Spare the graph of what is computed of detached tensors.
+
+    A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
+    """
+    return nullcontext() if torch.compiler.is_exporting() else torch.no_grad()
 
 
 def transformed() -> bool:
@@ -37,6 +61,6 @@ def forward_derivatives() -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether the numbers in a tensor can be asked for: it has some, and nobody traces the call."""
-    if torch.compiler.is_compiling() or transformed():
+    if traced() or transformed():
         return False
     return not x.is_meta and not isinstance(x, FakeTensor)

@@ -41,7 +41,7 @@ def compute(
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
-    if _followed(problem):
+    if not _by_pointer(problem):
         found = torch.ops.headwise.native_forward(
             q, k, v, sinks, *terms, *numbers, seed, *wishes_kept
         )
@@ -58,7 +58,7 @@ def output(problem: Problem) -> Tensor | None:
     `None` where `compute()` is to be asked: somebody differentiates or follows the call, or some
     row's weights are no numbers.
     """
-    if _followed(problem) or _differentiated(problem):
+    if _differentiated(problem) or not _by_pointer(problem):
         return None
     return _library(problem).output(problem)
 
@@ -75,7 +75,7 @@ def sums(
     q, k, lse = q.detach(), k.detach(), lse.detach()
     sinks, weight = (None if x is None else x.detach() for x in (sinks, weight))
     problem = Problem(q, k, None, sinks, terms, scale, softcap)
-    if not _observed() and _plain(*problem[:4], *terms[:6], lse, weight):
+    if _by_pointer(problem, lse, weight):
         return _library(problem).sums(problem, lse, weight, received, blocks)
     columns, table = torch.ops.headwise.native_sums(
         q, k, sinks, *terms, scale, softcap, lse, weight, received, *(blocks or (None, None, 0))
@@ -95,25 +95,30 @@ def _differentiated(problem: Problem) -> bool:
     return any(x is not None and x.requires_grad for x in problem[:4])
 
 
-def _followed(problem: Problem) -> bool:
-    """Whether operators are to compute the problem, for those who follow them or for the tensors
-    that it has."""
-    if problem.images is not None and problem.sinks is None:  # a kind's tensors are plain
-        return torch._C._len_torch_dispatch_stack() > 0
-    return _observed() or not _plain(*problem[:4], *problem.terms[:6], problem.seed)
+def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
+    """Return True if the library may be given pointers into the tensors of a problem, and others.
+
+    Else the operators compute it. Nobody who follows them sees what is written through a pointer:
+    a compiler, `torch.export`, `torch.jit.trace`, a mode such as a counter of FLOPs. And tensors
+    without memory of their own have no pointer: fake, meta and functional ones, and wrappers.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    if problem.images is None or problem.sinks is not None:  # else a kind's tensors are plain
+        others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
+    for x in others:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN or x.is_meta or torch._is_functional_tensor(x):
+            return False
+    return True
 
 
-def _observed() -> bool:
-    """Whether somebody follows the operators: a compiler, or a mode such as a counter of FLOPs."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-
-
-def _plain(*tensors: Tensor | None) -> bool:
-    """Whether data pointers are what they seem: no fake tensors and no wrappers."""
-    return _PLAIN.issuperset(map(type, tensors))
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 # ── eager autograd ──────────────────────────────────────────────────────────────────────────────
@@ -155,7 +160,7 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             found = _gradient_with_graph(problem, incoming, needed, ctx.again)
-        elif _observed() or not _plain(*incoming):
+        elif not _by_pointer(problem, *rest[6:], *incoming):
             found = _gradient_by_operator(problem, rest[6:], incoming, needed)
         else:
             figures, gradients = (

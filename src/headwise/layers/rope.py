@@ -12,7 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.numbers import real, whole
+from ..core.kept import Kept
+from ..core.modes import traced
+from ..core.numbers import fault_of_flags, real, said, whole
+from ..core.shapes import not_dense
+
+SHORT = 4096
+"""Up to which position a table of all rows is kept; farther on, the rows of the last few calls."""
 
 _NEEDS = {
     "default": (),
@@ -27,6 +33,9 @@ _NEEDS = {
     ),
 }
 """Which keys each `rope_type` must have."""
+
+_OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+"""Keys of numbers that may be left out, or None."""
 
 
 class RoPE:
@@ -47,8 +56,8 @@ class RoPE:
     computes them in float32: its angles differ by rounding, up to about `position * 1e-7` radians.
 
     Raises:
-        ValueError: an odd or non-positive `dim`, a base not above 0, a scaling that is not known
-            or lacks a key.
+        ValueError: a `dim` that is no even number above 0, a base that is not finite and above 0, a
+            scaling that is not known, lacks a key or holds what is no number.
 
     >>> import torch
     >>> rope = RoPE(2)
@@ -67,12 +76,22 @@ class RoPE:
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
         call = f"RoPE(dim={dim}, base={base}, interleaved={interleaved}, scaling={scaling})"
-        if (whole(dim) or 0) < 2 or dim % 2:
-            raise ValueError(f"{call}: dim must be even and at least 2: features turn in pairs")
-        if not (real(base) or 0.0) > 0:
-            raise ValueError(f"{call}: base must be above 0")
-        self.dim = dim
-        self.base = float(base)
+        features, longest = whole(dim), real(base)
+        if features is None or features < 2 or features % 2:
+            raise ValueError(
+                f"{call}: dim must be even and at least 2, a whole number: features turn in pairs"
+            )
+        if longest is None or not 0 < longest < math.inf:
+            raise ValueError(f"{call}: base must be above 0 and finite")
+        if fault := fault_of_flags(interleaved=interleaved):
+            raise ValueError(f"{call}: {fault}")
+        if not isinstance(scaling, Mapping | None):
+            raise ValueError(
+                f"{call}: scaling must be None or a mapping, such as "
+                '{"rope_type": "linear", "factor": 2.0}'
+            )
+        self.dim = dim = features
+        self.base = longest
         self.interleaved = interleaved
         self.scaling = dict(scaling) if scaling else None
         self.kind = _kind(self.scaling, call)
@@ -81,7 +100,9 @@ class RoPE:
             raise ValueError(
                 f"{call}: dynamic scaling divides by dim - 2; it needs dim of 4 or more"
             )
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        if self.kind == "yarn" and self.base <= 1:
+            raise ValueError(f"{call}: yarn divides by log(base); base must be above 1")
+        self._tables: Kept[tuple[object, ...], tuple[Tensor, Tensor]] = Kept(_TABLES)
 
     @classmethod
     def from_config(cls, config: Any, interleaved: bool = False) -> "RoPE":
@@ -94,7 +115,8 @@ class RoPE:
             interleaved: as in the constructor; configs do not say.
 
         Raises:
-            ValueError: scaling parameters per layer type, and whatever the constructor refuses.
+            ValueError: scaling parameters per layer type, a config that lacks a size, and whatever
+                the constructor refuses.
 
         >>> RoPE.from_config({"hidden_size": 24, "num_attention_heads": 3, "rope_theta": 500.0})
         RoPE(8, base=500.0)
@@ -103,7 +125,10 @@ class RoPE:
         def get(name: str) -> Any:
             return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
-        scaling = dict(get("rope_parameters") or get("rope_scaling") or {})
+        given = get("rope_parameters") or get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"RoPE.from_config: rope_scaling={said(given)} must be a mapping")
+        scaling = dict(given)
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise ValueError(
                 f"RoPE.from_config: rope_parameters={scaling} differ by layer type; "
@@ -111,9 +136,18 @@ class RoPE:
             )
         base = scaling.pop("rope_theta", None) or get("rope_theta") or 10000.0
         part = scaling.pop("partial_rotary_factor", None) or get("partial_rotary_factor") or 1.0
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        wanted = [] if get("head_dim") else ["hidden_size", "num_attention_heads"]
+        if kind != "default":
+            wanted.append("max_position_embeddings")
+        for name in wanted:
+            if not whole(get(name)):
+                raise ValueError(
+                    f"RoPE.from_config: {name} is {said(get(name))}, and must be a whole number; "
+                    f"give RoPE(dim, …) in place of a config without it"
+                )
         head_dim = get("head_dim") or get("hidden_size") // get("num_attention_heads")
         longest = get("max_position_embeddings")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "dynamic":  # transformers takes the config's own length here
             scaling["original_max_position_embeddings"] = longest
         elif kind != "default":
@@ -156,7 +190,7 @@ class RoPE:
     def __call__(
         self, x: Float[Tensor, "B H T D"], offset: int | Int[Tensor, " B"] = 0
     ) -> Float[Tensor, "B H T D"]:
-        """Rotates queries or keys that sit at positions `offset`, `offset + 1`, ….
+        """Rotate queries or keys that sit at positions `offset`, `offset + 1`, ….
 
         Args:
             x: `[B, H, T, D]`, D at least `dim`, any floating dtype.
@@ -166,13 +200,11 @@ class RoPE:
             a new tensor of x's shape and dtype.
 
         Raises:
-            ValueError: D is smaller than `dim`.
+            ValueError: x is no floating-point tensor of four axes, D is smaller than `dim`, or the
+                offset is no whole number.
         """
-        if x.shape[-1] < self.dim:
-            raise ValueError(
-                f"RoPE(dim={self.dim}) called with x of shape {list(x.shape)}: "
-                f"the head dimension {x.shape[-1]} is smaller than dim"
-            )
+        if fault := self._fault_of(x, offset):
+            raise ValueError(f"RoPE(dim={self.dim}) called with {fault}")
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = self._cos_sin(offset, x.shape[-2], x.device, dtype)
         turned = x[..., : self.dim].to(dtype)
@@ -181,21 +213,47 @@ class RoPE:
             parts.append(x[..., self.dim :].to(dtype))
         return (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]).to(x.dtype)
 
+    def _fault_of(self, x: Tensor, offset: int | Tensor) -> str | None:
+        """What keeps x from being rotated at an offset, in words."""
+        if fault := not_dense(x):
+            return f"x that {fault}"
+        if x.dim() != 4:
+            return f"x of shape {list(x.shape)}: give heads' queries or keys, [B, H, T, D]"
+        if not x.is_floating_point():
+            return f"x of {x.dtype}: give a floating-point tensor"
+        if x.shape[-1] < self.dim:
+            return (
+                f"x of shape {list(x.shape)}: the head dimension {x.shape[-1]} is smaller than dim"
+            )
+        if not isinstance(offset, Tensor):
+            fits = isinstance(offset, torch.SymInt) or whole(offset) is not None
+        else:
+            integral = not (offset.is_floating_point() or offset.is_complex())
+            fits = integral and offset.dtype != torch.bool and offset.numel() in (1, len(x))
+        if fits:
+            return None
+        return (
+            f"offset={said(offset)}: give the position of the first token, a whole number, or a "
+            f"tensor of whole numbers with one for each of {len(x)} batch rows"
+        )
+
     def _cos_sin(
         self, offset: int | Tensor, count: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines that broadcast over `[B, H, T, dim / 2]`."""
         if isinstance(offset, Tensor):
             steps = torch.arange(count, device=device)
-            positions = offset.to(device)[:, None, None] + steps  # [B, 1, T]
+            positions = offset.to(device).view(-1, 1, 1) + steps  # [B, 1, T]
             length = int(positions.max()) + 1 if self.depends_on_length and count else 0
             return self._compute(positions, length, dtype)
         stop = offset + count
         original = (self.scaling or {}).get("original_max_position_embeddings", 0)
         stretched = self.depends_on_length and stop > original
-        if stretched or offset < 0 or torch.compiler.is_compiling():
+        if stretched or traced():
             return self._compute(torch.arange(offset, stop, device=device), stop, dtype)
-        cos, sin = self._table(stop, device, dtype)
+        if offset < 0 or stop > SHORT:
+            return self._table(offset, stop, device, dtype)
+        cos, sin = self._table(0, max(128, 1 << (stop - 1).bit_length()), device, dtype)
         return cos[offset:stop], sin[offset:stop]
 
     def _compute(self, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,18 +261,19 @@ class RoPE:
         scale = self.attention_factor
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
-    def _table(self, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows for positions 0 to at least `stop`, kept and doubled when they run out."""
-        kept = self._tables.get((device, dtype))
-        if kept is not None and kept[0].shape[0] >= stop:
-            return kept
-        rows = max(stop, 2 * kept[0].shape[0] if kept is not None else 128)
-        # A table born in inference mode could not be saved for a later backward pass.
-        with torch.inference_mode(False), torch.no_grad():
-            table = self._compute(torch.arange(rows, device=device), 0, dtype)
-        if type(table[0]) is Tensor:  # a tracer's stand-in tensor must not outlive the trace
-            self._tables[device, dtype] = table
-        return table
+    def _table(
+        self, first: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Rows for positions from `first` to `stop`, kept for the next call and the next layer."""
+        asked = (first, stop, device, dtype)
+        kept = self._tables.get(asked)
+        if kept is None:
+            # A table born in inference mode could not be saved for a later backward pass.
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._compute(torch.arange(first, stop, device=device), 0, dtype)
+            if type(kept[0]) is Tensor:  # a stand-in without numbers must not outlive its mode
+                self._tables[asked] = kept
+        return kept
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RoPE) and self.__getstate__() == other.__getstate__()
@@ -222,7 +281,8 @@ class RoPE:
     __hash__ = None  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}  # tables are cheaper computed than copied
+        # Tables are cheaper computed than copied.
+        return {**self.__dict__, "_tables": Kept(_TABLES)}
 
     def __repr__(self) -> str:
         parts = [str(self.dim), f"base={self.base}"]
@@ -261,14 +321,26 @@ def _kind(scaling: dict[str, Any] | None, call: str) -> str:
     if scaling is None:
         return "default"
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind not in _NEEDS:
+    if not isinstance(kind, str) or kind not in _NEEDS:
         raise ValueError(f"{call}: rope_type {kind!r} is not one of {', '.join(_NEEDS)}")
     missing = [key for key in _NEEDS[kind] if scaling.get(key) is None]
     if missing:
         raise ValueError(f"{call}: rope_type {kind!r} also needs {', '.join(missing)}")
-    if kind != "default" and not scaling["factor"] > 0:
-        raise ValueError(f"{call}: factor must be above 0")
+    given = [key for key in _OPTIONAL if kind == "yarn" and scaling.get(key) is not None]
+    for key in (*_NEEDS[kind], *given):
+        value = real(scaling[key])
+        least = "at least" if key in _OPTIONAL else "above"
+        if value is None or not 0 <= value < math.inf or (not value and least == "above"):
+            raise ValueError(
+                f"{call}: {key} must be a finite number {least} 0 and is {said(scaling[key])}"
+            )
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise ValueError(f"{call}: low_freq_factor must be below high_freq_factor")
     return kind
+
+
+_TABLES = 8
+"""How many tables a rotation keeps: of short contexts, and of the last few calls beyond."""
 
 
 def _attention_factor(scaling: dict[str, Any] | None) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.modes import traced
+
 _SAID = (
     "this statistic was taken without its graph and has no gradient; take it with gradients=True, "
     "as in hw.watch(model, …, gradients=True), or say .detach() where none is meant"
@@ -59,6 +61,6 @@ def without_graph(values: Tensor) -> Tensor:
     """Values that could have had a gradient and say that they have none."""
     if values.requires_grad or type(values) is not Tensor:
         return values
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if traced() or torch._C._are_functorch_transforms_active():
         return values
     return values.as_subclass(Detached)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..backends import Backend, Call, Figures, OnePass, choose
 from ..core.call import check_scores
+from ..core.modes import no_graph
 from . import identities
 from .lazy import Lazy
 from .sampling import ALL_FROM, Sample
@@ -112,7 +113,7 @@ class Engine:
 
     def look_at_every_query(self) -> None:
         """Take the log-sum-exp of all queries, of which some are drawn, and fields with it."""
-        with torch.no_grad():
+        with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, OnePass):
                 every.run()
@@ -176,7 +177,7 @@ class Engine:
         if self._lse_of_call is not None:
             return self._lse_of_call
         view, whole = self.view, self.run()
-        with nullcontext() if view.gradients else torch.no_grad():
+        with nullcontext() if view.gradients else no_graph():
             lse = self.lse if whole is None else whole.lse
             assert lse is not None
             check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
@@ -325,7 +326,7 @@ class Engine:
             made: Mapping[Reducer, Any] = {r: r.make(self) for r in alike}
             view = self.view
             lse, sinks = (self.lse_of_keys, None) if apart else (self.lse, view.sinks)
-            with torch.no_grad():
+            with no_graph():
                 if near(lse):
                     found = tiles(view.constant, lse.detach())
                 else:

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..core.modes import no_graph, readable
 from ..core.shapes import Extent
 from .engine import Engine
 from .needs import Need
@@ -75,11 +75,11 @@ def execute(plan: Plan, engine: Engine) -> Pass:
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
-    if few and not engine.output and plan.masses and not torch.compiler.is_compiling():
+    if few and not engine.output and plan.masses and readable(view.asked.q):
         engine.look_at_every_query()
     if engine.output or any(need.scores for need in plan.routes):
         _ = engine.lse_of_call
-    with nullcontext() if view.gradients else torch.no_grad():
+    with nullcontext() if view.gradients else no_graph():
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
         every = _of_every_query(plan, engine.every, few)
         return Pass(view, engine.whole_out, answers, engine, every)
@@ -89,7 +89,7 @@ def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
     """The figures of all queries, where they cost next to nothing."""
     if every is None:
         return None
-    with torch.no_grad():
+    with no_graph():
         answers = {
             need: need.answer(route, every)
             for need, route in plan.routes.items()

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.call import Call
 from ..core.index import grid
+from ..core.modes import readable
 from .scores import Scores
 
 
@@ -24,7 +25,7 @@ def largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Fl
     extent, device = scores.extent, scores.device
     if not (extent.batch and extent.queries and extent.keys):
         return lse.new_full((extent.batch, extent.heads), -torch.inf)
-    if torch.compiler.is_compiling():  # which rows can win depends on their scores
+    if not readable(lse):  # which rows can win depends on their scores
         every = [_largest_in(scores, call, cut) for cut in scores.blocks(SCORES_AT_A_TIME)]
         return torch.stack(every).amax(0)
     known = _no_score_above(lse.detach(), scores.sinks)

@@ -39,7 +39,8 @@ class Setting:
         sinks: whether there are learned sinks.
         behind: whether keys in sight are ranges with none ahead of their query; only looked into
             where a need asks.
-        compiling: whether the call is being traced.
+        readable: whether the numbers in the call's tensors can be read; else routes are taken that
+            do not depend on them.
         whole: whether all queries are looked at.
     """
 
@@ -52,7 +53,7 @@ class Setting:
     gradients: bool
     sinks: bool
     behind: bool
-    compiling: bool
+    readable: bool
     whole: bool
 
 
@@ -167,8 +168,8 @@ class _Entropy(Need):
             return Route(KERNEL)
         if setting.nonlinear:
             return Route(ROWS, f"{setting.nonlinear}, and a gradient is wanted")
-        if setting.compiling:
-            return Route(ROWS, "compiled, it may not depend on what was found")
+        if not setting.readable:
+            return Route(ROWS, "where numbers cannot be read, it may not depend on them")
         return Route(CALL)
 
     def make(self, engine: Engine) -> Accumulator:
@@ -380,7 +381,8 @@ class BlockSums(Need):
         of_query, of_key = self.of_queries(view), self.of(view.extent.keys, view.device)
         if route.kind == KERNEL_PASS:
             return engine.block_map(of_query, of_key, self.blocks)
-        one_hot = torch.nn.functional.one_hot(of_key, self.blocks).to(view.dtype)
+        # (`one_hot` reads the numbers that it is given, and a trace has none.)
+        one_hot = (of_key[:, None] == torch.arange(self.blocks, device=view.device)).to(view.dtype)
         seen = torch.where(view.valid_rows[..., None], engine.mean_of(one_hot[None, None]), 0.0)
         if view.drawn is not None:
             seen = seen * view.weights[:, None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..backends import OnePass, choose
 from ..core.call import Call
 from ..core.index import grid
+from ..core.modes import no_graph, readable
 from .engine import Engine
 from .needs import MAX_LOGIT, Need, Setting
 from .results import KERNEL, ROWS, Route
@@ -82,7 +83,7 @@ class MaxLogitAbove(Need):
         call = view.asked.with_(sinks=None, dropout=0.0)
         sizes = view.whole.batch, view.whole.heads
         largest = torch.full(sizes, -torch.inf, dtype=view.dtype, device=view.device)
-        heads = None if torch.compiler.is_compiling() else self._in_question(view)
+        heads = self._in_question(view) if readable(view.asked.q) else None
         if heads is None:
             return above(_largest_scores(call, engine), self.limit)
         if len(heads):
@@ -133,5 +134,5 @@ def _largest_scores(call: Call, engine: Engine) -> Float[Tensor, "B H"]:
     one_pass = isinstance(other.backend, OnePass)
     other.fields = ("max",) if one_pass else ()
     _ = other.lse_of_call
-    with torch.no_grad():
+    with no_graph():
         return MAX_LOGIT.answer(Route(KERNEL if one_pass else ROWS), other)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends import Call, OnePass, choose
 from ..core.heard import observers
 from ..core.mask_algebra import Mask
-from ..core.modes import batched, readable
+from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
 from ..core.unknown import refuse_unknown
@@ -122,7 +122,7 @@ def observe(
             projection=projection,
         )
         found = execute(planned(engine, statistics, "observe"), engine)
-        with nullcontext() if engine.view.gradients else torch.no_grad():
+        with nullcontext() if engine.view.gradients else no_graph():
             readings = Readings(found, statistics)
     out = made if found.out is None else found.out
     lost = keeps_graph and not engine.view.gradients
@@ -196,7 +196,7 @@ def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
         gradients=view.gradients,
         sinks=call.sinks is not None,
         behind=any(need.via is not None for need in needs) and _only_behind(view),
-        compiling=torch.compiler.is_compiling(),
+        readable=readable(call.q),
         whole=view.rows is None,
     )
 

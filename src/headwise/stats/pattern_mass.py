@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.index import grid
 from ..core.mask_algebra import Mask, Rows
+from ..core.modes import readable
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
 from .engine import Engine
@@ -75,7 +76,7 @@ class MassOn(Need):
         return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
 
     def told(self, route: Route, engine: Engine) -> Route:
-        if route.kind != PAIRS:
+        if route.kind != PAIRS or not readable(engine.view.asked.q):
             return route
         assert not isinstance(self.keys, Mask)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
@@ -88,8 +89,8 @@ class MassOn(Need):
         return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
     def prepare(self, route: Route, engine: Engine) -> None:
-        """Nobody who compiles knows whether the log-sum-exp serves: one pass gives all masses."""
-        if not torch.compiler.is_compiling():
+        """Without numbers nobody knows whether the log-sum-exp serves: one pass gives all."""
+        if readable(engine.view.asked.q):
             return
         if isinstance(self.keys, Mask):
             self._wait(engine, _within(self.keys, engine))

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..core.modes import readable
 from ..core.numbers import check_whole, real, said
 from ..core.reference import Definition
 from .engine import Engine, rows_of_p
@@ -242,7 +243,7 @@ class _Offsets:
         if sides == 2:
             bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
         total = self.total[block.heads].view(-1, sides * size)
-        if not torch.compiler.is_compiling() and int(bins.amin()) == (high := int(bins.amax())):
+        if readable(bins) and int(bins.amin()) == (high := int(bins.amax())):
             if high < sides * size:
                 total[:, high] += p.sum((-1, -2))
         else:

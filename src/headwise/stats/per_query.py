@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.mask_algebra import Mask
+from ..core.modes import readable
 from ..core.numbers import check_whole
 from ..core.reference import Definition
 from .distance import DISTANCE_EITHER_WAY, even_distance
@@ -330,7 +331,7 @@ class _Top:
 
 def _largest(logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries of the last axis and where they are; the earlier among equals."""
-    if not torch.compiler.is_compiling():
+    if readable(logs):
         found, index = logs.topk(k, dim=-1)  # which takes any among equals
         least = found[..., -1:]
         if not bool((((logs >= least).sum(-1, keepdim=True) > k) & (least > -math.inf)).any()):

@@ -53,7 +53,7 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
         fields=tuple(need.kernel for need in kernel if need.kernel is not None),
         reducers=tuple(cast(Reducer, need) for need, route in routes.items() if route.kind == PASS),
         positions_too=routes.get(POSITION) is TOGETHER,
-        waiting=tuple(n for n, r in routes.items() if r.kind == ROWS or setting.compiling),
+        waiting=tuple(n for n, r in routes.items() if r.kind == ROWS or not setting.readable),
         masses=tuple(need for need in routes if need.mass),
     )
 

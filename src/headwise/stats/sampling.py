@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..core.modes import readable, traced
 from ..core.numbers import LONGEST, said, whole
 
 ALL_FROM = 16
@@ -50,14 +51,13 @@ def draw(
     (tensor([0, 1]), tensor(99), tensor(100., dtype=torch.float64))
     """
     queries, seed = check_queries(queries), _checked(seed)
-    compiling = torch.compiler.is_compiling()
     if isinstance(queries, int):
         if queries >= of:
             return None
-        rows, weights = (_drawn if compiling else _draw)(queries, of, seed)
+        rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
         return Sample(rows.to(device), weights.to(device))
     rows = torch.as_tensor(queries).flatten()
-    ordered = (_sorted if compiling else _sort)(rows, of)
+    ordered = (_sort if readable(rows) else _sorted)(rows, of)
     if len(ordered) == of:
         return None
     return Sample(ordered.to(device), None)
@@ -154,7 +154,7 @@ def check_queries(queries: int | Sequence[int] | Tensor) -> int | Tensor:
     if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
         raise ValueError(f"{_said(rows)}: {_WANTED}")
     rows = rows.flatten()
-    if not torch.compiler.is_compiling() and len(rows.unique()) < len(rows):
+    if readable(rows) and len(rows.unique()) < len(rows):
         raise ValueError(f"{_said(rows)}: a query is named twice.")
     return rows
 

@@ -19,6 +19,7 @@ from ..backends import Call
 from ..backends.blocked import SCORES_AT_A_TIME
 from ..backends.tiles import Bounds
 from ..core.index import grid
+from ..core.modes import readable
 from .scores import LITTLE, Scores
 
 SCORES = 1 << 19
@@ -176,7 +177,7 @@ class Columns:
 
     def __init__(self, total: Tensor, counts: Tensor) -> None:
         self.total, self.counts = total, counts.to(total.dtype)
-        self.all = torch.compiler.is_compiling() or bool((counts == 1).all())
+        self.all = not readable(counts) or bool((counts == 1).all())
 
     def add(self, block: Block) -> None:
         weights = self.counts[block.rows]

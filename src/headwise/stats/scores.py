@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Call
 from ..backends.blocked import SCORES_AT_A_TIME, blocks, computed_again
 from ..core.index import grid
-from ..core.modes import readable
+from ..core.modes import readable, traced
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
 
@@ -114,7 +114,7 @@ class Scores:
     def blocks(self, scores: int) -> Iterator[Any]:
         """The call's queries in blocks of so many scores; of a graph, in a bounded number."""
         e = self.extent
-        if torch.compiler.is_compiling():
+        if traced():
             scores = max(scores, -(-e.batch * e.heads * e.queries * e.keys // GRAPH_BLOCKS))
         return blocks(self.call.mask, e, self.device, scores)
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from .._tables import HeadTable
+from ..backends import BACKENDS, Call
+from ..core.modes import no_graph, traced
 from ..core.shapes import as_given
 from .base import Statistic, needs_of
 from .detached import without_graph
+from .engine import Engine
 from .entries import Which, entries
 from .execute import Pass
 from .results import Reading, of_some, table_rows
+from .sampling import Sample
 
 
 class Readings(Mapping[str, Reading]):
@@ -26,12 +31,15 @@ class Readings(Mapping[str, Reading]):
     all at once where a graph is kept, or where the mask's tensors may have changed by then.
     """
 
+    _found: Pass | None
+    """What they are worked out of; `None` of a copy, in which all are."""
+
     def __init__(self, found: Pass, statistics: Sequence[Statistic]) -> None:
         self._found, self._statistics = found, statistics
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner: dict[str, int] = {}
         view = found.view
-        whole = view.gradients or torch.compiler.is_compiling() or not view.mask.free
+        whole = view.gradients or traced() or not view.mask.free
         for number, statistic in enumerate(statistics):
             for name in statistic.names:
                 if name in self._owner:
@@ -42,25 +50,26 @@ class Readings(Mapping[str, Reading]):
 
     def _part(self, number: int) -> dict[str, Reading]:
         """The readings of one statistic."""
-        part = self._parts[number]
+        part, found = self._parts[number], self._found
         if part is None:
+            assert found is not None
             statistic = self._statistics[number]
-            part = statistic.read(self._found)
+            part = statistic.read(found)
             needs = needs_of(statistic).values()
             of_some_queries = not needs or any(need.scores for need in needs)
-            if self._found.view.rows is not None and of_some_queries:
-                every = self._of_every_query(statistic)
-                drawn = self._found.view.drawn
+            if found.view.rows is not None and of_some_queries:
+                every = self._of_every_query(found.every, statistic)
+                drawn = found.view.drawn
                 part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
             self._parts[number] = part
         return part
 
-    def _of_every_query(self, statistic: Statistic) -> dict[str, Reading]:
+    def _of_every_query(self, every: Pass | None, statistic: Statistic) -> dict[str, Reading]:
         """The readings of all queries, where drawn ones are looked at and those are at hand."""
-        every, needs = self._found.every, needs_of(statistic).values()
+        needs = needs_of(statistic).values()
         if every is None or not needs or not all(need in every.answers for need in needs):
             return {}
-        with torch.no_grad():
+        with no_graph():
             return statistic.read(every)
 
     def __getitem__(self, name: str) -> Reading:
@@ -71,20 +80,31 @@ class Readings(Mapping[str, Reading]):
     def values_of(self, name: str) -> Tensor | None:
         """A figure's values, where they are the answer to a need as it stands."""
         number = self._owner.get(name)
-        statistic = None if number is None else self._statistics[number]
+        if number is None or self._found is None:
+            return None
+        statistic = self._statistics[number]
         if name not in getattr(statistic, "as_found", ()):
             return None
-        need = statistic.needs[name]  # type: ignore[union-attr]
-        every = self._found.every
-        if every and need in every.answers:
+        need = statistic.needs[name]  # type: ignore[attr-defined]
+        found = self._found
+        if found.every and need in found.every.answers:
             return None
-        answer = self._found.answers[need]
+        answer = found.answers[need]
         return answer[0] if isinstance(answer, tuple) else answer
 
     @property
     def known(self) -> tuple[str, ...]:
         """The names that were asked for; none is worked out."""
         return tuple(self._owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy holds: every reading, and no graph."""
+        parts = [self._part(number) for number in range(len(self._parts))]
+        ready = [
+            {name: replace(x, values=x.values.detach()) for name, x in part.items()}
+            for part in parts
+        ]
+        return {"_found": None, "_statistics": (), "_parts": ready, "_owner": self._owner}
 
     def __repr__(self) -> str:
         return f"<Readings: {', '.join(self.known)}>"
@@ -115,6 +135,21 @@ class Seen(HeadTable):
     """Whether statistics could have had a gradient, and were asked for without."""
     changed: Callable[[], bool] = bool  # which says no
     """Whether the call's tensors may hold other numbers than when they were observed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles take along: numbers of which no graph is kept."""
+        engine, view = self.found.engine, self.found.view
+        lse = {
+            name: x.detach()
+            for name in ("_lse_of_call", "lse")
+            if isinstance(x := vars(engine).get(name), Tensor)
+        }
+        sample = None if view.rows is None else Sample(view.rows, view.drawn)
+        with self._as_given():
+            readings = self.readings.__getstate__()
+        output = None if self.output is None else self.output.detach()
+        lost = self.lost or view.gradients
+        return _copied, (view.asked, engine.chosen.name, sample, lse, readings, output, lost)
 
     def __repr__(self) -> str:
         e = self.found.extent
@@ -220,3 +255,21 @@ class Seen(HeadTable):
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
+
+
+def _copied(
+    asked: Call,
+    chosen: str,
+    sample: Sample | None,
+    lse: dict[str, Tensor],
+    ready: dict[str, Any],
+    output: Tensor | None,
+    lost: bool,
+) -> Seen:
+    """What `Seen.__reduce__` tells, put together again."""
+    backend = next(one for one in BACKENDS if one.name == chosen)
+    engine = Engine(asked, backend, False, sample=sample, output=output is not None)
+    vars(engine).update(lse)
+    readings = Readings.__new__(Readings)
+    vars(readings).update(ready)
+    return Seen(Pass(engine.view, output, {}, engine), readings, output, lost)

@@ -1,0 +1,168 @@
+"""Calls that are recorded for other numbers, by `torch.jit.trace`, `make_fx` and `torch.export`;
+statistics of tensors without numbers."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import headwise as hw
+from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
+
+IDS = torch.arange(2 * S).view(2, S) * 7 % 5
+WEIGHT = torch.linspace(-1, 1, 8 * 30).view(8, 30)
+ALL = [
+    *(hw.LSE(), hw.Entropy(), hw.MaxLogit(), hw.MaxLogit(above=0.5), hw.Norms(), hw.Sink()),
+    *(hw.Received(), hw.Map(3), hw.OffsetHistogram(4, ahead=True), hw.Similarity(4)),
+    *(hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Mass(hw.Self()), hw.Mass(hw.At(1))),
+    *(hw.Mass(hw.First(3), name="three"), hw.Mass(hw.Window(3)), hw.Mass(hw.SameToken(IDS))),
+    *(hw.Mass(hw.Induction(IDS)), hw.Distance(spread=True, absolute=True), hw.TopKeys(3)),
+    hw.OutputNorm(WEIGHT),
+]
+
+
+def test_every_statistic_is_among_those() -> None:
+    known = {x for name in hw.__all__ if hasattr(x := getattr(hw, name), "define")}
+    assert {type(statistic) for statistic in ALL} == known - {hw.Statistic}
+
+
+def everything(backend: str, mask: hw.Mask | None, *parts: Tensor) -> dict[str, Tensor]:
+    """The output of a call and all that is known of it."""
+    seen = hw.observe(*parts, *ALL, mask=mask, backend=backend)
+    found = {"attend": hw.attend(*parts, mask=mask, backend=backend)}
+    return found | {"out": seen.out, "lse": seen.lse} | {name: seen[name] for name in seen.names}
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No warnings of a trace about what it takes for constant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def by_jit(run: Callable[..., object], parts: tuple[Tensor, ...]) -> Callable[..., object]:
+    return torch.jit.trace(run, parts, check_trace=not torch.is_grad_enabled(), strict=False)
+
+
+def by_make_fx(run: Callable[..., object], parts: tuple[Tensor, ...]) -> Callable[..., object]:
+    return make_fx(run)(*parts)
+
+
+@pytest.mark.parametrize(
+    ("trace", "gradients"), [(by_jit, False), (by_jit, True), (by_make_fx, False)]
+)
+@pytest.mark.parametrize("name", ["causal", "windowed documents"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("quiet", "unchecked")
+def test_a_trace_computes_with_the_numbers_that_it_is_given(
+    backend: str, name: str, gradients: bool, trace: Callable[..., Callable[..., object]]
+) -> None:
+    mask = MASKS_WITH_POSITIONS[name](T, S)
+
+    def run(*parts: Tensor) -> dict[str, Tensor]:
+        return everything(backend, mask, *parts)
+
+    first, second = qkv(), [x + torch.randn_like(x) for x in qkv()]
+    with torch.set_grad_enabled(gradients):
+        graph = trace(run, tuple(x.requires_grad_(gradients) for x in first))
+        got, want = graph(*second), run(*second)
+    assert isinstance(got, dict)
+    for figure, x in want.items():
+        torch.testing.assert_close(got[figure], x, rtol=1e-4, atol=1e-5, msg=figure)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.usefixtures("quiet", "unchecked")
+def test_a_traced_layer_is_saved_and_trains(backend: str) -> None:
+    layer = hw.MultiHeadAttention(24, 4, num_kv_heads=2, rope=hw.RoPE(6), backend=backend)
+    run = CausalLayer(layer)
+    x, y = torch.randn(2, 1, 9, 24)
+    file = io.BytesIO()
+    torch.jit.save(by_jit(run, (x,)), file)
+    file.seek(0)
+    graph = torch.jit.load(file)
+    torch.testing.assert_close(graph(y), run(y))
+    inputs = [y.clone().requires_grad_() for _ in range(2)]
+    graph(inputs[0]).square().sum().backward()
+    run(inputs[1]).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+class CausalLayer(nn.Module):
+    def __init__(self, layer: hw.MultiHeadAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, mask=hw.Causal())
+
+
+class Observed(nn.Module):
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        asked = (hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.Previous()))
+        seen = hw.observe(q, k, v, *asked, mask=hw.Causal(), backend=self.backend)
+        return {"out": seen.out, "lse": seen.lse} | {name: seen[name] for name in seen.names}
+
+
+@pytest.mark.parametrize(
+    ("backend", "gradients"), [("auto", False), ("auto", True), ("sdpa", True)]
+)
+@pytest.mark.usefixtures("quiet", "unchecked")
+def test_an_exported_call_is_saved(backend: str, gradients: bool) -> None:
+    first, second = qkv(), [x + torch.randn_like(x) for x in qkv()]
+    first = [x.requires_grad_(gradients) for x in first]
+    file = io.BytesIO()
+    with torch.set_grad_enabled(gradients):
+        torch.export.save(torch.export.export(Observed(backend), tuple(first)), file)
+    file.seek(0)
+    got = torch.export.load(file).module()(*second)
+    for figure, x in Observed(backend)(*second).items():
+        torch.testing.assert_close(got[figure], x, rtol=1e-4, atol=1e-5, msg=figure)
+
+
+# ── tensors without numbers ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("backend", "fake"), [("auto", False), ("auto", True), ("sdpa", True)])
+@pytest.mark.parametrize("name", ["none", "causal", "padding", "bias", "nothing", "documents"])
+def test_every_statistic_of_tensors_without_numbers_has_its_shape_and_dtype(
+    name: str, backend: str, fake: bool
+) -> None:
+    want = everything("eager", MASKS_WITH_POSITIONS[name](T, S), *qkv())
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    mask = MASKS_WITH_POSITIONS[name](T, S)
+    with mode:
+        parts = [torch.empty_like(x) if fake else x.to("meta") for x in qkv()]
+        got = everything(backend, mask, *parts)
+    for figure, x in want.items():
+        assert (got[figure].shape, got[figure].dtype) == (x.shape, x.dtype), figure
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_some_queries_of_tensors_without_numbers(fake: bool) -> None:
+    for queries, number in ((3, 3), ([1, -1], 2)):
+        with FakeTensorMode() if fake else nullcontext():
+            parts = [torch.empty(x.shape, device="cpu" if fake else "meta") for x in qkv()]
+            for output in (True, False):
+                asked = (hw.Entropy(), hw.Mass(hw.Window(3)), hw.Mass(hw.First(2)))
+                seen = hw.observe(*parts, *asked, queries=queries, output=output)
+                assert {seen[name].shape for name in seen.names} == {(B, H, number)}
+
+
+def test_the_way_to_a_statistic_is_told_without_numbers() -> None:
+    parts = [x.to("meta") for x in qkv()]
+    told = hw.explain(*parts, hw.Mass(hw.First(2)), hw.Entropy(), hw.MaxLogit())
+    assert set(told.statistics) == {"first", "entropy", "entropy_share", "max_logit"}
