@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.numbers import whole
 from ..core.shapes import extent_of
-from ..stats.base import Statistic, all_needs
+from ..stats.base import Statistic, all_needs, needs_of
 from ..stats.needs import HEAD_OUTPUT
-from ..stats.observe import observe
+from ..stats.observe import observe_call
 from ..stats.results import Reading
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
@@ -155,7 +156,8 @@ class HeadsCall(AttentionCall):
     `made` is the heads' output, or what computes it when somebody asks. `keywords` are those of
     `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
-    stand at the keys' end, so that a key which is padding tells of a query that is.
+    stand at the keys' end, so that a key which is padding tells of a query that is. `hidden` says
+    why q and k are not those of the call, where only their scores are known (they are in the mask).
     """
 
     name: str
@@ -169,6 +171,7 @@ class HeadsCall(AttentionCall):
     own_positions: bool = True
     first_key: int = 0
     first_head: int = 0
+    hidden: str = ""
 
     @property
     def batch(self) -> int:
@@ -210,17 +213,22 @@ class HeadsCall(AttentionCall):
 
     def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
+        backend = keywords.pop("backend", "auto")
         wanted = HEAD_OUTPUT in all_needs(statistics)
         output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
-            seen = observe(
-                self.q,
-                self.k,
-                self.v,
-                *statistics,
+            seen = observe_call(
+                Call.of(self.q, self.k, self.v, function="observe", **keywords),
+                statistics,
+                backend=backend,
                 output=output,
                 projection=self.projection,
+                strict=False,
                 **looking.keywords,
-                **keywords,
             )
-        return dict(seen.readings)
+        readings = dict(seen.readings)
+        for statistic in statistics if self.hidden else ():
+            for name, need in needs_of(statistic).items():
+                if need.vectors:
+                    readings[name] = readings[name].without_values(self.hidden)
+        return readings

@@ -105,21 +105,26 @@ class Given:
         mask, (queries, keys) = self.mask, (self.q.shape[2], self.k.shape[2])
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries == keys)
         place = (self.function, type(self.module), *form)
-        if place not in self.found:
-            self.found[place] = self._try(run)
-        number = self.found[place]
+        if place in self.found:
+            number = self.found[place]
+        else:
+            number, sure = self._try(run)
+            if sure:
+                self.found[place] = number
         return None if number is None else list(self.meanings())[number]
 
-    def _try(self, run: Function) -> int | None:
-        """The number of the first meaning that gives the function's output, on a few rows."""
+    def _try(self, run: Function) -> tuple[int | None, bool]:
+        """The number of the first meaning that gives the function's output, on a few rows; and
+        whether that is sure, as it is not where outputs are NaN."""
         still = {"dropout": 0.0} if "dropout" in self.options else {}
         with torch.no_grad():
             out = self.heads_of(run(**(self.options | still)))
+            sure = bool(out.isfinite().all())
             for number, meaning in enumerate(self.meanings()):
                 with as_given(self.q.device):
                     if _gives(self.q, meaning, out):
-                        return number
-        return None
+                        return number, sure
+        return None, sure
 
     def meanings(self) -> Iterator[Meaning]:
         """What the arguments may mean, the likeliest first; one where the function is known."""
@@ -233,7 +238,10 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Whether the meaning gives a few rows of the output, as well as low precision can."""
+    """Whether the meaning gives a few rows of the output, as well as low precision can.
+
+    Rows that are not finite tell nothing: some functions make them 0.
+    """
     q, k, v = (x.to(out.dtype) for x in (q, meaning.k, meaning.v))
     extent = extent_of(q, k, v)
     if (*q.shape[:3], v.shape[3]) != out.shape:
@@ -242,7 +250,8 @@ def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
     picked = torch.tensor(sorted({0, extent.queries // 2, extent.queries - 1}), device=q.device)
     some = (q[:, :, picked], k, v, meaning.mask, extent, i[picked], j)
     wanted = rows(*some, scale=meaning.scale, softcap=meaning.softcap, sinks=meaning.sinks)
-    alive = wanted.allowed.any(-1, keepdim=True)
-    apart = (wanted.out.double() - out[:, :, picked].double()).abs().where(alive, 0.0)
+    apart = (wanted.out.double() - out[:, :, picked].double()).abs()
+    counts = wanted.allowed.any(-1, keepdim=True) & apart.isfinite()
     close = 1e-2 if torch.finfo(out.dtype).eps < 1e-4 else 1e-1
-    return bool(apart.amax() <= close * v.abs().amax().double())
+    largest = v.abs().nan_to_num(0.0, 0.0).amax().double()
+    return bool(apart.where(counts, 0.0).amax() <= close * largest)
