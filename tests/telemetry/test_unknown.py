@@ -15,7 +15,7 @@ from headwise.report.codec import unpack
 from headwise.report.page import timeline as page
 from headwise.report.timeline import read_timeline
 from headwise.telemetry.trackers import logged
-from roads import MODELS, Attends, B, E, H, T, by_matmul, by_sdpa, made, poisoned
+from roads import MODELS, Attends, B, E, H, T, Torch, by_matmul, by_sdpa, made, poisoned
 
 NORMS = ("query_norm", "key_norm")
 
@@ -118,7 +118,7 @@ def test_a_history_says_why_it_has_no_such_metric(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:headwise")
 def test_a_norm_that_one_micro_batch_hides_is_not_recorded() -> None:
-    model = made("nn.MultiheadAttention")
+    model = Torch(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for order in ((False, True), (True, False)):
         with hw.Monitor(model, optimizer, every=1) as monitor:

@@ -147,7 +147,7 @@ class Watched(HeadTable):
 
         >>> import headwise as hw
         >>> layer = hw.MultiHeadAttention(24, num_heads=3)
-        >>> with hw.watch(layer, hw.Entropy()) as seen:  # of one key, so that no entropy has a bound
+        >>> with hw.watch(layer, hw.Entropy()) as seen:  # of one key: no bound
         ...     out = layer(torch.randn(2, 1, 24))
         >>> seen.unavailable
         {'': {'entropy_share': 'heads 0, 1, 2: no query counts in its mean'}}
