@@ -110,7 +110,7 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
     )
     alone = hw.Running()
     alone.add(dead)
-    assert alone.table()[0]["entropy"] == 0.0
+    assert "entropy" not in alone.table()[0]  # a mean over nothing is not 0
     assert alone.maximum("entropy").tolist() == [-math.inf] * H
 
 

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.numbers import whole
 from ..core.shapes import Extent, extent_of
-from ..stats.base import Statistic, all_needs
+from ..stats.base import Statistic, all_needs, needs_of
 from ..stats.needs import HEAD_OUTPUT
-from ..stats.observe import observe
+from ..stats.observe import observe_call
 from ..stats.patterns import KeyRanges, Pattern
 from ..stats.per_query import Mass
 from ..stats.results import Reading
@@ -160,7 +161,8 @@ class HeadsCall(AttentionCall):
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
     stand at the keys' end, so that a key which is padding tells of a query that is. So many keys
     `behind` all others have no position: the queries stand before them, and no pattern of positions
-    chooses them.
+    chooses them. `hidden` says why q and k are not those of the call, where only their scores are
+    known (they are in the mask).
     """
 
     name: str
@@ -175,6 +177,7 @@ class HeadsCall(AttentionCall):
     first_key: int = 0
     first_head: int = 0
     behind: int = 0
+    hidden: str = ""
 
     @property
     def batch(self) -> int:
@@ -219,20 +222,25 @@ class HeadsCall(AttentionCall):
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
             statistics = [_among_positions(one, self.behind) for one in statistics]
+        backend = keywords.pop("backend", "auto")
         wanted = HEAD_OUTPUT in all_needs(statistics)
         output = self.out if wanted else False  # here, where it has its graph
         with nullcontext() if looking.gradients else torch.no_grad():
-            seen = observe(
-                self.q,
-                self.k,
-                self.v,
-                *statistics,
+            seen = observe_call(
+                Call.of(self.q, self.k, self.v, function="observe", **keywords),
+                statistics,
+                backend=backend,
                 output=output,
                 projection=self.projection,
+                strict=False,
                 **looking.keywords,
-                **keywords,
             )
-        return dict(seen.readings)
+        readings = dict(seen.readings)
+        for statistic in statistics if self.hidden else ():
+            for name, need in needs_of(statistic).items():
+                if need.vectors:
+                    readings[name] = readings[name].without_values(self.hidden)
+        return readings
 
 
 def _among_positions(statistic: Statistic, behind: int) -> Statistic:

@@ -15,7 +15,7 @@ from .._io import check_suffix
 from .._tables import HeadTable, frame_of
 from ..stats.accumulate import Running
 from ..stats.detached import without_graph
-from ..stats.results import Reading, Sums, check_texts, table_rows
+from ..stats.results import Reading, Sums, check_texts, summarise, table_rows, unavailable
 from .io import read_tree, write_tree
 from .modules import as_written
 
@@ -34,7 +34,8 @@ class Watched(HeadTable):
     What was seen of many texts, or on many ranks, adds up: `seen + other`, or `sum(...)` of many.
     Modules stand in the order of their first calls.
 
-    `left_out` says of modules that attended, or seem to, why not all of that could be seen.
+    `left_out` says of modules that attended, or seem to, why not all of that could be seen;
+    `unavailable` why heads of those that were seen lack metrics.
 
     Args:
         running: add calls up as they come (`Running`) in place of keeping each one.
@@ -126,7 +127,8 @@ class Watched(HeadTable):
         batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
         maximum (`max_logit_sampled` that of some queries, below the true one); `<name>_coverage` is
         the share of queries that had a target; `<name>_se` the standard error where queries were
-        drawn by chance, and no mean of all was at hand (`Seen.table`).
+        drawn by chance, and no mean of all was at hand (`Seen.table`). A head's row goes without a
+        metric that is not known of it (NaN in tensors); `unavailable` says why.
 
         Args:
             texts: every batch row of every call is a text of its own, and `<name>_se` is the
@@ -141,8 +143,26 @@ class Watched(HeadTable):
         self.must_not_be_empty()
         return [row for module in self._modules.values() for row in module.table(texts)]
 
+    @property
+    def unavailable(self) -> dict[str, dict[str, str]]:
+        """Why heads lack metrics in the table: `unavailable[module name][metric]`.
+
+        Such a metric cannot be known for a call (as the norms of queries in attention of which
+        only the scores are visible), its attention weights are NaN, or no query counts in its mean.
+        It is NaN in tensors. Modules that lack nothing are not listed.
+
+        >>> import headwise as hw
+        >>> layer = hw.MultiHeadAttention(24, num_heads=3)
+        >>> with hw.watch(layer, hw.Entropy()) as seen:  # of one key: no bound
+        ...     out = layer(torch.randn(2, 1, 24))
+        >>> seen.unavailable
+        {'': {'entropy_share': 'heads 0, 1, 2: no query counts in its mean'}}
+        """
+        every = {name: module.unavailable for name, module in self._modules.items()}
+        return {name: reasons for name, reasons in every.items() if reasons}
+
     def to_pandas(self, texts: bool = False) -> DataFrame:
-        """`table()` as a pandas `DataFrame`, a row per (layer, head).
+        """`table()` as a pandas `DataFrame`, a row per (layer, head); NaN where a row lacks one.
 
         Raises:
             ImportError: pandas is not installed.
@@ -335,6 +355,14 @@ class WatchedModule:
             {"layer": self.name, "head": head, "calls": calls, **counts, **row}
             for head, row in enumerate(rows, self.first_head)
         ]
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        if self.running is not None:
+            return unavailable(self.running.figures(), self.first_head)
+        figures = {n: summarise([call[n] for call in self.calls]) for n in self.statistics}
+        return unavailable(figures, self.first_head)
 
     def state(self) -> dict[str, Any]:
         """All of it as plain values and tensors."""

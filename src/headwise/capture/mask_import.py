@@ -73,7 +73,7 @@ class Added(Mask):
         Bias(self.values).check(extent)
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        return lookup(self.values.detach(), i, j, extent) > self.low
+        return ~(lookup(self.values.detach(), i, j, extent) <= self.low)  # NaN forbids nothing
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return lookup(self.values, i, j, extent)
@@ -324,7 +324,7 @@ def at_the_end(mask: Mask, extent: Extent) -> bool:
     if isinstance(mask, Ranges):
         return any(bool((edge != edge[:, :, :1]).any()) for edge in (mask.low, mask.high))
     if isinstance(mask, Dense | Added):
-        table = mask.mask if isinstance(mask, Dense) else mask.values > mask.low
+        table = mask.mask if isinstance(mask, Dense) else ~(mask.values <= mask.low)
         table = table[(None,) * (4 - table.dim())]
         return bool((table != table[:, :, :1]).any())
     return not isinstance(mask, Padding)

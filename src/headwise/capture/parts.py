@@ -122,7 +122,9 @@ def _joins(made: Tensor, x: Tensor) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+    if one.dtype != other.dtype or torch.equal(one, other):
+        return one.dtype == other.dtype
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _place(axes: Sequence[int], w: Waiting) -> str:

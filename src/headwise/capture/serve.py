@@ -22,7 +22,7 @@ from ..core.mask_algebra import Mask
 from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
 from ..stats.base import Statistic
-from ..stats.observe import observe
+from ..stats.observe import observe_call
 from ..stats.results import Reading
 from .call import HeadsCall, Looking
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
@@ -148,8 +148,10 @@ class Served:
         call = self.call
         with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
             out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
-        if lse is None:
-            return out
+        return out if lse is None else self.or_original(out, lse)
+
+    def or_original(self, out: Tensor, lse: Tensor) -> Tensor:
+        """The output, or the function's own where scores are no numbers."""
         total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
         if total == math.inf or math.isnan(total):
             with apart():
@@ -187,21 +189,14 @@ class ServedCall(HeadsCall):
         apart = self.behind > 0 or isinstance(self.made, Tensor)
         if apart or not self.served.one_pass(self.k, mask):
             return super().observe(statistics, looking)
-        call = self.served.call
-        seen = observe(
-            call.q,
-            call.k,
-            call.v,
-            *statistics,
-            mask=call.mask,
-            scale=call.scale,
-            softcap=call.softcap,
-            dropout=call.dropout,
-            sinks=call.sinks,
+        seen = observe_call(
+            self.served.call,
+            statistics,
             projection=self.projection,
+            strict=False,
             **looking.keywords,
         )
-        self.made = seen.out
+        self.made = self.served.or_original(seen.out, seen.lse)
         return dict(seen.readings)
 
 

@@ -51,7 +51,7 @@ def rows_of(
         figures |= dict(_figures(by_head.get((module, row["head"]), {}), "", ()))
         figures |= derived(figures)
         if row["layer"] in classed:
-            figures["cls"] = figures["first"]
+            figures["cls"] = figures.get("first")
         rows.append(
             {
                 "layer": numbers[row["layer"]],
@@ -74,10 +74,11 @@ def _figures(
     """The row's figures that are shown, `ending` put after the name; None without any target."""
     for column in COLUMNS:
         key = column.key.removesuffix(ending) if ending else column.key
-        if column.key != key + ending or key not in row or key in unknown:
-            continue
         coverage = row.get(f"{key}_coverage")
-        yield column.key, None if coverage == 0 else row[key]
+        there = key in row or coverage is not None
+        if column.key != key + ending or not there or key in unknown:
+            continue
+        yield column.key, row.get(key)
         if coverage is not None:
             yield f"{column.key}_coverage", coverage
         if not ending and f"{key}_se" in row:

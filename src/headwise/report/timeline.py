@@ -105,6 +105,7 @@ class Timeline:
             "layers": self.layers,
             "steps": self.steps.tolist(),
             "statistics": {name: track.kind for name, track in self.tracks.items()},
+            "unavailable": self.about.get("unavailable", {}),
             "alarms": [asdict(alarm) for alarm in self.alarms],
             "heads": self.rows(-1),
         }

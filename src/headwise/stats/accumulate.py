@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .results import Reading, check_texts, figure_rows
+from .results import Figure, Reading, check_texts, figure_rows, unavailable
 from .running_sums import KINDS, OfQueries, Part, kind_of
 from .seen import Seen
 
@@ -92,6 +92,7 @@ class Running:
             parts[name].check(reading)
         for name, reading in readings.items():
             parts[name].add(reading, first)
+            parts[name].unknown = parts[name].unknown or reading.unknown
         self._parts |= parts
         self.heads = heads
         self.calls += 1
@@ -103,7 +104,7 @@ class Running:
 
     def __getitem__(self, name: str) -> Tensor:
         """Each head's mean `[H]` (of `max_logit` the maximum); `[B, H, S]` of sums per key;
-        `[H, …]` of maps. In float64.
+        `[H, …]` of maps. In float64; NaN where it is not known (`unavailable`).
 
         Raises:
             KeyError: a name that was not observed; or a list for every query, such as `top_keys`,
@@ -141,9 +142,17 @@ class Running:
             ValueError: `texts` that is neither True nor False.
         """
         check_texts(texts)
-        figures = {name: part.figure(texts) for name, part in self._parts.items()}
-        rows = figure_rows(figures, self.heads)
+        rows = figure_rows(self.figures(texts), self.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        return unavailable(self.figures())
+
+    def figures(self, texts: bool = False) -> dict[str, Figure | None]:
+        """Return each statistic in a number per head, as `table()` has it; `None` of maps."""
+        return {name: part.figure(texts) for name, part in self._parts.items()}
 
     def __add__(self, other: Running) -> Running:
         """What both have seen, as one; neither changes. `sum()` adds many.
@@ -166,6 +175,7 @@ class Running:
             if type(theirs) is not type(part):
                 raise ValueError(f"Running + Running: {name!r} is not the same figure in both.")
             part.merge(theirs)
+            part.unknown = part.unknown or theirs.unknown
         total.calls += other.calls
         return total
 

@@ -52,6 +52,7 @@ class Engine:
         output: whether the call is made with its output.
         made: that output, where somebody else has made it.
         projection: weight of the output projection.
+        strict: whether scores of finite q and k that are not finite raise an error.
     """
 
     fields: tuple[str, ...] = ()
@@ -74,8 +75,9 @@ class Engine:
         output: bool = True,
         made: Float[Tensor, "B H T Dv"] | None = None,
         projection: Float[Tensor, "O HDv"] | None = None,
+        strict: bool = True,
     ) -> None:
-        self.keeps_graph = keeps_graph
+        self.keeps_graph, self.strict = keeps_graph, strict
         rows, drawn = (None, None) if sample is None else (sample.rows, sample.weights)
         self.view = View(asked, rows, gradients and keeps_graph, drawn)
         self.chosen, self.output = chosen, output
@@ -172,7 +174,7 @@ class Engine:
         """Make the call: its log-sum-exp, of all queries where it has an output.
 
         Raises:
-            ValueError: scores of finite q and k are no finite numbers.
+            ValueError: scores of finite q and k are no finite numbers, with `strict`.
         """
         if self._lse_of_call is not None:
             return self._lse_of_call
@@ -180,7 +182,8 @@ class Engine:
         with nullcontext() if view.gradients else no_graph():
             lse = self.lse if whole is None else whole.lse
             assert lse is not None
-            check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+            if self.strict:
+                check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
             self.whole_out = None if whole is None else whole.out
             self._lse_of_call = lse if view.gradients else lse.detach()
         return self._lse_of_call

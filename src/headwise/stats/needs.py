@@ -73,6 +73,8 @@ class Need(ABC):
     """Whether it reads scores, or their log-sum-exp: else no call is made for its sake."""
     mass: bool = False
     """Whether it is a mass on chosen keys, of which few queries may hold most."""
+    vectors: bool = False
+    """Whether it reads the queries and keys themselves, which scores do not tell."""
 
     @abstractmethod
     def route(self, setting: Setting) -> Route:

@@ -28,7 +28,7 @@ class _LargestNorm(Need):
     Of queries that may attend to something and keys that one of them may attend to.
     """
 
-    scores = False
+    scores, vectors = False, True
 
     def __init__(self, of: str) -> None:
         self.name, self.of = {"q": "query_norm", "k": "key_norm"}[of], of
@@ -130,7 +130,9 @@ def _with_heads(call: Call, heads: Tensor) -> Call:
 def _largest_scores(call: Call, engine: Engine) -> Float[Tensor, "B H"]:
     """`MaxLogit` of another call with the backend of this one, where that serves it."""
     chosen = choose(call) if engine.chosen.refuse(call) else engine.chosen
-    other = Engine(call, chosen, engine.keeps_graph, gradients=False, output=False)
+    other = Engine(
+        call, chosen, engine.keeps_graph, gradients=False, output=False, strict=engine.strict
+    )
     one_pass = isinstance(other.backend, OnePass)
     other.fields = ("max",) if one_pass else ()
     _ = other.lse_of_call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -102,15 +102,53 @@ def observe(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
-    made = output if isinstance(output, Tensor) else None
+    made = isinstance(output, Tensor)
     if not (isinstance(output, (bool, Tensor)) and isinstance(gradients, bool)):
-        fault = fault_of_flags(output=made is not None or output, gradients=gradients)
+        fault = fault_of_flags(output=made or output, gradients=gradients)
         raise ValueError(f"{quote(q, k, v, 'observe')}: {fault}.")
-    sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    if output is True and dropout:
+    seen = observe_call(
+        call,
+        statistics,
+        backend=backend,
+        queries=queries,
+        seed=seed,
+        output=output,
+        gradients=gradients,
+        projection=projection,
+    )
+    if torch.compiler.is_compiling() or not observers or seen.found.out is None:
+        return seen
+    return replace(seen, output=observers[0](seen.found.view.asked, seen.found.out))
+
+
+def observe_call(
+    call: Call,
+    statistics: Sequence[Statistic],
+    *,
+    backend: str = "auto",
+    queries: int | Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    output: bool | Float[Tensor, "B H T Dv"] = True,
+    gradients: bool = True,
+    projection: Float[Tensor, "O HDv"] | None = None,
+    strict: bool = True,
+) -> Seen:
+    """Observe a checked call, without telling a watch of it. Arguments are those of `observe()`.
+
+    Without `strict`, scores that overflow raise no error: the rows that they reach are NaN, as
+    those of a NaN in q or k are. A watched model's calls are observed so, whatever they hold.
+
+    Raises:
+        ValueError: a statistic given twice, or one that does not fit the call; with `strict`,
+            scores of finite q and k that are not finite.
+    """
+    made = output if isinstance(output, Tensor) else None
+    device = call.q.device
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, device)
+    if output is True and call.dropout:
         call = call.drawn()
     keeps_graph = call.needs_grad
-    with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
+    with as_given(device) if torch._C._is_any_autocast_enabled() else nullcontext():
         engine = Engine(
             call,
             choose(call, backend, keeps_graph),
@@ -120,16 +158,15 @@ def observe(
             output=output is True,
             made=made,
             projection=projection,
+            strict=strict,
         )
-        found = execute(planned(engine, statistics, "observe"), engine)
+        found = execute(planned(engine, tuple(statistics), "observe"), engine)
         with nullcontext() if engine.view.gradients else no_graph():
             readings = Readings(found, statistics)
     out = made if found.out is None else found.out
     lost = keeps_graph and not engine.view.gradients
     if torch.compiler.is_compiling():
         return Seen(found, readings, out, lost)
-    if found.out is not None and observers:
-        out = observers[0](call, found.out)
     return Seen(found, readings, out, lost, _Changed(call, _changes(call)))
 
 

@@ -257,8 +257,8 @@ class Similarity:
     """How alike two heads of a layer attend: `[B, H, H]`, Jensen–Shannon distance, 0 to 1.
 
     `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
-    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal. A learned sink
-    is one outcome more. No gradient.
+    drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal; NaN of two heads
+    that no drawn query attends in both. A learned sink is one outcome more. No gradient.
 
     Source: Lin 1991; between heads: Clark et al. 2019, §6.
     """
@@ -276,7 +276,7 @@ class Similarity:
 
     def read(self, found: Pass) -> dict[str, Reading]:
         total, count = found[_DistanceOfHeads(self.queries, self.seed)]
-        return {"similarity": Reading(total / count.clamp(min=1), over=count)}
+        return {"similarity": Reading(total / count, over=count)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         ones = torch.ones(full.extent.queries, dtype=torch.float64, device=full.weights.device)
@@ -284,7 +284,7 @@ class Similarity:
         sink = None if full.sink is None else full.sink[:, :, rows]
         distances, both = _js_distances(full.weights[:, :, rows], sink)
         both = both * weights.to(both.dtype)[:, None, None]
-        return {"similarity": (distances * both).sum(1) / both.sum(1).clamp(min=1)}
+        return {"similarity": (distances * both).sum(1) / both.sum(1)}
 
 
 @dataclass(frozen=True)

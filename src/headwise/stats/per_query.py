@@ -261,7 +261,8 @@ class TopKeys:
     """The keys that each query attends to most: `top_keys` and `top_weights`, `[B, H, T, k]`.
 
     Exact, from a pass over the scores; in order of weight, the earlier key first among equals.
-    Where a query sees fewer than k keys, the rest are key −1 with weight 0. No gradient.
+    Where a query sees fewer than k keys, the rest are key −1 with weight 0; where its weights are
+    NaN, all of them are key −1 with weight NaN. No gradient.
 
     Args:
         k: how many, at least 1.
@@ -288,7 +289,7 @@ class TopKeys:
         order = full.logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
         weights = full.weights.gather(-1, order)
         seen = full.allowed.gather(-1, order)
-        keys = torch.where(seen, order, -1)
+        keys = torch.where(seen & ~weights.isnan(), order, -1)
         short = self.k - order.shape[-1]
         return {
             "top_keys": torch.nn.functional.pad(keys, (0, short), value=-1),
@@ -346,8 +347,8 @@ class OutputNorm:
     """Length of each head's output, and of what it adds to the layer's: both `[B, H, T]`.
 
     `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, with the columns of the output
-    projection that read head h (Kobayashi et al. 2020), and is there only where a projection is
-    known.
+    projection that read head h (Kobayashi et al. 2020); it is NaN, and in no table, where no
+    projection is known.
 
     Args:
         projection: weight of the output projection, `[O, H · Dv]`; `watch` knows the layer's own.
@@ -366,12 +367,13 @@ class OutputNorm:
     def read(self, found: Pass) -> dict[str, Reading]:
         out, known = found[HEAD_OUTPUT]
         out, alive = out.to(found.view.dtype), found.valid_rows
-        readings = {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), alive)}
+        norm = Reading(torch.linalg.vector_norm(out, dim=-1), alive)
         weight = known if self.projection is None else self.projection
-        if weight is not None:
-            length = _contribution(out, weight.detach().to(out.device))
-            readings["contribution"] = Reading(length, alive)
-        return readings
+        if weight is None:
+            added = norm.without_values("the weight of the output projection is not known")
+        else:
+            added = Reading(_contribution(out, weight.detach().to(out.device)), alive)
+        return {"output_norm": norm, "contribution": added}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         out = full.out.to(full.weights.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .._text import Brief
+from .._text import Brief, and_more
 from ..core.numbers import fault_of_flags, said
 from .sampling import standard_error
 
@@ -39,6 +41,8 @@ class Reading(Brief):
     For figures that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
     were taken, entry by entry (broadcastable to `values`).
+
+    `unknown` says why the figure cannot be known for the call, whose `values` are then NaN.
     """
 
     values: Tensor
@@ -51,6 +55,12 @@ class Reading(Brief):
     sampled: bool = False
     weights: Tensor | None = None
     whole: Sums | None = None
+    unknown: str = ""
+
+    def without_values(self, why: str) -> Reading:
+        """Return the same reading of a call for which the figure cannot be known."""
+        nothing = torch.full_like(self.values, torch.nan)
+        return replace(self, values=nothing, unknown=why)
 
     @property
     def sums(self) -> Sums:
@@ -110,13 +120,16 @@ class Route:
 class Figure(Brief):
     """A statistic in one number per head `[H]`, over batch, valid queries and calls.
 
-    With `sampled`, a maximum is that of some of the queries.
+    It is NaN where it is not known: `unknown` says why, or weights are NaN, or the mean is over
+    nothing (`count` is 0). With `sampled`, a maximum is that of some of the queries.
     """
 
     mean: Tensor
     coverage: Tensor | None = None
     error: Tensor | None = None
     sampled: bool = False
+    count: Tensor | None = None
+    unknown: str = ""
 
 
 def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
@@ -125,10 +138,11 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     With `texts`, its error is that over texts (`Texts`) in place of that of drawn queries.
     """
     first = readings[0]
+    unknown = next((reading.unknown for reading in readings if reading.unknown), "")
     if first.largest:
         of_no_row = first.values.new_full((1, first.values.shape[1]), -torch.inf)
         largest = torch.cat([r.values.to(of_no_row) for r in readings] + [of_no_row]).amax(0)
-        return Figure(largest, sampled=any(r.sampled for r in readings))
+        return Figure(largest, sampled=any(r.sampled for r in readings), unknown=unknown)
     if first.values.dim() != (2 if first.rows is None else 3):
         return None
     parts = [reading.sums for reading in readings]
@@ -138,19 +152,19 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     among = [part.among.sum(0).cpu() for part in parts if part.among is not None]
     if len(among) == len(parts):
         coverage = count / torch.stack(among).sum(0).clamp(min=1)
-    mean = total / count.clamp(min=1)
+    mean = total / count
     if texts:
-        every = Texts.about(mean)
+        every = Texts.about(mean.nan_to_num(0.0))
         for part in parts:
             every = every.joined(part.total.cpu(), part.count.cpu())
-        return Figure(mean, coverage, every.error(mean))
+        return Figure(mean, coverage, every.error(mean), count=count, unknown=unknown)
     each = [
         part.count.sum(0).cpu() / count.clamp(min=1) * reading.error.cpu()
         for part, reading in zip(parts, readings, strict=True)
         if reading.error is not None
     ]
     error = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else None
-    return Figure(mean, coverage, known(error))
+    return Figure(mean, coverage, error, count=count, unknown=unknown)
 
 
 def check_texts(texts: object) -> None:
@@ -172,26 +186,49 @@ def table_rows(
 
 
 def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
-    """A row per head, with a column per figure, its standard error and its coverage."""
+    """A row per head, with a column per figure, its standard error and its coverage.
+
+    A head's row goes without what is not known of it (NaN).
+    """
     rows: list[dict[str, float]] = [{} for _ in range(heads)]
     for name, figure in figures.items():
         if figure is None:
             continue
-        column = f"{name}_sampled" if figure.sampled else name
-        for row, mean in zip(rows, figure.mean.tolist(), strict=True):
-            row[column] = mean
-        if figure.error is not None:
-            for row, error in zip(rows, figure.error.tolist(), strict=True):
-                row[f"{name}_se"] = error
-        if figure.coverage is not None:
-            for row, share in zip(rows, figure.coverage.tolist(), strict=True):
-                row[f"{name}_coverage"] = share
+        columns = {
+            f"{name}_sampled" if figure.sampled else name: figure.mean,
+            f"{name}_se": figure.error,
+            f"{name}_coverage": figure.coverage,
+        }
+        for column, values in columns.items():
+            if values is not None:
+                for row, value in zip(rows, values.tolist(), strict=True):
+                    if not math.isnan(value):
+                        row[column] = value
     return rows
 
 
-def known(error: Tensor | None) -> Tensor | None:
-    """A standard error, unless a single query was drawn, which has none."""
-    return None if error is None or bool(error.isnan().any()) else error
+def unavailable(figures: Mapping[str, Figure | None], first_head: int = 0) -> dict[str, str]:
+    """Say, for each metric that the row of some head goes without, why it does."""
+    found = {}
+    for name, figure in figures.items():
+        if figure is None or not bool((nan := figure.mean.isnan()).any()):
+            continue
+        empty = torch.zeros_like(nan) if figure.count is None else nan & (figure.count == 0)
+        reasons = (
+            (nan & ~empty, "NaN, as the scores or the outputs of the model are not finite"),
+            (empty, "no query counts in its mean"),
+        )
+        found[name] = figure.unknown or "; ".join(
+            f"{_heads(which.nonzero()[:, 0] + first_head)}: {why}"
+            for which, why in reasons
+            if bool(which.any())
+        )
+    return found
+
+
+def _heads(numbers: Tensor) -> str:
+    """Name heads by their numbers, the first of many."""
+    return f"head{'s' * (len(numbers) > 1)} {and_more(list(map(str, numbers.tolist())), 8)}"
 
 
 def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
@@ -277,9 +314,8 @@ class Texts:
             self.weights + other.weights,
         )
 
-    def error(self, mean: Tensor) -> Tensor | None:
-        """The error of the mean: `[H]`; `None` where a head was seen in fewer than two texts."""
-        if not bool((self.texts > 1).all()):
-            return None
+    def error(self, mean: Tensor) -> Tensor:
+        """The error of the mean: `[H]`; NaN where a head was seen in fewer than two texts."""
         squares = self._about(mean).squares.clamp(min=0)
-        return (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
+        error = (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
+        return error.masked_fill(self.texts < 2, torch.nan)

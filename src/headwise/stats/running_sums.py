@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .results import Figure, Reading, Texts, known, summed
+from .results import Figure, Reading, Texts, summed
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class Part:
-    """One statistic's sums over calls; of a list for every query, none."""
+    """One statistic's sums over calls; of a list for every query, none.
+
+    `unknown` says why it cannot be known for one of the calls.
+    """
 
     name: str
     count: Tensor
+    unknown: str = field(default="", kw_only=True)
 
     @classmethod
     def start(cls, name: str, like: Tensor) -> Part:
@@ -141,18 +145,17 @@ class OfQueries(Part):
 
     @property
     def value(self) -> Tensor:
-        return self.mean
+        return self.mean.masked_fill(self.count == 0, math.nan)
 
     @property
     def deviation(self) -> Tensor:
-        return (self.squares / self.count.clamp(min=1)).sqrt()
+        return (self.squares / self.count).sqrt()
 
     def figure(self, texts: bool) -> Figure:
         coverage = self.count / self.among.clamp(min=1) if self.covered else None
-        if texts:
-            return Figure(self.mean, coverage, self.texts.error(self.mean))
-        error = self.errors.sqrt() / self.count.clamp(min=1) if self.drawn else None
-        return Figure(self.mean, coverage, known(error))
+        error = self.errors.sqrt() / self.count if self.drawn else None
+        error = self.texts.error(self.mean) if texts else error
+        return Figure(self.value, coverage, error, count=self.count, unknown=self.unknown)
 
 
 @dataclass(eq=False)
@@ -180,10 +183,11 @@ class _OfHeads(Part):
 
     @property
     def value(self) -> Tensor:
-        return self.total / self.count.clamp(min=1)
+        return self.total / self.count
 
     def figure(self, texts: bool) -> Figure:
-        return Figure(self.value, error=self.texts.error(self.value) if texts else None)
+        error = self.texts.error(self.value) if texts else None
+        return Figure(self.value, error=error, count=self.count, unknown=self.unknown)
 
 
 @dataclass(eq=False)
@@ -214,7 +218,7 @@ class _Largest(Part):
         return self.largest
 
     def figure(self, texts: bool) -> Figure:
-        return Figure(self.largest, sampled=self.sampled)
+        return Figure(self.largest, sampled=self.sampled, unknown=self.unknown)
 
 
 @dataclass(eq=False)
@@ -278,7 +282,7 @@ class _Means(Part):
     def add(self, reading: Reading, first: int) -> None:
         assert reading.over is not None
         over = reading.over.double().expand(reading.values.shape)
-        self._join(summed(reading.values * over, 0), summed(over, 0))
+        self._join(summed(torch.where(over > 0, reading.values * over, 0.0), 0), summed(over, 0))
 
     def merge(self, other: _Means) -> None:
         self._check(list(other.total.shape))
@@ -298,7 +302,7 @@ class _Means(Part):
 
     @property
     def value(self) -> Tensor:
-        return self.total / self.over.clamp(min=1)
+        return self.total / self.over
 
 
 KINDS: dict[str, type[Part]] = {

@@ -20,7 +20,7 @@ from .detached import without_graph
 from .engine import Engine
 from .entries import Which, entries
 from .execute import Pass
-from .results import Reading, of_some, table_rows
+from .results import Reading, of_some, summarise, table_rows, unavailable
 from .sampling import Sample
 
 
@@ -250,11 +250,17 @@ class Seen(HeadTable):
         and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
         the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
         may be higher. A mass whose pattern has no target on some rows is averaged over the others,
-        and `<name>_coverage` is their share.
+        and `<name>_coverage` is their share. A head's row goes without a metric that is not known
+        of it (NaN); `unavailable` says why.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        return unavailable({name: summarise([one]) for name, one in self.readings.items()})
 
 
 def _copied(

@@ -94,12 +94,12 @@ class EntropyFloor:
 
     @property
     def entropies(self) -> dict[str, Float[Tensor, " H"]]:
-        """The mean entropy of each head by module, in nats, with its graph; 0 of no valid query.
+        """The mean entropy of each head by module, in nats, with its graph; NaN of no valid query.
 
         Raises:
             ValueError: it was not entered, or no attention was seen.
         """
-        return {name: mean for name, (mean, _) in self._means().items()}
+        return {n: mean.masked_fill(of == 0, math.nan) for n, (mean, of) in self._means().items()}
 
     @property
     def loss(self) -> Float[Tensor, ""]:

@@ -106,6 +106,11 @@ class History:
         return {name: json.loads(value) for name, value in rows}
 
     @property
+    def unavailable(self) -> dict[str, dict[str, str]]:
+        """Why layers lack metrics that were to be recorded: `unavailable[layer][metric]`."""
+        return self.about.get("unavailable", {})
+
+    @property
     def layers(self) -> dict[str, int]:
         """How many heads each layer has, in the order of `heads`."""
         return dict(self._file.read("SELECT name, heads FROM layers ORDER BY place"))
@@ -146,7 +151,9 @@ class History:
         rows = [(step, figures.wide(heads)) for step, name, figures in self._rows(statistic, heads)]
         if not rows:
             known = ", ".join(self.statistics) or "nothing yet"
-            raise KeyError(f"{statistic!r} was not recorded; there are: {known}")
+            why = next((r[statistic] for r in self.unavailable.values() if statistic in r), "")
+            said = f"was not recorded{f', as {why}' if why else ''}"
+            raise KeyError(f"{statistic!r} {said}; there are: {known}")
         kinds = rows[-1][1].kind
         rows = [(step, figures) for step, figures in rows if figures.kind == kinds]
         return Series(
@@ -291,8 +298,15 @@ class HistoryWriter:
         self._lost = None
         return True
 
-    def write(self, records: Sequence[tuple[Record, Sequence[Alarm]]], layers: Heads) -> None:
+    def write(
+        self,
+        records: Sequence[tuple[Record, Sequence[Alarm]]],
+        layers: Heads,
+        unavailable: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """Add records, with the alarms of each, in one transaction.
+
+        `unavailable` says by layer and metric why some are not recorded.
 
         Raises:
             sqlite3.Error, OSError: the disk is full, the file is locked or gone.
@@ -307,6 +321,8 @@ class HistoryWriter:
             file.executemany(
                 "INSERT INTO layers VALUES (?, ?, ?)", [(n, *layer) for n, layer in new]
             )
+            told = json.dumps(unavailable or {})
+            file.execute("INSERT OR REPLACE INTO about VALUES ('unavailable', ?)", (told,))
             for record, alarms in records:
                 for name in ("figures", "alarms"):
                     file.execute(f"DELETE FROM {name} WHERE step = ?", (record.step,))

@@ -57,7 +57,9 @@ class Monitor:
     and all clip by the largest logits of all. `maxima` are a rank's own.
 
     Maxima (`max_logit`, norms) are of all queries and exact; other statistics are of `queries`
-    drawn ones of each call, with standard errors.
+    drawn ones of each call, with standard errors. A metric that cannot be known for a layer, as the
+    norms in attention of which only the scores are visible, is not recorded there;
+    `monitor.unavailable[layer][metric]` says why.
 
     Args:
         model: any module that `watch()` takes, also in wrappers (DDP, `torch.compile`).
@@ -151,6 +153,7 @@ class Monitor:
             _check_empty(said, writer, step, overwrite)
         self._recorder = Recorder(writer, loggers, self._rules, step, self._warn)
         self.latest: Mapping[str, Figures] = {}
+        self.unavailable: dict[str, dict[str, str]] = {}
         self.alarms: list[Alarm] = []
         self._last_maxima: dict[str, Tensor] = {}
         self._hook: Any = None if optimizer is None else self._hear(said, optimizer)
@@ -305,6 +308,9 @@ class Monitor:
                 self._recorder.know(sums.heads)
                 found = sums.figures(self._recorder.heads)
                 figures |= {f"{start}{name}": x for name, x in found.items()}
+                for layer, reasons in sums.unknown.items():
+                    known = self.unavailable.setdefault(layer, {})
+                    known |= {f"{start}{name}": why for name, why in reasons.items()}
         except Exception as error:
             self._warn(f"a step was not recorded: {error}")
             return []
@@ -320,7 +326,7 @@ class Monitor:
         self.latest = figures
         if not is_first():
             return []
-        alarms = self._recorder.record(self.steps, figures)
+        alarms = self._recorder.record(self.steps, figures, self.unavailable)
         self.alarms += alarms
         return alarms
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 
@@ -101,7 +101,7 @@ class Ranks:
             if self._figures:
                 found = self._gathered(here if fits else StepSums(), fits)
                 if bool((found[:, 0] == 1).all()):
-                    return self._merged(found)
+                    return replace(self._merged(found), unknown=here.unknown)
             self._figures = _exchanged(own if held is None else held.with_more(own))
 
     def _meet(self) -> None:

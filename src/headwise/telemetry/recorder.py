@@ -37,6 +37,7 @@ class Recorder:
     ) -> None:
         self.history, self.trackers, self.rules, self._warn = history, trackers, rules, warn
         self.heads: dict[str, int] = {}
+        self.unavailable: Mapping[str, Mapping[str, str]] = {}
         self._recent: deque[Record] = deque(maxlen=max((r.reach for r in rules), default=1))
         self._unwritten: deque[tuple[Record, list[Alarm]]] = deque(maxlen=_KEPT)
         before = history.read() if history is not None and after else None
@@ -60,8 +61,14 @@ class Recorder:
                     f"{layer or 'the model'} has {number} heads, and had {self.heads[layer]} before"
                 )
 
-    def record(self, step: int, figures: Mapping[str, Figures]) -> list[Alarm]:
-        """Keep the figures of a step; gives its alarms."""
+    def record(
+        self,
+        step: int,
+        figures: Mapping[str, Figures],
+        unavailable: Mapping[str, Mapping[str, str]],
+    ) -> list[Alarm]:
+        """Keep the figures of a step, and why others are not among them; gives its alarms."""
+        self.unavailable = unavailable
         record = Record(step, figures)
         self._recent.append(record)
         alarms = alarms_at(self.rules, list(self._recent), self.heads)
@@ -79,7 +86,7 @@ class Recorder:
                     f"all steps recorded so far: {history.path}"
                 )
             if self._unwritten:
-                history.write(list(self._unwritten), self.heads)
+                history.write(list(self._unwritten), self.heads, self.unavailable)
                 self._unwritten.clear()
         except (sqlite3.Error, OSError, ValueError) as error:
             self._warn(f"the history cannot be written ({error}): {history.path}", history)

@@ -221,6 +221,9 @@ class StepCapture:
         """Add up the readings of a call that has so many queries."""
         self.sums.know(name, span)
         for statistic, (reading, looked_at) in readings.items():
+            if reading.unknown:
+                self.sums.leave_out(statistic, name, reading.unknown)
+                continue
             found = kept_of(reading)
             if found is None:
                 why = "is not one number a query or head, and is not recorded"

@@ -28,11 +28,13 @@ class StepSums:
     spans: by layer, in the order of their first calls.
     kept: by statistic and layer, `[4, heads]` of means or `[1, heads]` of maxima (`kept_of`).
     looked_at: by statistic, of how many queries there were how many were looked at: `(some, all)`.
+    unknown: by layer and statistic, why it cannot be known; then nothing is kept of it.
     """
 
     spans: dict[str, Span] = field(default_factory=dict)
     kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     looked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unknown: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def know(self, layer: str, span: Span) -> None:
         """Take up a layer.
@@ -45,16 +47,27 @@ class StepSums:
 
     def add(self, statistic: str, layer: str, found: Tensor, looked_at: tuple[int, int]) -> None:
         """Take in one statistic of a call."""
+        if statistic in self.unknown.get(layer, {}):
+            return
         kept = self.kept.setdefault(statistic, {})
         kept[layer] = merged(kept[layer], found) if layer in kept else found
         some, every = self.looked_at.get(statistic, (0, 0))
         self.looked_at[statistic] = (some + looked_at[0], every + looked_at[1])
 
+    def leave_out(self, statistic: str, layer: str, why: str) -> None:
+        """Keep nothing of a statistic that cannot be known for a call of the layer."""
+        self.unknown.setdefault(layer, {})[statistic] = why
+        kept = self.kept.get(statistic, {})
+        kept.pop(layer, None)
+        if not kept:
+            self.kept.pop(statistic, None)
+
     def renamed(self, names: Mapping[str, str]) -> StepSums:
         """The same, with other names for the layers."""
         kept = {s: {names[n]: x for n, x in found.items()} for s, found in self.kept.items()}
         spans = {names[name]: span for name, span in self.spans.items()}
-        return StepSums(spans, kept, dict(self.looked_at))
+        unknown = {names[name]: dict(reasons) for name, reasons in self.unknown.items()}
+        return StepSums(spans, kept, dict(self.looked_at), unknown)
 
     @property
     def heads(self) -> dict[str, int]:

@@ -176,7 +176,7 @@ def _call(
         scores = _scores(q, k, score_mod, q.shape[-1] ** -0.5 if scale is None else scale)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        return call_of_scores(net, "flex_attention", scores, out)
+        return call_of_scores(net, "flex_attention", scores, out, vectors=(q, k))
     mask, keys, behind = mask_of(net, allowed, extent, q.device)
     return HeadsCall(
         net.names.current,

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...core.shapes import Extent
+from ...backends import Call, choose
+from ...core.mask_algebra import Mask
+from ...core.shapes import Extent, extent_of
 from ..call import HeadsCall
 from ..heads import Composite, inside, unasked
 from ..mask_import import MaskMemo, as_mask, without_padding
@@ -208,14 +210,20 @@ class _Fused:
         """The values of the heads, which no statistic reads."""
         return self._split(2)
 
+    @functools.cached_property
+    def mask(self) -> Mask:
+        """Who may attend to whom."""
+        (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]
+        return as_mask(self.allowed, Extent(batch, heads, heads, queries, keys))
+
     def _split(self, part: int) -> Tensor:
         x, weight, bias = self._parts[part]
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def out(self) -> Tensor:
-        """The heads' outputs."""
-        with apart():
-            return F.scaled_dot_product_attention(self.q, self.k, self.v, self.allowed)
+        """The heads' outputs; NaN where weights are, which PyTorch's kernel for CPUs makes 0."""
+        call = Call.of(self.q, self.k, self.v, mask=self.mask)
+        return choose(call).output(call)[0]
 
     def serve(self, memo: MaskMemo) -> Served | str:
         """The attention inside as headwise serves it, or why it does not.
@@ -238,11 +246,9 @@ class _Fused:
         served: Served | None,
     ) -> Tensor | None:
         """Tell of the heads, and give what takes the place of their outputs, if anything does."""
-        (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]
-        extent = Extent(batch, heads, heads, queries, keys)
-        mask = as_mask(self.allowed, extent)
+        mask = self.mask
         if self.own:
-            mask = without_padding(mask, extent, self.q.device)
+            mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)
         call = HeadsCall(
             name,
             road,

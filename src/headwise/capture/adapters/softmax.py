@@ -184,7 +184,7 @@ def _same(found: _Softmax, p: Tensor, result: Tensor) -> bool:
     if result.shape != p.shape or not found.held.still(p):  # changed by `out=`
         return False
     dead = (found.scores.amax(-1) <= FORBIDDEN).reshape(p.shape[:-1])
-    return bool(((result == p).all(-1) | dead).all())
+    return bool(((result == p).all(-1) | dead | p.isnan().any(-1)).all())  # NaN tells nothing
 
 
 def product(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,8 +335,18 @@ def _tell(
     return None if new is None else axes.join(new, out.shape)
 
 
-def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: int = 0) -> HeadsCall:
-    """A call of which only the scores `[B, H, T, S]` are known, −∞ or nearly where forbidden."""
+def call_of_scores(
+    net: Net,
+    road: str,
+    scores: Tensor,
+    made: Tensor,
+    behind: int = 0,
+    vectors: tuple[Tensor, Tensor] | None = None,
+) -> HeadsCall:
+    """A call whose scores `[B, H, T, S]` are known, −∞ or nearly where forbidden.
+
+    Its queries and keys (`vectors`) are not, mostly; the scores are in its mask all the same.
+    """
     within = composite()
     batch, heads, queries, keys = scores.shape
     extent = Extent(batch, heads, heads, queries, keys)
@@ -347,22 +357,25 @@ def call_of_scores(net: Net, road: str, scores: Tensor, made: Tensor, behind: in
         return as_bias(scores[..., : sizes.keys], FORBIDDEN)
 
     mask, keys, behind = in_place(find, extent, scores.device, own, behind)
-    q, k, v = (
-        scores.new_zeros(1).expand(batch, heads, length, width)
-        for length, width in ((queries, 8), (keys, 8), (keys, made.shape[-1]))
-    )
+    zero = scores.new_zeros(1)
+    q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
+    q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
     return HeadsCall(
         net.names.current,
         road,
         q,
         k,
-        v,
+        zero.expand(*k.shape[:3], made.shape[-1]),
         made,
-        keywords={"mask": mask},
+        keywords={"mask": mask, "scale": 0.0},  # all of the scores is in the mask
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
         behind=behind,
+        hidden="" if vectors else _HIDDEN,
     )
+
+
+_HIDDEN = "the model multiplies its queries and keys itself, and only their scores are visible"
 
 
 def _named(*names: str) -> list[Any]:

@@ -266,7 +266,10 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Whether the meaning gives a few rows of the output, as well as low precision can."""
+    """Whether the meaning gives a few rows of the output, as well as low precision can.
+
+    Rows that are not finite tell nothing: some functions make them 0.
+    """
     q, k, v = (x.to(out.dtype) for x in (q, meaning.k, meaning.v))
     extent = extent_of(q, k, v)
     if (*q.shape[:3], v.shape[3]) != out.shape:

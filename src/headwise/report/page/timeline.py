@@ -10,13 +10,14 @@ from __future__ import annotations
 import html
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headwise._text import and_more, escaped
 from headwise.report.codec import pack_float
 from headwise.report.columns import COLUMNS
 from headwise.report.schema import finite
@@ -270,10 +271,24 @@ def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
         ("Recorded", f"{len(run.steps):,} steps, {run.steps[0]:,} to {run.steps[-1]:,}"),
         ("Figures", f"means over {means}, maxima over all queries and micro-batches of a step"),
         ("Rules", ", ".join(map(str, about.get("rules", []))) or "none"),
+        ("Not recorded", "; ".join(_unavailable(about.get("unavailable", {})))),
         ("In this page", _rounding(coding)),
         ("Versions", f"headwise {version('headwise')}, torch {about.get('torch', 'unknown')}"),
     ]
     return [(name, value) for name, value in told if value]
+
+
+def _unavailable(reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Say which metrics of which layers are not recorded and why, those with one reason together.
+
+    >>> _unavailable({"h.0": {"key_norm": "hidden"}, "h.1": {"key_norm": "hidden"}})
+    ['key_norm of h.0, h.1: hidden']
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    for layer, metrics in reasons.items():
+        for metric, why in metrics.items():
+            layers.setdefault((metric, why), []).append(escaped(layer) or "the model")
+    return [f"{metric} of {and_more(of)}: {why}" for (metric, why), of in layers.items()]
 
 
 def _counted(run: Timeline) -> str:
