@@ -156,8 +156,8 @@ class HeadsCall(AttentionCall):
     `made` is the heads' output, or what computes it when somebody asks. `keywords` are those of
     `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
-    stand at the keys' end, so that a key which is padding tells of a query that is. `hidden` says
-    why q and k are not those of the call, where only their scores are known (they are in the mask).
+    stand at the keys' end, so that a key which is padding tells of a query that is. `hidden` is
+    the reason why q and k are placeholders, where only the scores are known (the mask holds them).
     """
 
     name: str

@@ -114,12 +114,12 @@ class Given:
         return None if number is None else list(self.meanings())[number]
 
     def _try(self, run: Function) -> tuple[int | None, bool]:
-        """The number of the first meaning that gives the function's output, on a few rows; and
-        whether that is sure, as it is not where outputs are NaN."""
+        """Return the number of the first meaning that gives the function's output, on a few rows;
+        and True if it holds for other calls too, as it may not where numbers are not finite."""
         still = {"dropout": 0.0} if "dropout" in self.options else {}
         with torch.no_grad():
             out = self.heads_of(run(**(self.options | still)))
-            sure = bool(out.isfinite().all())
+            sure = all(bool(x.isfinite().all()) for x in (out, self.q, self.k, self.v))
             for number, meaning in enumerate(self.meanings()):
                 with as_given(self.q.device):
                     if _gives(self.q, meaning, out):
@@ -238,9 +238,9 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Whether the meaning gives a few rows of the output, as well as low precision can.
+    """Return True if the meaning gives a few rows of the output, as well as low precision can.
 
-    Rows that are not finite tell nothing: some functions make them 0.
+    Rows that are not finite are not compared: some functions make them 0.
     """
     q, k, v = (x.to(out.dtype) for x in (q, meaning.k, meaning.v))
     extent = extent_of(q, k, v)
