@@ -161,8 +161,8 @@ class HeadsCall(AttentionCall):
     projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
     stand at the keys' end, so that a key which is padding tells of a query that is. So many keys
     `behind` all others have no position: the queries stand before them, and no pattern of positions
-    chooses them. `hidden` says why q and k are not those of the call, where only their scores are
-    known (they are in the mask).
+    chooses them. `hidden` is the reason why q and k are placeholders, where only the scores are
+    known (the mask holds them).
     """
 
     name: str

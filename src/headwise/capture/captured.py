@@ -35,7 +35,7 @@ class Watched(HeadTable):
     Modules stand in the order of their first calls.
 
     `left_out` says of modules that attended, or seem to, why not all of that could be seen;
-    `unavailable` why heads of those that were seen lack metrics.
+    `unavailable` has the reasons why heads lack metrics.
 
     Args:
         running: add calls up as they come (`Running`) in place of keeping each one.
@@ -127,8 +127,8 @@ class Watched(HeadTable):
         batch, padding included. Means are over calls, batch and valid queries; `max_logit` is the
         maximum (`max_logit_sampled` that of some queries, below the true one); `<name>_coverage` is
         the share of queries that had a target; `<name>_se` the standard error where queries were
-        drawn by chance, and no mean of all was at hand (`Seen.table`). A head's row goes without a
-        metric that is not known of it (NaN in tensors); `unavailable` says why.
+        drawn by chance, and no mean of all was at hand (`Seen.table`). A row omits metrics
+        that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
 
         Args:
             texts: every batch row of every call is a text of its own, and `<name>_se` is the
@@ -145,11 +145,11 @@ class Watched(HeadTable):
 
     @property
     def unavailable(self) -> dict[str, dict[str, str]]:
-        """Why heads lack metrics in the table: `unavailable[module name][metric]`.
+        """Return the reasons why heads lack metrics in the table: `[module name][metric]`.
 
-        Such a metric cannot be known for a call (as the norms of queries in attention of which
-        only the scores are visible), its attention weights are NaN, or no query counts in its mean.
-        It is NaN in tensors. Modules that lack nothing are not listed.
+        A metric is unknown if it cannot be computed for a call (such as `Norms()` where only the
+        scores are visible), if the attention weights are NaN, or if no query counts in its mean.
+        It is NaN in tensors. Modules whose metrics are all known are not listed.
 
         >>> import headwise as hw
         >>> layer = hw.MultiHeadAttention(24, num_heads=3)
@@ -162,7 +162,7 @@ class Watched(HeadTable):
         return {name: reasons for name, reasons in every.items() if reasons}
 
     def to_pandas(self, texts: bool = False) -> DataFrame:
-        """`table()` as a pandas `DataFrame`, a row per (layer, head); NaN where a row lacks one.
+        """`table()` as a pandas `DataFrame`, a row per (layer, head); NaN where a row omits one.
 
         Raises:
             ImportError: pandas is not installed.
@@ -358,7 +358,7 @@ class WatchedModule:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        """Return the reason for each metric that heads lack in the table, by its name."""
         if self.running is not None:
             return unavailable(self.running.figures(), self.first_head)
         figures = {n: summarise([call[n] for call in self.calls]) for n in self.statistics}

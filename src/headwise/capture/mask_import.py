@@ -73,7 +73,8 @@ class Added(Mask):
         Bias(self.values).check(extent)
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        return ~(lookup(self.values.detach(), i, j, extent) <= self.low)  # NaN forbids nothing
+        hidden = lookup(self.values.detach(), i, j, extent) <= self.low  # which NaN is not
+        return hidden.logical_not_()
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return lookup(self.values, i, j, extent)

@@ -151,7 +151,7 @@ class Served:
         return out if lse is None else self.or_original(out, lse)
 
     def or_original(self, out: Tensor, lse: Tensor) -> Tensor:
-        """The output, or the function's own where scores are no numbers."""
+        """Return the output, or the function's own where scores are not finite."""
         total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
         if total == math.inf or math.isnan(total):
             with apart():

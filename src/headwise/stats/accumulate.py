@@ -147,7 +147,7 @@ class Running:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        """Return the reason for each metric that heads lack in the table, by its name."""
         return unavailable(self.figures())
 
     def figures(self, texts: bool = False) -> dict[str, Figure | None]:

@@ -133,10 +133,10 @@ def observe_call(
     projection: Float[Tensor, "O HDv"] | None = None,
     strict: bool = True,
 ) -> Seen:
-    """Observe a checked call, without telling a watch of it. Arguments are those of `observe()`.
+    """Observe a checked call, unseen by any watch. Arguments are those of `observe()`.
 
-    Without `strict`, scores that overflow raise no error: the rows that they reach are NaN, as
-    those of a NaN in q or k are. A watched model's calls are observed so, whatever they hold.
+    Without `strict`, scores that overflow raise no error: their rows are NaN, like those of a NaN
+    in q or k. Calls of watched models are observed so.
 
     Raises:
         ValueError: a statistic given twice, or one that does not fit the call; with `strict`,

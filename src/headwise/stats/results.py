@@ -42,7 +42,7 @@ class Reading(Brief):
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
     were taken, entry by entry (broadcastable to `values`).
 
-    `unknown` says why the figure cannot be known for the call, whose `values` are then NaN.
+    `unknown` is the reason why the figure cannot be known for the call; `values` are NaN then.
     """
 
     values: Tensor
@@ -58,7 +58,7 @@ class Reading(Brief):
     unknown: str = ""
 
     def without_values(self, why: str) -> Reading:
-        """Return the same reading of a call for which the figure cannot be known."""
+        """Return the reading of a figure that cannot be known for its call."""
         nothing = torch.full_like(self.values, torch.nan)
         return replace(self, values=nothing, unknown=why)
 
@@ -120,8 +120,8 @@ class Route:
 class Figure(Brief):
     """A statistic in one number per head `[H]`, over batch, valid queries and calls.
 
-    It is NaN where it is not known: `unknown` says why, or weights are NaN, or the mean is over
-    nothing (`count` is 0). With `sampled`, a maximum is that of some of the queries.
+    It is NaN where it is unknown: for the reason `unknown`, because weights are NaN, or because the
+    mean is over nothing (`count` is 0). With `sampled`, a maximum is that of some of the queries.
     """
 
     mean: Tensor
@@ -186,9 +186,9 @@ def table_rows(
 
 
 def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str, float]]:
-    """A row per head, with a column per figure, its standard error and its coverage.
+    """Return a row per head, with a column per figure, its standard error and its coverage.
 
-    A head's row goes without what is not known of it (NaN).
+    A row omits what is unknown (NaN) for its head.
     """
     rows: list[dict[str, float]] = [{} for _ in range(heads)]
     for name, figure in figures.items():
@@ -208,7 +208,7 @@ def figure_rows(figures: dict[str, Figure | None], heads: int) -> list[dict[str,
 
 
 def unavailable(figures: Mapping[str, Figure | None], first_head: int = 0) -> dict[str, str]:
-    """Say, for each metric that the row of some head goes without, why it does."""
+    """Return the reason for each metric that the row of some head omits."""
     found = {}
     for name, figure in figures.items():
         if figure is None or not bool((nan := figure.mean.isnan()).any()):

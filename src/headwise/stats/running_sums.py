@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 class Part:
     """One statistic's sums over calls; of a list for every query, none.
 
-    `unknown` says why it cannot be known for one of the calls.
+    `unknown` is the reason why it cannot be known for one of the calls.
     """
 
     name: str

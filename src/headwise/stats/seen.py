@@ -250,8 +250,8 @@ class Seen(HeadTable):
         and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
         the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
         may be higher. A mass whose pattern has no target on some rows is averaged over the others,
-        and `<name>_coverage` is their share. A head's row goes without a metric that is not known
-        of it (NaN); `unavailable` says why.
+        and `<name>_coverage` is their share. A row omits metrics that are unknown for its head
+        (NaN in tensors); `unavailable` has the reasons.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
@@ -259,7 +259,7 @@ class Seen(HeadTable):
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Why heads lack metrics in the table, by the metric's name; empty if none does."""
+        """Return the reason for each metric that heads lack in the table, by its name."""
         return unavailable({name: summarise([one]) for name, one in self.readings.items()})
 
 

@@ -107,7 +107,7 @@ class History:
 
     @property
     def unavailable(self) -> dict[str, dict[str, str]]:
-        """Why layers lack metrics that were to be recorded: `unavailable[layer][metric]`."""
+        """Return the reasons why layers lack metrics: `unavailable[layer][metric]`."""
         return self.about.get("unavailable", {})
 
     @property
@@ -306,7 +306,7 @@ class HistoryWriter:
     ) -> None:
         """Add records, with the alarms of each, in one transaction.
 
-        `unavailable` says by layer and metric why some are not recorded.
+        `unavailable` has the reasons, by layer and metric, why some are not recorded.
 
         Raises:
             sqlite3.Error, OSError: the disk is full, the file is locked or gone.

@@ -57,9 +57,9 @@ class Monitor:
     and all clip by the largest logits of all. `maxima` are a rank's own.
 
     Maxima (`max_logit`, norms) are of all queries and exact; other statistics are of `queries`
-    drawn ones of each call, with standard errors. A metric that cannot be known for a layer, as the
-    norms in attention of which only the scores are visible, is not recorded there;
-    `monitor.unavailable[layer][metric]` says why.
+    drawn ones of each call, with standard errors. A metric that cannot be known for a layer (norms,
+    where only the scores are visible) is not recorded there; `monitor.unavailable[layer][metric]`
+    is the reason.
 
     Args:
         model: any module that `watch()` takes, also in wrappers (DDP, `torch.compile`).

@@ -67,7 +67,7 @@ class Recorder:
         figures: Mapping[str, Figures],
         unavailable: Mapping[str, Mapping[str, str]],
     ) -> list[Alarm]:
-        """Keep the figures of a step, and why others are not among them; gives its alarms."""
+        """Keep the figures of a step, and the reasons for missing ones; return its alarms."""
         self.unavailable = unavailable
         record = Record(step, figures)
         self._recent.append(record)

@@ -28,7 +28,7 @@ class StepSums:
     spans: by layer, in the order of their first calls.
     kept: by statistic and layer, `[4, heads]` of means or `[1, heads]` of maxima (`kept_of`).
     looked_at: by statistic, of how many queries there were how many were looked at: `(some, all)`.
-    unknown: by layer and statistic, why it cannot be known; then nothing is kept of it.
+    unknown: by layer and statistic, the reason why it cannot be known; nothing is kept of it then.
     """
 
     spans: dict[str, Span] = field(default_factory=dict)

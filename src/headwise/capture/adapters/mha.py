@@ -212,7 +212,7 @@ class _Fused:
 
     @functools.cached_property
     def mask(self) -> Mask:
-        """Who may attend to whom."""
+        """Return the mask of the call."""
         (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]
         return as_mask(self.allowed, Extent(batch, heads, heads, queries, keys))
 
@@ -221,7 +221,7 @@ class _Fused:
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def out(self) -> Tensor:
-        """The heads' outputs; NaN where weights are, which PyTorch's kernel for CPUs makes 0."""
+        """Return the heads' outputs: NaN where weights are, which PyTorch's CPU kernel makes 0."""
         call = Call.of(self.q, self.k, self.v, mask=self.mask)
         return choose(call).output(call)[0]
 

@@ -343,9 +343,9 @@ def call_of_scores(
     behind: int = 0,
     vectors: tuple[Tensor, Tensor] | None = None,
 ) -> HeadsCall:
-    """A call whose scores `[B, H, T, S]` are known, −∞ or nearly where forbidden.
+    """Return a call from its scores `[B, H, T, S]`, which are −∞ or nearly where forbidden.
 
-    Its queries and keys (`vectors`) are not, mostly; the scores are in its mask all the same.
+    The mask holds the scores. Queries and keys are hidden, unless `vectors` has them.
     """
     within = composite()
     batch, heads, queries, keys = scores.shape
@@ -367,7 +367,7 @@ def call_of_scores(
         k,
         zero.expand(*k.shape[:3], made.shape[-1]),
         made,
-        keywords={"mask": mask, "scale": 0.0},  # all of the scores is in the mask
+        keywords={"mask": mask, "scale": 0.0 if vectors else None},  # the mask has the scores
         projection=None if within is None else within.projection,
         own_positions=False,  # the mask has seen to that
         behind=behind,
@@ -375,7 +375,7 @@ def call_of_scores(
     )
 
 
-_HIDDEN = "the model multiplies its queries and keys itself, and only their scores are visible"
+_HIDDEN = "only the scores of this attention are visible, not its queries and keys"
 
 
 def _named(*names: str) -> list[Any]:

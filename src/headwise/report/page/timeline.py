@@ -279,7 +279,7 @@ def _made(run: Timeline, coding: Coding) -> list[tuple[str, str]]:
 
 
 def _unavailable(reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Say which metrics of which layers are not recorded and why, those with one reason together.
+    """List the metrics that layers lack with the reason, layers with one reason together.
 
     >>> _unavailable({"h.0": {"key_norm": "hidden"}, "h.1": {"key_norm": "hidden"}})
     ['key_norm of h.0, h.1: hidden']

@@ -39,7 +39,7 @@ def test_norms_of_queries_that_are_not_visible_are_not_0(name: str, running: boo
     (module,) = seen
     for norm in NORMS:
         assert seen[module][norm].isnan().all()
-        assert "only their scores are visible" in seen.unavailable[module][norm]
+        assert "only the scores of this attention are visible" in seen.unavailable[module][norm]
     for row in seen.table():
         assert not NORMS & row.keys()
         assert row["entropy"] > 0

@@ -76,7 +76,7 @@ def test_what_is_not_known_of_one_layer_is_missing_beside_others(tmp_path: Path)
     )
     assert monitor.alarms == []  # a norm that is not known is neither small nor large
     reason = monitor.unavailable["0"]["query_norm"]
-    assert "only their scores are visible" in reason
+    assert "only the scores of this attention are visible" in reason
     hidden = {start + name for name in NORMS for start in ("", "probe/")}
     assert monitor.unavailable.keys() == {"0"}
     assert monitor.unavailable["0"].keys() == hidden
@@ -110,7 +110,7 @@ def test_a_timeline_draws_it_as_missing_and_says_why(tmp_path: Path) -> None:
 def test_a_history_says_why_it_has_no_such_metric(tmp_path: Path) -> None:
     train(made("matmul"), history=tmp_path / "heads.sqlite")
     history = hw.History(tmp_path / "heads.sqlite")
-    with pytest.raises(KeyError, match="only their scores are visible"):
+    with pytest.raises(KeyError, match="only the scores of this attention are visible"):
         history["query_norm"]
     with pytest.raises(KeyError, match="'distance' was not recorded; there are"):
         history["distance"]
