@@ -112,7 +112,7 @@ function drawEntropy() {
   const layer = chosen().of;
   const cut = blocks(layer.from.tokens.length, entropy.length);
   const places = [...entropy].map((_, cell) => cut.start(cell));
-  const bound = places.map((place) => [place, Math.log(visibleKeys(layer, place))]);
+  const bound = places.map((place) => [place, Math.log(Math.max(1, visibleKeys(layer, place)))]);
   const points = [...entropy].map((value, cell) => [places[cell], value]);
   const values = [...entropy].filter((value) => !Number.isNaN(value));
   const query = state.on === "text" ? chosenQuery() : -1;

@@ -1,8 +1,8 @@
 // What a head does at a token, in one sentence made of its weights.
 
 /**
- * The patterns that labels name: whether a key is an example of one, in what words, and the figure of a head that is
- * its mean. `by` is the offset of a positional label.
+ * The patterns that labels name: whether a key is an example of one, in what words, and for those that are said of any
+ * head the figure that is its mean. `by` is the offset of a positional label.
  */
 const RELATIONS = {
   induction: {
@@ -17,9 +17,9 @@ const RELATIONS = {
   itself: { holds: (_, query, key) => query === key, words: () => "itself", key: "self" },
   positional: { holds: (_, query, key, by) => key - query === by, words: (layer, query, key) => `the token ${distance(layer, query, key)}` },
   "first token": { holds: (_, query, key) => key === 0, words: () => "the first token", key: "first" },
-  "[CLS]": { holds: (_, query, key) => key === 0, words: () => "the first token", key: "cls" },
-  separator: { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token", key: "separators" },
-  delimiter: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation", key: "delimiters" },
+  "[CLS]": { holds: (_, query, key) => key === 0, words: () => "the first token" },
+  separator: { holds: (layer, _, key) => key > 0 && layer.to.special.includes(key), words: () => "a special token" },
+  delimiter: { holds: ({ to }, _, key) => /^[ \t]*[\p{P}\n\r]+[ \t]*$/u.test(to.pieces?.[key] ?? to.tokens[key]), words: () => "punctuation" },
 };
 const ORDER = ["itself", "previous token", "induction", "duplicate token", "first token"];  // what is said of any head, in this order
 const OF_PATCHES = ["itself", "[CLS]", "separator"];  // of an image, whose patches have no order of reading
