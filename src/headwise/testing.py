@@ -1,13 +1,13 @@
 """Assert in a test suite that an attention layer is right, and equals a reference.
 
-    from headwise.testing import assert_attention
+from headwise.testing import assert_attention
 
-    def test_my_attention():
-        assert_attention(
-            MyAttention(64, heads=4),
-            call=lambda layer, x, keep: layer(x, mask=keep),
-            reference=lambda layer, x, keep: slow_attention(layer, x, keep),
-        )
+def test_my_attention():
+    assert_attention(
+        MyAttention(64, heads=4),
+        call=lambda layer, x, keep: layer(x, mask=keep),
+        reference=lambda layer, x, keep: slow_attention(layer, x, keep),
+    )
 """
 
 from __future__ import annotations
@@ -129,12 +129,20 @@ def _compare(
     __tracebackhide__ = True
     names = [one.name for one in signature(reference)]
     mine, other = (x.clone().requires_grad_(True) for _ in range(2))
-    values = {name: given.get(name, _usual(name, x, given)) for name in names if name in target.takes}
+    values = {
+        name: given.get(name, _usual(name, x, given)) for name in names if name in target.takes
+    }
     first = (target.layer,) if names[:1] == ["layer"] else ()
-    rows = given["keep"] if "keep" in given and "memory" not in given else torch.ones(x.shape[:2]).bool()
+    rows = (
+        given["keep"]
+        if "keep" in given and "memory" not in given
+        else torch.ones(x.shape[:2]).bool()
+    )
     found, right = target(mine, **values), reference(*first, other, **values)
     if found.shape != right.shape:
-        raise AssertionError(f"{what}: the output is {list(found.shape)}, the reference's {list(right.shape)}")
+        raise AssertionError(
+            f"{what}: the output is {list(found.shape)}, the reference's {list(right.shape)}"
+        )
     pairs = [("the output", found[rows], right[rows])]
     along = torch.randn(found[rows].shape, generator=torch.Generator().manual_seed(1)).to(found)
     if found.requires_grad and right.requires_grad:

@@ -290,10 +290,10 @@ def large_inputs(ctx: Probing) -> Finding | None:
     x = (target.input() * 1000).requires_grad_(True)
     try:
         out = target(x)
-    except Exception:
+        fine = bool(out.isfinite().all())
+        if fine and out.requires_grad:
+            slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
+            fine = slope is None or bool(slope.isfinite().all())
+    except Exception:  # other probes say what fails
         return None
-    fine = bool(out.isfinite().all())
-    if fine and out.requires_grad:
-        slope = torch.autograd.grad(out.sum(), x, allow_unused=True)[0]
-        fine = slope is None or bool(slope.isfinite().all())
     return passed("large-inputs") if fine else found("large-inputs", "overflow")

@@ -196,8 +196,9 @@ def _of_class(
     target = _of_layer(layer, name, known, request)
     target.arguments, target.roles = named, build.roles
 
-    def again(**changes: Any) -> Target:
-        return _of_class(factory, args, {**arguments, **_by_name(named, changes)}, request)
+    def again(seed: int = request.seed, **changes: Any) -> Target:
+        own = {**arguments, **_by_name(named, changes)}
+        return _of_class(factory, args, own, replace(request, seed=seed))
 
     target.rebuild = again
     return target

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.kv_cache import KVCache
 from .call import PlainCall
@@ -287,7 +287,8 @@ def _own_caches(target: Target) -> Iterator[Callable[[], Any]]:
     for name, kind in list(vars(home).items()) if home is not None else ():
         if not (inspect.isclass(kind) and "cache" in name.lower()) or kind is KVCache:
             continue
-        if isinstance(target.layer, kind) or "attention" in name.lower():
+        forward = getattr(kind, "forward", nn.Module.forward)
+        if forward is not nn.Module.forward:  # a layer that has a cache
             continue
         needed = [one.name for one in signature(kind) if required(one)]
         roles = {one: building_role(one) for one in needed}

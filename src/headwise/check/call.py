@@ -66,6 +66,7 @@ class Form:
     argument: str
     kind: str
     shape: str = ""
+    fill: float = -torch.inf
 
     def make(self, mask: Tensor, dtype: torch.dtype) -> Any:
         """Return the argument for `[B, T, S]` or, of keys, `[B, S]`; True = may attend."""
@@ -78,7 +79,7 @@ class Form:
             return Causal() if bool((mask == causal).all()) else Dense(mask[:, None])
         given = (SHAPES | KEYS)[self.shape](mask)
         if self.kind == "added":
-            return torch.zeros(given.shape, dtype=dtype).masked_fill(~given, -torch.inf)
+            return torch.zeros(given.shape, dtype=dtype).masked_fill(~given, self.fill)
         given = ~given if self.kind in ("hidden", "zeros") else given
         return (given if self.kind in ("may", "hidden") else given.to(dtype)).contiguous()
 

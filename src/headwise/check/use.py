@@ -18,6 +18,8 @@ from .verdict import Finding
 
 MOVES = {"to", "type_as", "cuda", "copy_"}
 """Methods that bring a tensor elsewhere."""
+MANY = 512
+"""A longer context is not tried."""
 MAY_MIX = MOVES | {"__getitem__", "__setitem__", "index_put_", "expand_as", "view_as", "reshape_as"}
 """Those that may be given tensors of two devices, or read no more than a shape."""
 
@@ -302,9 +304,7 @@ def reload(ctx: Probing) -> Finding | None:
     if target.rebuild is None:
         return None
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(target.seed + 1)
-            other = target.rebuild()
+        other = target.rebuild(seed=target.seed + 1)
     except Exception:
         return None
     assert other is not None
@@ -325,7 +325,7 @@ def reload(ctx: Probing) -> Finding | None:
 def context(ctx: Probing) -> Finding | None:
     """Give more tokens than the context holds."""
     longest = ctx.target.context_length
-    if longest is None or not ctx.target.causal:
+    if longest is None or longest > MANY or not ctx.target.causal:
         return None
     x = ctx.exact.input(longest + 1, 1, beyond=True)
     try:

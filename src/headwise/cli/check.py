@@ -52,7 +52,7 @@ def check(
         str | None,
         typer.Option(
             metavar="LAMBDA",
-            help="One call: \"lambda layer, x, keep: layer(x, mask=keep)\"; what it names of memory, "
+            help='One call: "lambda layer, x, keep: layer(x, mask=keep)"; what it names of memory, '
             "keep, allow, start and past is tested.",
         ),
     ] = None,
