@@ -53,6 +53,9 @@ def finite(ctx: Probing) -> Finding | None:
     """Look for NaN and infinities in ordinary outputs."""
     if bool(ctx.out.isfinite().all()):
         return passed("finite")
+    for rule, name in (("padding", "keep"), ("mask", "allow")):
+        if name in ctx.target.takes and _finite_if_hidden(ctx, name):
+            return found(rule, "inverted", name=name)
     rows = (~ctx.out.isfinite()).any(-1).any(0).nonzero().flatten().tolist()
     which = "every token" if len(rows) == ctx.tokens else f"token {', '.join(map(str, rows))}"
     ends = {0: "first", ctx.tokens - 1: "last"} if ctx.target.causal and len(rows) == 1 else {}
@@ -61,6 +64,15 @@ def finite(ctx: Probing) -> Finding | None:
     if way == "any" and lines_in(ctx.exact.layer, product):
         way = "product"
     return found("finite", way, which=which)
+
+
+def _finite_if_hidden(ctx: Probing, name: str) -> bool:
+    """Return True if a mask that hides everything gives numbers: it is taken the other way round."""
+    keys = ctx.x.shape[:2] if name == "keep" else (ctx.tokens, ctx.tokens)
+    try:
+        return bool(ctx.call(ctx.x, **{name: torch.zeros(keys, dtype=torch.bool)}).isfinite().all())
+    except Failed:
+        return False
 
 
 def causality(ctx: Probing) -> Finding | None:

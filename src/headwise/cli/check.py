@@ -80,7 +80,9 @@ def check(
     from ..check.rules import ALL
     from ..check.rules import explain as lesson
     from ..check.sandbox import Limits
-    from ..check.steps import STEPS, check_step, usual_limits, write_template
+
+    if step is not None or new is not None:
+        from ..check.steps import STEPS, check_step, usual_limits, write_template
 
     asked = [
         f"--{name}"
@@ -127,6 +129,9 @@ def check(
             try:
                 verdict = check_file(target, given, limited(Limits()), report, call)
             except ValueError as error:
+                if "\n" in str(error):  # a question, with the lambda to copy
+                    print(f"headwise: {error}", file=sys.stderr)
+                    return 2
                 raise ValueError(f"{error}{_step_of(target)}") from None
     show(verdict, as_json, every)
     return 0 if verdict.passed else 1
