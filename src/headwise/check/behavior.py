@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .call import PlainCall
 from .code import class_sources, is_users, lines_in, names_in
 from .probing import NOTHING, Failed, Probing
 from .rules import found, passed, skipped
@@ -278,9 +279,16 @@ def knows_positions(layer: nn.Module) -> bool:
 
 def weights(ctx: Probing) -> Finding | None:
     """Look at what comes back as weights: rows over keys, sums of 1, zeros where hidden."""
-    given = ctx.result(ctx.x).weights
+    asked = _asking(ctx.target)
+    try:
+        result = ctx.result(ctx.x, **asked)
+    except Failed:  # it may want more where it gives weights
+        return None
+    given = result.weights
     if given is None:
         return None
+    if asked and not ctx.near(result.out, ctx.out):
+        return found("weights", "changes", name=next(iter(asked["extra"])))
     rows, columns = given.sum(-1), given.sum(-2)
     ones = torch.ones_like(rows)
     if ctx.near(rows, ones) and bool((given >= 0).all()):
@@ -292,6 +300,12 @@ def weights(ctx: Probing) -> Finding | None:
     if bool((given >= 0).all()) and bool((given <= 1).all()) and bool(rows.any()):
         return found("weights", "rows", low=float(rows.min()), high=float(rows.max()))
     return None
+
+
+def _asking(target: Target) -> dict[str, Any]:
+    """Return what makes a plain call give its weights."""
+    names = target.call.named("weights") if isinstance(target.call, PlainCall) else []
+    return {"extra": dict.fromkeys(names, True)} if names else {}
 
 
 def large_inputs(ctx: Probing) -> Finding | None:

@@ -5,11 +5,13 @@ Nothing here decides what is right. It finds names, numbers and the line to look
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import linecache
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -312,8 +314,27 @@ def lines_in(module: nn.Module, pattern: str) -> list[Line]:
             file = inspect.getsourcefile(thing) or ""
         except (OSError, TypeError):
             continue
-        found += [Line(file, first + n) for n, one in enumerate(lines) if re.search(pattern, one)]
+        text = _docstrings("".join(lines))
+        found += [
+            Line(file, first + n)
+            for n, one in enumerate(lines)
+            if n not in text and re.search(pattern, one)
+        ]
     return found
+
+
+def _docstrings(code: str) -> set[int]:
+    """Return the numbers of lines that are text, from 0."""
+    try:
+        tree = ast.parse(textwrap.dedent(code))
+    except SyntaxError:
+        return set()
+    texts = (
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+    )
+    return {n for one in texts for n in range(one.lineno - 1, one.end_lineno or one.lineno)}
 
 
 def own_code(module: nn.Module) -> list[Any]:

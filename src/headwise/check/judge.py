@@ -134,9 +134,9 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
             one = replace(one, explained_by=reason)  # noqa: PLW2901
         elif one.severity == "warning" and errors:
             one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")  # noqa: PLW2901
-        elif wrong and one.message in told:
-            one = skipped(one.rule, "The same call fails.")  # noqa: PLW2901
-        told.add(one.message)
+        elif one.severity == "error" and ({one.rule, one.message} & told):
+            continue  # it is said already
+        told |= {one.rule, one.message} if one.severity == "error" else set()
         results.append(
             _located(one, target) if wrong and one.severity in ("error", "warning") else one
         )

@@ -85,7 +85,14 @@ def dropout(ctx: Probing) -> Finding | None:
             one, two = own(x), own(x)
     except Exception as error:
         return found("dropout", "fails", error=told(error))
-    return found("dropout", "idle") if torch.equal(one, two) else passed("dropout")
+    if torch.equal(one, two):
+        return found("dropout", "idle")
+    same = x[:, :1].expand_as(x).contiguous()
+    with torch.no_grad():
+        dropped = own(same)
+        own.layer.eval()
+        kept = own(same)
+    return found("dropout", "before") if ctx.near(dropped, kept) else passed("dropout")
 
 
 def train_eval(ctx: Probing) -> Finding | None:

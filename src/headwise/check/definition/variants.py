@@ -59,6 +59,8 @@ class Variant:
         rope: rotary positions of q and k: `RoPE`'s dim, base and interleaved; or None.
         rotated: which of q, k and v are rotated.
         normed: norms of q and k `before` or `after` the rotation.
+        turning: how they are rotated: `rope`; keys `backwards`; along the `heads`; or angles of
+            neighboring pairs and features turned in `halves`, or the other way round, in `pairs`.
         slopes: ALiBi's, one a head: slope times distance is subtracted from the scores; or none.
     """
 
@@ -83,6 +85,7 @@ class Variant:
     rope: tuple[int, float, bool] | None = None
     rotated: str = "qk"
     normed: str = "before"
+    turning: str = "rope"
     slopes: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Variant:
@@ -151,7 +154,7 @@ Parts = dict[str, Tensor]
 Heads = tuple[Tensor, Tensor, Tensor]
 
 MADE_OF = attrgetter(
-    *"order packing turned unbiased roles split rope rotated normed residual".split()
+    *"order packing turned unbiased roles split rope rotated turning normed residual".split()
 )
 """The fields of a variant that its heads depend on."""
 WEIGHED_BY = attrgetter(*"over turned_keys share scale softcap mask fill softmax slopes".split())
@@ -239,13 +242,40 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
         feature, norm = features[whose], reading.norms.get(part)
         if norm is not None and not _is_of_heads(norm, feature.shape[-1] // number):
             feature, norm = norm(feature), None
-        rope = RoPE(*variant.rope) if variant.rope and part in variant.rotated else None
+        rope = _rotation(variant, part) if variant.rope and part in variant.rotated else None
         head = SPLITS[split](feature, number)
         for step in (norm, rope) if variant.normed == "before" else (rope, norm):
             head = head if step is None else step(head)
         heads.append(head)
     q, k, v = heads
     return q, k, v
+
+
+def _rotation(variant: Variant, part: str) -> Callable[[Tensor], Tensor]:
+    """Return what rotates the heads `[B, H, T, D]` of queries, keys or values."""
+    assert variant.rope is not None
+    dim, base, pairs = variant.rope
+    if variant.turning == "rope" or (variant.turning == "backwards" and part != "k"):
+        return RoPE(dim, base, pairs)
+
+    def turned(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2) if variant.turning == "heads" else x
+        angles = torch.arange(x.shape[-2])[:, None] * base ** -(
+            torch.arange(0, dim, 2).double() / dim
+        )
+        in_pairs = {"halves": False, "pairs": True}.get(variant.turning, pairs)
+        both_pairs = in_pairs != (variant.turning in ("halves", "pairs"))
+        both = angles.repeat_interleave(2, -1) if both_pairs else torch.cat((angles, angles), -1)
+        sign = -1.0 if variant.turning == "backwards" else 1.0
+        part, rest = x[..., :dim], x[..., dim:]
+        one, two = part.unflatten(-1, (-1, 2)).unbind(-1) if in_pairs else part.chunk(2, -1)
+        quarter = (
+            torch.stack((-two, one), -1).flatten(-2) if in_pairs else torch.cat((-two, one), -1)
+        )
+        out = torch.cat((part * both.cos() + sign * quarter * both.sin(), rest), -1).to(x)
+        return out.transpose(1, 2) if variant.turning == "heads" else out
+
+    return turned
 
 
 def weights_of(reading: Projections, x: Tensor, variant: Variant) -> Tensor:
