@@ -42,13 +42,14 @@ def assert_attention(
 
     Args:
         layer: a module with its weights, or a class with its arguments, as for `headwise.check`.
-        call: how it is called, `lambda layer, x, keep: layer(x, mask=keep)`, as for `check`. What it names
-            is tested and compared: `memory`, `keep`, `allow`, `start`.
-        reference: `lambda layer, x, keep: …`, with names of `call`; it gives the output `[B, T, out_dim]`
-            that is right, from the same weights. Compared are the output and the gradient at x for several
-            shapes, with changed later tokens (causality) and with changed padded tokens (padding).
-        tolerance: the largest difference, as a share of the largest number. Default: 1e-4 for float32,
-            1e-9 for float64, 0.02 in half precision.
+        call: how it is called, `lambda layer, x, keep: layer(x, mask=keep)`, as for `check`. What
+            it names is tested and compared: `memory`, `keep`, `allow`, `start`.
+        reference: `lambda layer, x, keep: …`, with names of `call`; it gives the output `[B, T,
+            out_dim]` that is right, from the same weights. Compared are the output and the
+            gradient at x for several shapes, with changed later tokens (causality) and with
+        changed padded tokens (padding).
+        tolerance: the largest difference, as a share of the largest number. Default: 1e-4 for
+            float32, 1e-9 for float64, 0.02 in half precision.
         args, wanted: further arguments of `headwise.check`.
 
     Returns:
@@ -146,17 +147,15 @@ def _compare(
     pairs = [("the output", found[rows], right[rows])]
     along = torch.randn(found[rows].shape, generator=torch.Generator().manual_seed(1)).to(found)
     if found.requires_grad and right.requires_grad:
-        slopes = [
-            torch.autograd.grad((out[rows] * along).sum(), at)[0]
-            for out, at in ((found, mine), (right, other))
-        ]
-        pairs.append(("the gradient at x", *slopes))
+        slope = torch.autograd.grad((found[rows] * along).sum(), mine)[0]
+        wanted = torch.autograd.grad((right[rows] * along).sum(), other)[0]
+        pairs.append(("the gradient at x", slope, wanted))
     for name, one, two in pairs:
         gap, size = (one - two).abs(), two.abs().max().clamp(min=1e-30)
         if not bool(gap.max() <= tolerance * size):  # NaN is no number below it
             raise AssertionError(
-                f"{what}: {name} differs from the reference by {float(gap.max() / size):.2g} of its "
-                f"largest number (allowed: {tolerance:g})"
+                f"{what}: {name} differs from the reference by {float(gap.max() / size):.2g} of "
+                f"its largest number (allowed: {tolerance:g})"
             )
 
 

@@ -1,4 +1,5 @@
-"""Every probe, on a right layer that passes it and on layers that break exactly what it looks at."""
+"""Every probe, on a right layer that passes it and on layers that break exactly what it looks
+at."""
 
 from __future__ import annotations
 

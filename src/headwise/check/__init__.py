@@ -42,16 +42,16 @@ def check(
     """Check an attention layer, and say what to change.
 
     Args:
-        thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments`, and with
-            sizes for what they leave open; or a function of q, k and v.
+        thing: an `nn.Module`; a class or factory, which is built with `args` and `arguments`, and
+            with sizes for what they leave open; or a function of q, k and v.
         embed_dim, num_heads, num_kv_heads: sizes, where they are known or wanted.
-        causal: whether later tokens must be hidden. Default: what its behavior, a flag, a triangular
-            buffer or "causal" in its name says.
+        causal: whether later tokens must be hidden. Default: what its behavior, a flag, a
+            triangular buffer or "causal" in its name says.
         seed: of all random numbers.
         call: how it is called, `lambda layer, x, keep: layer(x, mask=keep)`. x is `[B, T, E]`. What
-            else it names is tested: `memory` `[B, S, E]`, another sequence; `keep` `[B, S]`, True = real
-            token; `allow` `[T, S]`, True = may attend; `start`, the position of the first token;
-            `past`, what the last call returned (None at first).
+            else it names is tested: `memory` `[B, S, E]`, another sequence; `keep` `[B, S]`, True
+            = real token; `allow` `[T, S]`, True = may attend; `start`, the position of the first
+            token; `past`, what the last call returned (None at first).
 
     Returns:
         A verdict: `passed`, `findings` and `results`; it prints itself. Nothing that was given is

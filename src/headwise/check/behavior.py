@@ -68,7 +68,8 @@ def finite(ctx: Probing) -> Finding | None:
 
 
 def _finite_if_hidden(ctx: Probing, name: str) -> bool:
-    """Return True if a mask that hides everything gives numbers: it is taken the other way round."""
+    """Return True if a mask that hides everything gives numbers: it is taken the other way
+    round."""
     keys = ctx.x.shape[:2] if name == "keep" else (ctx.tokens, ctx.tokens)
     try:
         return bool(ctx.call(ctx.x, **{name: torch.zeros(keys, dtype=torch.bool)}).isfinite().all())

@@ -1,7 +1,7 @@
 """Make a `Target` of a module, a class or factory with its arguments, or a function of q, k and v.
 
-Constructor arguments are taken by their usual names. Whatever else must be given is asked for, once,
-by name (`Unsaid`).
+Constructor arguments are taken by their usual names. Whatever else must be given is asked for,
+once, by name (`Unsaid`).
 """
 
 from __future__ import annotations
@@ -383,7 +383,8 @@ class _Constructor:
         return not isinstance(one.default, bool) or role == "batch_first"
 
     def _config_class(self, name: str) -> type | None:
-        """Return the class of a configuration: annotated, or the file's only `…Config` or `…Args`."""
+        """Return the class of a configuration: annotated, or the file's only `…Config` or
+        `…Args`."""
         target = self.factory.__init__ if inspect.isclass(self.factory) else self.factory
         try:
             kind = typing.get_type_hints(target).get(name)
@@ -574,7 +575,8 @@ def _bound(layer: FunctionLayer, arguments: dict[str, Any]) -> FunctionLayer:
         odd = [name for name in arguments if name not in known]
         if odd:
             raise Unsaid(
-                f"check(…, {_shown(arguments)}): the function has no argument {', '.join(odd)}; it has {', '.join(known)}"
+                f"check(…, {_shown(arguments)}): the function has no argument {', '.join(odd)}; "
+                f"it has {', '.join(known)}"
             )
         layer.function = functools.partial(layer.function, **arguments)
         named = [

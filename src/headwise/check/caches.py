@@ -32,7 +32,8 @@ BARE = re.compile(r"kvs?|key_?values?|(layer_|attn_)?state|prev")
 """Names of arguments that may be caches, if something like them comes back."""
 
 Step = Callable[[Tensor, int], tuple[Tensor, Any]]
-"""Gives a chunk's output and all that came back; the second argument is how many tokens came before."""
+"""Gives a chunk's output and all that came back; the second argument is how many tokens came
+before."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def cache(ctx: Probing) -> Finding | None:
     if wrong is not None:
         return wrong
     if tried:
-        said = "No usual way to use its cache was found; show one: lambda layer, x, past: layer(x, past[1] if past else None)."
-        return skipped("cache", said)
+        shown = "lambda layer, x, past: layer(x, past[1] if past else None)"
+        return skipped("cache", f"No usual way to use its cache was found; show one: {shown}.")
     return None
 
 
@@ -159,17 +160,12 @@ def _ways(target: Target) -> Iterator[Way]:
         annotation = str(call.parameters[name].annotation)
         kinds = list(_own_caches(target))
         if type(target.layer).__module__.split(".")[0] == "transformers":
-            cache_of = sys.modules["transformers"].DynamicCache
-            yield Way(lambda n=name: _filled(target, {n: cache_of()}, flags), True)
+            theirs = sys.modules["transformers"].DynamicCache
+            yield Way(lambda n=name, m=theirs: _filled(target, {n: m()}, flags), True)
         elif "KVCache" in annotation and not kinds:
             yield Way(lambda n=name: _filled(target, {n: KVCache()}, flags), True)
         else:
-            plain = not kinds and annotation.partition("[")[0] not in (
-                "dict",
-                "Dict",
-                "list",
-                "List",
-            )
+            plain = not kinds and not re.match("(typing.)?([dD]ict|[lL]ist)", annotation)
             yield Way(lambda n=name: _handed_back(target, n, flags), plain)
             for make in (*kinds, dict, list) if call.roles[name] else ():
                 yield Way(lambda n=name, m=make: _filled(target, {n: m()}, flags), False)
@@ -181,9 +177,7 @@ def _given(target: Target, x: Tensor, first: int) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if "start" in target.takes:
         given["start"] = first
-    if "allow" in target.takes:
-        given["allow"] = causal_mask(x.shape[1], first + x.shape[1])
-    elif target.causal_from == "mask" and first:
+    if "allow" in target.takes or (target.causal_from == "mask" and first):
         given["allow"] = causal_mask(x.shape[1], first + x.shape[1])
     return given
 
@@ -205,7 +199,7 @@ def _handed_back(target: Target, name: str, flags: dict[str, bool]) -> Step:
     own, kept = target.fresh(), [None]
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:
-        extra = {name: kept[0], **flags} if first or required(own.call.parameters[name]) else flags
+        extra = {name: kept[0], **flags}
         raw = own.call(own.layer, x, _given(own, x, first) | {"extra": extra})
         result = read(raw, x, first + x.shape[1])
         kept[0] = _present(raw, result.out, first + x.shape[1], kept[0])
@@ -262,7 +256,8 @@ def _attend_cached(target: Target) -> Step:
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:
         empty = x.new_zeros(len(x), target.num_heads, 0, target.head_dim or 1)
-        out, *new = own.attend_cached(x, *(past or [empty, empty]))
+        layer: Any = own
+        out, *new = layer.attend_cached(x, *(past or [empty, empty]))
         past[:] = new
         return out, (out, *new)
 
@@ -293,4 +288,5 @@ def _own_caches(target: Target) -> Iterator[Callable[[], Any]]:
         needed = [one.name for one in signature(kind) if required(one)]
         roles = {one: building_role(one) for one in needed}
         if all(role in sizes for role in roles.values()):
-            yield lambda k=kind, r=roles: k(**{n: sizes[role] for n, role in r.items()})
+            given = {name: sizes[str(role)] for name, role in roles.items()}
+            yield lambda k=kind, g=given: k(**g)

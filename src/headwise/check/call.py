@@ -257,18 +257,16 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
     names = list(parameters)
     if not names:
         if found:  # def forward(self, *args)
-            return PlainCall({"x": inspect.Parameter("x", 0)}, {"x": ""}, ("x",), None)
+            return PlainCall({"x": inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY)}, {"x": ""}, ("x",), None)
         raise Unsaid(f"check({label}): its forward takes nothing; " + show(layer, label, [], []))
     first = [roles[name] for name in names[:3]]
     inputs, memory = (names[0],), None
     if set(first) == {"query", "key", "value"}:
         inputs = tuple(sorted(names[:3], key=lambda n: ("query", "key", "value").index(roles[n])))
-        needed = [name for name in inputs[1:] if required(parameters[name])]
-        inputs = inputs if needed else inputs  # optional keys and values are given all the same
     elif len(names) > 2 and first[1:] == ["key", "value"]:
         inputs = tuple(names[:3])
     else:
-        memory = next((name for name in names[1:] if roles[name] in ("memory",)), None)
+        memory = next((name for name in names[1:] if roles[name] == "memory"), None)
         pairs = [name for name in names[1:] if roles[name] == "key"]
         memory = memory or (pairs[0] if pairs and "value" not in roles.values() else None)
     call = PlainCall(parameters, roles, inputs, memory, _is_time_first(layer))

@@ -1,4 +1,5 @@
-"""`headwise check FILE.py`: load the file in a process of its own, choose what to check, and check it.
+"""`headwise check FILE.py`: load the file in a process of its own, choose what to check, and
+check it.
 
 What happens to the file itself (it cannot be imported, runs on without an end, leaves) becomes a
 finding like any other, of the rules `file-…`.
@@ -50,8 +51,9 @@ def check_file(
 
     Args:
         target: `FILE.py`, or `FILE.py:Name` where it holds several.
-        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`. Expressions
-            such as `"nn.GELU"` or `"Config(d_model=24)"` may use `torch` and the names of the file.
+        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
+            Expressions such as `"nn.GELU"` or `"Config(d_model=24)"` may use `torch` and the
+        names of the file.
         call: how it is called, as typed: `"lambda layer, x, keep: layer(x, keep)"`.
 
     Raises:
@@ -211,8 +213,8 @@ def _evaluated(option: str, text: str, module: ModuleType) -> Any:
 
 
 def load(path: Path, code: CodeType | None = None) -> ModuleType:
-    """Import a file as if it were run from its own folder; inside a package, as a part of it. What it
-    imports is also looked for in its repository, and in `src` there.
+    """Import a file as if it were run from its own folder; inside a package, as a part of it.
+    What it imports is also looked for in its repository, and in `src` there.
 
     Args:
         code: is run for the file's own text, where it is given.
@@ -322,7 +324,8 @@ def _source(thing: Any) -> str:
 
 
 def candidates(module: ModuleType) -> list[str]:
-    """Return the modules and the functions of (q, k, v) that a file itself defines, in its order."""
+    """Return the modules and the functions of (q, k, v) that a file itself defines, in its
+    order."""
     return [
         name
         for name, one in vars(module).items()

@@ -1,7 +1,7 @@
 """Run the probes and the definition, and make one list of what they found.
 
-The mistake that is named comes first. What follows from it is no finding of its own, and advice waits
-until nothing is wrong.
+The mistake that is named comes first. What follows from it is no finding of its own, and advice
+waits until nothing is wrong.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
         wrong = one.severity in ("error", "warning")
         reason = reasons.get(one.rule)
         if right and wrong and one.rule in ("order", "equal-tokens", "one-token"):
-            one = passed(one.rule, "The definition gives the same.")  # noqa: PLW2901
+            one = passed(one.rule, "The definition gives the same.")
         elif wrong and reason and reason != one.rule and reasons.get(reason) != one.rule:
-            one = replace(one, explained_by=reason)  # noqa: PLW2901
+            one = replace(one, explained_by=reason)
         elif one.severity == "warning" and errors:
-            one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")  # noqa: PLW2901
+            one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")
         elif one.severity == "error" and ({one.rule, one.message} & told):
             continue  # it is said already
         told |= {one.rule, one.message} if one.severity == "error" else set()
@@ -148,8 +148,8 @@ OF_ATTENTION = ("equal-tokens", "one-token", "order")
 
 
 def _grounded(one: Finding, target: Target) -> Finding:
-    """Return the finding, as an error only where the layer is known to be attention: its weights were
-    not read, so that it may be another kind of it."""
+    """Return the finding, as an error only where the layer is known to be attention: its weights
+    were not read, so that it may be another kind of it."""
     if one.severity != "error" or one.rule not in OF_ATTENTION:
         return one
     code = class_sources(target.layer)

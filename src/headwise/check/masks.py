@@ -22,8 +22,8 @@ from .verdict import Finding
 
 FEW = {"mask": ("may", "hidden", "ones", "added", "zeros"), "flag": ("flag",)}
 NEARLY = 0.02
-"""A hidden token that keeps less than this share of a visible one's influence was hidden by a number
-that is too small."""
+"""A hidden token that keeps less than this share of a visible one's influence was hidden by a
+number that is too small."""
 
 
 def _allow(tokens: int) -> Tensor:
@@ -72,7 +72,8 @@ def learn_forms(target: Target) -> list[Finding]:
         else:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             words = "keep" if rule == "padding" else "allow"
-            said = f"No usual form of `{name}` goes in; show one: lambda layer, x, {words}: layer(x, {name}={words})."
+            shown = f"lambda layer, x, {words}: layer(x, {name}={words})"
+            said = f"No usual form of `{name}` goes in; show one: {shown}."
             findings.append(skipped(rule, said))
     return findings
 
@@ -132,8 +133,8 @@ class _Tried:
 
 
 def _kept(ctx: Probing, at_end: bool = False) -> Tensor:
-    """Return `[B, S]` in which two tokens of the last sequence are padding: the last ones; in causal
-    attention, where nobody sees these, the second and third."""
+    """Return `[B, S]` in which two tokens of the last sequence are padding: the last ones; in
+    causal attention, where nobody sees these, the second and third."""
     keep = torch.ones(ctx.x.shape[:2], dtype=torch.bool)
     hole = _is_causal(ctx) and not at_end and "memory" not in ctx.target.takes
     keep[-1, slice(1, 3) if hole else slice(5, None)] = False
@@ -387,14 +388,8 @@ def cross(ctx: Probing) -> Finding | None:
         return None
     if ctx.target.causal and ctx.target.causal_from in ("seen", "named") and not ctx.target.shown:
         return None  # it attends to itself; keys of another length have no order
-    batch, _, width = ctx.x.shape
-    longest = ctx.target.context_length or 11
-    given = (
-        {"allow": torch.ones(ctx.tokens, min(11, longest), dtype=torch.bool)}
-        if "allow" in ctx.target.takes
-        else {}
-    )
-    memory = ctx.exact.input(11, batch, seed=8)
+    batch, memory = len(ctx.x), ctx.exact.input(11, len(ctx.x), seed=8)
+    given = _open(ctx, memory)
     try:
         out = ctx.call(ctx.x, memory=memory, **given)
     except Failed as failure:
@@ -408,17 +403,19 @@ def cross(ctx: Probing) -> Finding | None:
     return found("cross", "own") if _mixes(ctx, memory) else passed("cross")
 
 
+def _open(ctx: Probing, memory: Tensor) -> dict[str, Tensor]:
+    """Return a mask that hides nothing, where the call takes one."""
+    takes = "allow" in ctx.target.takes
+    return {"allow": torch.ones(ctx.tokens, memory.shape[1], dtype=torch.bool)} if takes else {}
+
+
 def _mixes(ctx: Probing, memory: Tensor) -> bool:
     """Return True if outputs depend on x's other tokens, though the keys are another sequence's."""
-    given = (
-        {"allow": torch.ones(ctx.tokens, memory.shape[1], dtype=torch.bool)}
-        if "allow" in ctx.target.takes
-        else {}
-    )
     moved = ctx.x.clone()
     moved[:, 0] += 1.0
     try:
-        out, after = (ctx.call(x, memory=memory, **given) for x in (ctx.x, moved))
+        pair = (ctx.call(x, memory=memory, **_open(ctx, memory)) for x in (ctx.x, moved))
+        out, after = pair
     except Failed:
         return False
     return not ctx.near(after[:, 1:], out[:, 1:])

@@ -10,7 +10,7 @@ import re
 import tomllib
 from importlib.resources import files
 
-_TABLES = tomllib.loads((files(__package__) / "names.toml").read_text("utf-8"))
+_TABLES = tomllib.loads((files("headwise.check") / "names.toml").read_text("utf-8"))
 _BUILD, _CALL = (
     {name: role for role, names in _TABLES[kind].items() for name in names.split()}
     for kind in ("build", "call")

@@ -37,7 +37,7 @@ def _rule(name: str, row: dict[str, Any]) -> CheckRule:
     return CheckRule(name, ways=ways, **texts)
 
 
-_ROWS = tomllib.loads((files(__package__) / "rules.toml").read_text("utf-8"))
+_ROWS = tomllib.loads((files("headwise.check") / "rules.toml").read_text("utf-8"))
 ALL: dict[str, CheckRule] = {name: _rule(name, row) for name, row in _ROWS.items()}
 RULES = {name: rule for name, rule in ALL.items() if rule.evidence in ("probe", "oracle")}
 

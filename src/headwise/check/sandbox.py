@@ -1,8 +1,9 @@
 """Run somebody else's code in a process of its own, with limits on time and memory.
 
-It guards against accidents (a loop without an end, an `exit()`, too much memory), and is no security
-boundary: the code runs with the user's own rights, like any file that is run with Python. It gets none
-of the secrets in the environment, and an empty home of its own.
+It guards against accidents (a loop without an end, an `exit()`, too much memory), and is no
+security
+boundary: the code runs with the user's own rights, like any file that is run with Python. It gets
+none of the secrets in the environment, and an empty home of its own.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Limits:
 class Outcome:
     """What came of a run.
 
-    `code` is the exit status, or the signal's number; `stack` is what was being run when time was over,
-    as `faulthandler` writes it; `printed` is the beginning of what was printed.
+    `code` is the exit status, or the signal's number; `stack` is what was being run when time was
+    over, as `faulthandler` writes it; `printed` is the beginning of what was printed.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -80,8 +81,8 @@ def run(
     """Call a function in a process of its own.
 
     Args:
-        function: `"module:name"`. It is called with `send`, which takes a dict for JSON and makes it a
-            message, and with the arguments.
+        function: `"module:name"`. It is called with `send`, which takes a dict for JSON and makes
+            it a message, and with the arguments.
         report: called now and then with the seconds that it has run.
 
     Raises:
@@ -123,8 +124,8 @@ def _echo(send: Send, text: str) -> None:
 
 
 def _may_fork() -> bool:
-    """Return True if a copy of this process may do the job, which saves another import of torch: the
-    command itself, on Linux, before it has a second thread."""
+    """Return True if a copy of this process may do the job, which saves another import of torch:
+    the command itself, on Linux, before it has a second thread."""
     called = Path(sys.argv[0])
     command = called.name == "headwise" or called.parts[-2:] == ("headwise", "__main__.py")
     alone = sys.platform == "linux" and threading.active_count() == 1
@@ -173,7 +174,8 @@ TOLD = re.compile(
     r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|MODULAR_(HOME|CACHE_DIR|DERIVED_PATH)|HEADWISE_\w+"
 )
 """What the code is told of the environment: where programs and libraries are, the language, what
-settles how numbers are computed, and what torchrun sets. No tokens, no keys, no sockets of agents."""
+settles how numbers are computed, and what torchrun sets. No tokens, no keys, no sockets of
+agents."""
 
 
 def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:

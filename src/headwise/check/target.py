@@ -131,7 +131,8 @@ class Target:
         return f"torch.manual_seed(0); x = torch.randn({shape}, dtype=torch.float64)"
 
     def influence(self, x: Tensor, **given: Any) -> Tensor:
-        """Return `[T, S]`: how strongly output token i depends on input token j; 0 where not at all."""
+        """Return `[T, S]`: how strongly output token i depends on input token j; 0 where not at
+        all."""
         x = x[:1].detach()
         base = self(x, **given).detach()
         found = torch.zeros(base.shape[1], x.shape[1], dtype=torch.float64)

@@ -214,7 +214,8 @@ def registered(ctx: Probing) -> Finding | None:
 
 
 def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield plain lists and dicts that hold modules or parameters which PyTorch does not know of."""
+    """Yield plain lists and dicts that hold modules or parameters which PyTorch does not know
+    of."""
     known = {id(one) for one in (*layer.parameters(), *layer.modules())}
     for path, child in layer.named_modules():
         for name, value in vars(child).items():
@@ -229,8 +230,8 @@ def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 class Elsewhere(TorchFunctionMode):
     """Raise where tensors of two devices meet, on a machine that has only one.
 
-    What the layer and its input hold is there; what a function makes without a device is here; the two
-    do not mix. PyTorch's device `meta` has the same rules, and takes seconds to start.
+    What the layer and its input hold is there; what a function makes without a device is here;
+    the two do not mix. PyTorch's device `meta` has the same rules, and takes seconds to start.
 
     >>> with Elsewhere([x := torch.ones(2)]):
     ...     x + torch.ones(2)

@@ -30,7 +30,8 @@ class Example:
     """The smallest input on which it goes wrong.
 
     `source` is what to type to get the input; `expected` and `actual` are the two outputs
-    `[T, features]` of the first sequence, and `where` names the token and feature that differ first.
+    `[T, features]` of the first sequence, and `where` names the token and feature that differ
+    first.
     """
 
     source: str
@@ -230,9 +231,8 @@ class Verdict:
         found, others = self.findings, [one for one in self.results if one not in self.findings]
         parts = [f"<p><b>{html.escape(self.summary())}</b></p>", _html_rows(found)]
         if others:
-            parts.append(
-                f"<details><summary>{len(others)} other rules</summary>{_html_rows(others)}</details>"
-            )
+            folded = f"<summary>{len(others)} other rules</summary>{_html_rows(others)}"
+            parts.append(f"<details>{folded}</details>")
         notes = html.escape(" · ".join(self.notes))
         return "".join([*parts, f"<p>Observed: {notes}</p>" if notes else ""])
 

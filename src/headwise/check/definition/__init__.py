@@ -59,9 +59,9 @@ def run(target: Target) -> list[Finding]:
 def _shared_heads(layer: nn.Module) -> list[Finding]:
     """Find heads that are one and the same module."""
     for path, child in layer.named_modules():
-        if isinstance(child, nn.ModuleList) and len(child) > len({id(one) for one in child}) > 0:
-            if any(True for _ in child.parameters()):
-                return [found("shared-heads", "one", name=path)]
+        single = isinstance(child, nn.ModuleList) and len({*map(id, child)}) < len(child)
+        if single and any(True for _ in child.parameters()):
+            return [found("shared-heads", "one", name=path)]
     return []
 
 
@@ -191,8 +191,8 @@ def _finding(
 
 
 def _example(case: Case, target: Target, base: Variant, large: bool = False) -> Example | None:
-    """Return three tokens: what it gives, and what the textbook gives from the same weights; with the
-    layer's own weights where the mistake shows with them, else with random ones."""
+    """Return three tokens: what it gives, and what the textbook gives from the same weights; with
+    the layer's own weights where the mistake shows with them, else with random ones."""
     shows = FITS_LARGE if large else 10 * FITS
     for own, times in product((True, False), (10.0, 100.0, 1e3, 1e4) if large else (1.0,)):
         trial = target.double() if own else case.target

@@ -14,7 +14,7 @@ from .projections import LONG, Matrix, Projections
 from .variants import Variant
 
 GROUPS: list[dict[str, Any]] = tomllib.loads(
-    (files(__package__) / "faults.toml").read_text("utf-8")
+    (files("headwise.check.definition") / "faults.toml").read_text("utf-8")
 )["group"]
 Row = Sequence[Any]  # the value of the group's field, then words for its message and hint
 FAR_ENOUGH = 1e4

@@ -1,7 +1,8 @@
 """The search for the variant that gives a target's output: the textbook's, else a mistaken one.
 
 A target gets random weights, is read, and is called on a few inputs. What variants make of the same
-weights is compared with that; the first mistakes, one or two, that give exactly its output are named.
+weights is compared with that; the first mistakes, one or two, that give exactly its output are
+named.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .variants import (
 )
 
 FITS = 1e-4
-"""Largest share of the output by which a rebuilt one may differ: rounding in float32 inside a module
-stays far below, and every mistake moves some number by more than this."""
+"""Largest share of the output by which a rebuilt one may differ: rounding in float32 inside a
+module stays far below, and every mistake moves some number by more than this."""
 FITS_LARGE = 0.05
 """The same where scores are so large that float32 leaves them four digits."""
 SPREADS = (30.0, 75.0, 150.0, 300.0, 750.0, 1.5e3, 3e3, 7.5e3, 1.5e4, 3e4)
@@ -58,8 +59,8 @@ SCALING = re.compile(r"scal|multiplier|alpha|temperature|factor")
 
 @dataclass
 class Case:
-    """A target with random weights, its reading, and what it gives for a few inputs; what was made of
-    these is remembered."""
+    """A target with random weights, its reading, and what it gives for a few inputs; what was
+    made of these is remembered."""
 
     target: Target
     reading: Projections
