@@ -257,7 +257,8 @@ def plain_call(layer: nn.Module, label: str) -> PlainCall:
     names = list(parameters)
     if not names:
         if found:  # def forward(self, *args)
-            return PlainCall({"x": inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY)}, {"x": ""}, ("x",), None)
+            x = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY)
+            return PlainCall({"x": x}, {"x": ""}, ("x",), None)
         raise Unsaid(f"check({label}): its forward takes nothing; " + show(layer, label, [], []))
     first = [roles[name] for name in names[:3]]
     inputs, memory = (names[0],), None

@@ -87,7 +87,10 @@ def judged(target: Target) -> Verdict:
         results.append(one)
         if rule in STOPS and one.severity == "error" and not stopped:
             stopped = rule
-    named = [] if stopped in ("shape", "finite") else definition.run(target)
+    wrong = any(
+        "definition" in RULES[one.rule].explains for one in results if one.severity == "error"
+    )
+    named = [] if stopped in ("shape", "finite") else definition.run(target, twice=not wrong)
     return Verdict(
         target.name, tuple(_joined(target, named, results)), tuple(dict.fromkeys(target.observed))
     )

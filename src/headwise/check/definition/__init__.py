@@ -45,13 +45,17 @@ UNSCALED = re.compile(r"gpt_?neo(?!_?x)|t5")
 """Names of designs that leave the scale to the initial weights (GPT-Neo, T5)."""
 
 
-def run(target: Target) -> list[Finding]:
-    """Return named mistakes, or that the output is what the definition gives."""
+def run(target: Target, twice: bool = True) -> list[Finding]:
+    """Return named mistakes, or that the output is what the definition gives.
+
+    Args:
+        twice: whether two mistakes at once are looked for, which takes longer.
+    """
     shared = _shared_heads(target.layer)
     try:
         with torch.no_grad():
             case = case_of(target)
-            return [*shared, *_compared(case, target)]
+            return [*shared, *_compared(case, target, twice)]
     except Unreadable as reason:
         return [*shared, _unread(str(reason))]
 
@@ -65,7 +69,7 @@ def _shared_heads(layer: nn.Module) -> list[Finding]:
     return []
 
 
-def _compared(case: Case, target: Target) -> list[Finding]:
+def _compared(case: Case, target: Target, twice: bool) -> list[Finding]:
     bases = list(textbook(target, case.reading))
     right = next((base for base in bases if case.fits(base)), None)
     if right is None and "heads" not in target.roles:
@@ -76,7 +80,7 @@ def _compared(case: Case, target: Target) -> list[Finding]:
         leaks = [] if leak is None else [_finding(case, target, right, leak, large=True)]
         return [_passed(case.reading, right), *leaks, *_other_weights(case, right)]
     sure = target.causal_from not in ("seen", "unknown")
-    mistaken = named(case, bases, sure, twice=not _reasons(case, target))
+    mistaken = named(case, bases, sure, twice and not _reasons(case, target))
     if mistaken is None:
         return [_unexplained(case, target, bases[0])]
     base, faults = mistaken
