@@ -125,8 +125,8 @@ def told(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Return what is meant by an error: the attribute of a module that is nearest to a misspelled one,
-    or that code for NumPy was given tensors."""
+    """Return what an error means: the attribute of a module that is nearest to a misspelled one, or
+    that code for NumPy was given tensors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [one for one in frames if is_users(one.f_code.co_filename)]
     if isinstance(error, TypeError) and users:
