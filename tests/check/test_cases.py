@@ -1,5 +1,4 @@
-"""Layers with a mistake, and right ones, that the checker's authors had not seen, and what it must say
-of them."""
+"""Layers that the checker's authors had not seen, wrong and right, and what it must say of them."""
 
 from __future__ import annotations
 
