@@ -79,7 +79,8 @@ class Form:
             return Causal() if bool((mask == causal).all()) else Dense(mask[:, None])
         given = (SHAPES | KEYS)[self.shape](mask)
         if self.kind == "added":
-            return torch.zeros(given.shape, dtype=dtype).masked_fill(~given, self.fill)
+            zeros = torch.zeros(given.shape, dtype=dtype, device=given.device)
+            return zeros.masked_fill(~given, self.fill)
         given = ~given if self.kind in ("hidden", "zeros") else given
         return (given if self.kind in ("may", "hidden") else given.to(dtype)).contiguous()
 
@@ -133,7 +134,7 @@ class PlainCall:
             if name in values or not required(self.parameters[name]):
                 continue
             if role == "lengths":
-                values[name] = torch.full((len(x),), keys.shape[1])
+                values[name] = torch.full((len(x),), keys.shape[1], device=x.device)
             elif role in ("tokens", "batch"):
                 values[name] = x.shape[1] if role == "tokens" else len(x)
             elif role in NEUTRAL:

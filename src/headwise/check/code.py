@@ -127,12 +127,18 @@ def told(error: BaseException) -> str:
 
 
 def _meant(error: BaseException) -> str:
-    """Return the attribute of a module that is nearest to a misspelled one."""
+    """Return what an error means: the attribute of a module that is nearest to a misspelled one, or
+    that code for NumPy was given tensors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [one for one in frames if is_users(one.f_code.co_filename)]
+    if isinstance(error, TypeError) and users:
+        names = {getattr(one, "__name__", "") for one in users[-1].f_globals.values()}
+        if "numpy" in names and "torch" not in names:
+            return "; this is code for NumPy, and the check gives tensors of PyTorch"
     name = getattr(error, "name", None) or ""
     found = re.search(r"has no attribute '(\w+)'", str(error))
     owner = getattr(error, "obj", None)
     if isinstance(error, AttributeError) and owner is None and found:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         owner, name = frames[-1].f_locals.get("self"), found[1]
     known = dir(owner) if isinstance(owner, nn.Module) and "_modules" in vars(owner) else ()
     near = difflib.get_close_matches(name, known, n=1) if name else []

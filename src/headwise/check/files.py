@@ -257,6 +257,8 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     except MemoryError:
         raise
     except BaseException as error:
+        if NO_MEMORY.search(str(error)):
+            raise MemoryError from error
         raise Broken(_failed_import(error)) from None
     warnings.resetwarnings()
     torch.set_default_dtype(torch.float32)

