@@ -296,7 +296,9 @@ def move(ctx: Probing) -> Finding | None:
 
 
 def _passes_mask(target: Target) -> bool:
-    return target.causal and target.causal_from == "mask" and "allow" in target.takes
+    return (
+        target.causal and target.causal_from == "mask" and bool(target.takes & {"allow", "causal"})
+    )
 
 
 def _plain_tensors(layer: nn.Module) -> Iterator[str]:
