@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-collect_ignore_glob = ["check/authors/*"]  # which are checked, and not imported
+collect_ignore_glob = ["check/authors/*", "check/cases/*"]  # which are checked, and not imported
 
 settings.register_profile(
     "headwise",
@@ -75,16 +75,17 @@ def unchecked() -> Iterator[None]:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker runs files in forks of a process that has PyTorch, not in new Pythons."""
     import fresh
-    from headwise.check.files import sandbox
+    from headwise.check import sandbox
 
     fresh.ready()
-    monkeypatch.setattr(sandbox.subprocess, "Popen", fresh.Keeper)
+    monkeypatch.setattr(sandbox, "_started", fresh.sandboxed)
+    monkeypatch.setattr(sandbox, "os", fresh.System(sandbox.os))
 
 
 @pytest.fixture
 def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a checked file's import leaves behind is taken back; libraries that it brought stay."""
-    from headwise.check.target.errors import is_users
+    from headwise.check.code import is_users
 
     known = set(sys.modules)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -7,8 +7,6 @@ an import itself, or of variables that one reads, needs a new Python still.
 
 from __future__ import annotations
 
-import io
-import json
 import multiprocessing
 import os
 import signal
@@ -16,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 LOADED = ["headwise.check.steps", "headwise.cli", "torch._dynamo"]
 SERVER = multiprocessing.get_context("forkserver")
@@ -85,48 +83,45 @@ def _code(folder: str, here: str, code: str, arguments: tuple[str, ...]) -> None
     os._exit(status)
 
 
-class Keeper:
-    """Stands where the checker's sandbox starts `keeper.py` in a new Python: it runs in a fork."""
-
-    def __init__(
-        self, command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object
-    ) -> None:
-        assert command[-1].endswith("keeper.py")
-        self.stdin = Job(lambda job: self._start(job, str(stdout.name), dict(env)))
-
-    def _start(self, *given: object) -> None:
-        self._process = started(_keep, os.getcwd(), *given)
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
+SANDBOXED: dict[int, Any] = {}
 
 
-class Job(io.BytesIO):
-    """A pipe whose reader is started when all has been written."""
+def sandboxed(job: dict[str, Any]) -> int:
+    """Do a job of the checker's sandbox in a fork; return its number."""
+    from headwise.check.sandbox import environment
 
-    def __init__(self, start: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._start = start
-
-    def close(self) -> None:
-        if not self.closed:
-            self._start(self.getvalue())
-        super().close()
+    told = environment(os.environ, Path(job["box"], "home"))
+    process = started(_work, os.getcwd(), job, told)
+    SANDBOXED[process.pid] = process
+    return process.pid
 
 
-def _keep(here: str, job: bytes, printed: str, env: dict[str, str]) -> None:
-    from headwise.check.files import keeper
+class System:
+    """The module `os` as the sandbox sees it: it can wait for the server's children, too."""
+
+    def __init__(self, system: ModuleType) -> None:
+        self._system = system
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._system, name)
+
+    def waitpid(self, pid: int, options: int) -> tuple[int, int]:
+        process = SANDBOXED[pid]
+        process.join(0 if options else None)
+        code = process.exitcode
+        if code is None:
+            return 0, 0
+        return pid, -code if code < 0 else code << 8
+
+
+def _work(here: str, job: dict[str, Any], told: dict[str, str]) -> None:
+    from headwise.check.sandbox import work
 
     os.setsid()
     os.chdir(here)
     os.closerange(3, 256)
-    _print_to(printed, printed)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update(told)
     tempfile.tempdir = None
-    sys.stdin = io.StringIO(json.dumps(json.loads(job) | {"parent": os.getppid()}))
-    keeper.keep()
-    os._exit(0)
+    work(job)

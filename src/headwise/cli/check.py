@@ -17,12 +17,11 @@ from rich.console import Console
 from .terminal import read_or_not
 
 if TYPE_CHECKING:
-    from ..check.files import Report
-    from ..check.files.sandbox import Limits
-    from ..check.findings.verdict import Verdict
+    from ..check.sandbox import Limits, Report
+    from ..check.verdict import Verdict
 
 USUAL = "attention.py:MyAttention"
-OPTIONS = ("step", "new", "explain", "timeout", "memory", "json")
+OPTIONS = ("step", "new", "explain", "timeout", "memory", "json", "all")
 
 
 @read_or_not()
@@ -51,7 +50,11 @@ def check(
     ] = None,
     call: Annotated[
         str | None,
-        typer.Option(metavar="LAMBDA", help='How it is called: "lambda layer, x: layer(x, …)".'),
+        typer.Option(
+            metavar="LAMBDA",
+            help='One call: "lambda layer, x, keep: layer(x, mask=keep)"; what it names of memory, '
+            "keep, allow, start and past is tested.",
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds the file may take. [default: 60]")
@@ -59,21 +62,27 @@ def check(
     memory: Annotated[
         float | None, typer.Option(help="GiB of memory the file may take. [default: 4]")
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every rule, and the inputs that show a mistake.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the verdict as one JSON object.")
     ] = False,
 ) -> int:
-    """Say what is wrong with an attention that you wrote, where it shows, and what to change.
+    """Check an attention layer that you wrote: say what is wrong, where, and what to change.
 
-    The file is run in a process of its own. 0: right, or right as far as
-    seen; 1: not right; 2: what was asked for makes no sense, or its call has to be shown.
+    The file runs in a process of its own, with limits on time and memory. Exit code 0: no mistakes
+    found; 1: a mistake; 2: bad input, or one call has to be shown.
 
     Example: `headwise check attention.py:MultiHeadAttention --d_in 24 --num_heads 3`
     """
     from ..check.files import check_file  # other commands start sooner without these
-    from ..check.files.sandbox import Limits
-    from ..check.findings.rules import ALL, lesson
-    from ..check.steps import STEPS, check_step, usual_limits, write_template
+    from ..check.rules import ALL
+    from ..check.rules import explain as lesson
+    from ..check.sandbox import Limits
+
+    if step is not None or new is not None:
+        from ..check.steps import STEPS, check_step, usual_limits, write_template
 
     asked = [
         f"--{name}"
@@ -120,8 +129,11 @@ def check(
             try:
                 verdict = check_file(target, given, limited(Limits()), report, call)
             except ValueError as error:
+                if "\n" in str(error):  # a question, with the lambda to copy
+                    print(f"headwise: {error}", file=sys.stderr)
+                    return 2
                 raise ValueError(f"{error}{_step_of(target)}") from None
-    show(verdict, as_json)
+    show(verdict, as_json, every)
     return 0 if verdict.passed else 1
 
 
@@ -130,7 +142,7 @@ def choices(option: str) -> list[str]:
     value that it may have; nothing of another option."""
     if option not in ("--step", "--new", "--explain"):
         return []
-    from ..check.findings.rules import ALL
+    from ..check.rules import ALL
     from ..check.steps import STEPS, summary
 
     use, rows = "head-split", {name: rule.says for name, rule in ALL.items()}
@@ -193,18 +205,20 @@ def parsed(
     return files[0], given
 
 
-def show(verdict: Verdict, as_json: bool) -> None:
-    """Print it: for programs, for a terminal, or as plain lines."""
+def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
+    """Print a verdict: for programs, in colour on a terminal, or as plain lines."""
     if as_json:
         print(verdict.to_json())
         return
     if sys.stdout.isatty():
-        Console().print(verdict, soft_wrap=True)
+        from ..check.verdict import coloured
+
+        lines = coloured(verdict.lines(every), "red" if verdict.errors else "green")
+        Console().print(lines, soft_wrap=True)
     else:
-        print(str(verdict).rstrip())
-    rules = list(dict.fromkeys(one.rule for one in verdict.findings))
-    if rules:
-        print(f"\nWhy? headwise check --explain {rules[0]}")
+        print("\n".join(verdict.lines(every)).rstrip())
+    if verdict.findings:
+        print(f"\nWhy? headwise check --explain {verdict.findings[0].rule}")
 
 
 @contextmanager

@@ -1,0 +1,205 @@
+"""List the mistakes that can be made with somebody's projections: the rows of `faults.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import permutations
+from typing import Any
+
+from ..verdict import Severity
+from .projections import LONG, Matrix, Projections
+from .variants import Variant
+
+GROUPS: list[dict[str, Any]] = tomllib.loads(
+    (files("headwise.check.definition") / "faults.toml").read_text("utf-8")
+)["group"]
+Row = Sequence[Any]  # the value of the group's field, then words for its message and hint
+FAR_ENOUGH = 1e4
+"""A fill as low as minus this is unwise and no mistake: published models have it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One known mistake: what it changes in a variant, and what to say of it."""
+
+    rule: str
+    change: dict[str, Any]
+    message: str
+    hint: str
+    severity: Severity = "error"
+
+    def on(self, variant: Variant) -> Variant:
+        """The variant with this mistake in it."""
+        changed = variant.but(**self.change)
+        if "fill" in self.change and changed.mask == "none":
+            changed = changed.but(mask="causal")
+        return changed
+
+    @property
+    def odd_one(self) -> int:
+        """Which of queries, keys and values alone it is about; 0 where it is about all."""
+        for value in self.change.values():
+            if isinstance(value, list | tuple) and len(value) == 3 and len(set(value)) == 2:
+                return next(n for n in range(3) if value.count(value[n]) == 1)
+        return 0
+
+    def adds_to(self, other: Fault) -> bool:
+        """Whether both can be made at once."""
+        return not set(self.change) & set(other.change)
+
+
+def faults(reading: Projections, base: Variant, sure: bool = True) -> Iterator[Fault]:
+    """Give all mistakes that can be made with these projections, the likeliest first.
+
+    Args:
+        sure: whether it is known that the base's mask, or none, is the right one.
+    """
+    heads, groups, apart = reading.num_heads, reading.num_kv_heads, len(reading.sources) > 1
+    can_be = {
+        "": True,
+        "causal": sure and base.mask == "causal",
+        "open": sure and base.mask != "causal",
+        "several heads": heads > 1,
+        "several keys": groups > 1,
+        "grouped": 1 < groups < heads and base.share == "repeat",
+        "named": reading.named,
+        "apart": reading.named and apart,  # fused, a permutation is another order of packing
+        "fused": reading.named and not apart,
+        "projected": reading.out is not None,
+        "rotary": base.rope is not None,
+    }
+    for group in GROUPS:
+        if can_be[group.get("when", "")]:
+            rows = EACH[group["each"]](reading) if "each" in group else group["rows"]
+            yield from _filled(group, rows, reading)
+    if base.slopes:
+        yield Fault(
+            "positions",
+            {"slopes": tuple(-one for one in base.slopes)},
+            "Slope times distance is added to the scores: the farther a key, the more it weighs.",
+            "Subtract it: `scores - slopes[:, None, None] * distance`.",
+        )
+
+
+def fill_of(reading: Projections, fill: float, scale: float) -> Fault:
+    """Give the mistake of hidden scores that are set to minus this number after the scaling: what
+    was filled in, then or before it, is the rounder of two numbers.
+    """
+    group = next(group for group in GROUPS if group.get("each") == "finite fills")
+    off = {number: abs(float(f"{number:.2g}") / number - 1) for number in (fill, fill / scale)}
+    said = min(off, key=lambda number: off[number])
+    said = f"−{float(f'{said:.2g}'):.10g}" if off[said] < 1e-3 else f"about −{fill:.4g}"
+    (row,) = _filled(group, [(repr(-fill), said)], reading)
+    unwise = fill > 0.99 * FAR_ENOUGH * min(1.0, scale)
+    return replace(row, severity="warning") if unwise else row
+
+
+def words_of(reading: Projections, tokens: int) -> dict[str, str | int]:
+    """Give what the names in braces stand for."""
+    return {
+        **{part: reading.name(part) for part in "qkvo"},
+        "E": reading.embed_dim,
+        "H": reading.num_heads,
+        "G": reading.num_kv_heads,
+        "R": reading.num_heads // reading.num_kv_heads,
+        "D": reading.head_dim,
+        "Dv": reading.value_dim,
+        "W": reading.num_heads * reading.head_dim,
+        "T": tokens,
+    }
+
+
+def _filled(group: dict[str, Any], rows: Iterable[Row], reading: Projections) -> Iterator[Fault]:
+    lenient = group["field"] == "packing" and not _is_strict(reading)
+    severity: Severity = "warning" if lenient else "error"
+    for value, *words in rows:
+        texts = [group["message"], group["hint"]]
+        for place, word in enumerate(words):
+            texts = [text.replace(f"{{{place}}}", word) for text in texts]
+        change = value if isinstance(value, dict) else {group["field"]: value}
+        change = {name: tuple(v) if isinstance(v, list) else v for name, v in change.items()}
+        yield Fault(group["rule"], change, texts[0], texts[1], severity)
+
+
+# --- rows that depend on the projections ----------------------------------------------------------
+
+
+def _fills(scale: float) -> Iterator[Row]:
+    for number in (1, 10, 100, 1000, 10000, 100000):
+        for value in dict.fromkeys((-float(number), -number * scale)):
+            yield repr(value), f"−{number}"
+
+
+def _added(reading: Projections) -> Iterator[Row]:
+    for value in dict.fromkeys((1.0, reading.head_dim**-0.5)):
+        yield (f"added {value!r}",)
+
+
+def _packed(reading: Projections) -> Matrix | None:
+    return next((source for source in reading.sources if len(source.parts) > 1), None)
+
+
+def _is_strict(reading: Projections) -> bool:
+    """Whether a name says that weights from elsewhere go in, one part after the other."""
+    packed = _packed(reading)
+    if packed is None or not packed.named or reading.packing != "p n d":
+        return False
+    return packed.name.split(".")[-1] in ("c_attn", "in_proj_weight")
+
+
+def _listed(parts: str) -> str:
+    return ", then ".join(LONG[part] for part in parts)
+
+
+def _orders(reading: Projections) -> Iterator[Row]:
+    packed = _packed(reading)
+    if packed is None or not packed.named:
+        return
+    for order in map("".join, permutations(packed.parts)):
+        if order != packed.parts:
+            also = " (or queries and keys are swapped in the scores)" if order == "kqv" else ""
+            letters = ", ".join(packed.parts)
+            yield order, _listed(order) + also, letters, packed.name, _listed(packed.parts)
+
+
+def _packings(reading: Projections) -> Iterator[Row]:
+    packed = _packed(reading)
+    if packed is None:
+        return
+    group = next(group for group in GROUPS if group.get("each") == "packings")
+    ways = dict(group["rows"])
+    for packing, way in ways.items():
+        if packing != reading.packing:
+            said, count = _listed(packed.parts), str(len(packed.parts))
+            yield packing, way, ways[reading.packing], packed.name, said, count
+
+
+def _of(chosen: Iterable[Matrix], joined: str) -> Iterator[Row]:
+    """Rows of some matrices: each alone, all of them, and all but the output projection."""
+    chosen = list(chosen)
+    inner = [one for one in chosen if one.parts != "o"]
+    several = [some for some in ([chosen] if inner == chosen else [chosen, inner]) if len(some) > 1]
+    for some in (*([one] for one in chosen), *several):
+        yield "".join(one.parts for one in some), joined.join(one.name for one in some)
+
+
+def _square_weights(reading: Projections) -> Iterator[Row]:
+    square = (one for one in reading.matrices if one.weight.shape[0] == one.weight.shape[1])
+    return _of(square, " and ")
+
+
+def _biases(reading: Projections) -> Iterator[Row]:
+    return _of((one for one in reading.matrices if one.bias is not None), ", ")
+
+
+EACH: dict[str, Callable[[Projections], Iterable[Row]]] = {
+    "finite fills": lambda reading: _fills(reading.head_dim**-0.5),
+    "added masks": _added,
+    "orders": _orders,
+    "packings": _packings,
+    "square weights": _square_weights,
+    "biases": _biases,
+}

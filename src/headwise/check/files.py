@@ -1,0 +1,347 @@
+"""`headwise check FILE.py`: load the file in a process of its own, choose what to check, and
+check it.
+
+What happens to the file itself (it cannot be imported, runs on without an end, leaves) becomes a
+finding like any other, of the rules `file-…`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import importlib.util
+import inspect
+import re
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import check
+from .build import Broken
+from .code import told
+from .rules import found
+from .sandbox import Limits, Outcome, Report, Send, run
+from .verdict import Finding, Verdict
+
+ATTENTION = re.compile(r"attention|attn|mha|gqa|mqa|multi_?head", re.IGNORECASE)
+MARKS = (".git", "pyproject.toml")
+"""What lies in the uppermost folder of a repository."""
+IMPORTING, CHECKING = "while it was imported", "while it was checked"
+NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
+
+
+def check_file(
+    target: str,
+    arguments: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    report: Report = lambda seconds: None,
+    call: str | None = None,
+) -> Verdict:
+    """Check the attention in a file.
+
+    Args:
+        target: `FILE.py`, or `FILE.py:Name` where it holds several.
+        arguments: those of the constructor and of `check`, as typed: `{"num_heads": "3"}`.
+            Expressions such as `"nn.GELU"` or `"Config(d_model=24)"` may use `torch` and the
+        names of the file.
+        call: how it is called, as typed: `"lambda layer, x, keep: layer(x, keep)"`.
+
+    Raises:
+        ValueError: no such file; no, or more than one, attention in it; something must be given.
+    """
+    path, name = split_target(target)
+    job = {"file": str(path), "name": name, "call": call, "arguments": dict(arguments or {})}
+    done = run(f"{__name__}:_child", job, limits, report=report)
+    return judged(done, path, limits or Limits())
+
+
+def split_target(target: str) -> tuple[Path, str | None]:
+    """Split `file.py:Name` into its two parts.
+
+    Raises:
+        ValueError: there is no such Python file.
+    """
+    matched = re.fullmatch(r"(.+?\.py)(?::([^\W\d][\w.]*))?", target)
+    path = Path(matched[1] if matched else target)
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a Python file in it")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    if not matched:
+        raise ValueError(
+            f"{target}: give a Python file, or one and a name in it, as in attention.py:MyAttention"
+        )
+    return path.resolve(), matched[2]
+
+
+# --- the parent's side ----------------------------------------------------------------------------
+
+
+def judged(done: Outcome, path: Path, limits: Limits) -> Verdict:
+    """Return what the child sent, and how it ended, as one verdict.
+
+    Raises:
+        ValueError: the child refused, with its words.
+    """
+    subject, phase = path.name, IMPORTING
+    results, notes = list[Finding](), list[str]()
+    for message in done.messages:
+        if "refused" in message:
+            raise ValueError(message["refused"])
+        subject, phase = message.get("subject", subject), message.get("phase", phase)
+        if "verdict" in message:
+            verdict = Verdict.from_json(message["verdict"])
+            results += verdict.results
+            notes += verdict.notes
+    if done.ended != "done":
+        results.insert(0, _ending(done, path, phase, limits))
+        if done.printed.strip():
+            notes += ["it printed: " + " | ".join(done.printed.strip().splitlines()[:6])[:300]]
+    return Verdict(subject, tuple(results), tuple(notes))
+
+
+def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
+    """Return the finding on a file that did not come to its end."""
+    rule = "file-crash" if done.ended == "signal" else f"file-{done.ended}"
+    known = done.ended == "signal" and done.code in set(signal.Signals)
+    code = signal.Signals(done.code).name if known else f"exit code {done.code}"
+    return found(rule, "over", phase=phase, code=code, line=_at(done.stack, path), **vars(limits))
+
+
+def _at(stack: str, path: Path) -> str:
+    """Return the innermost line of the file that was being run, quoted."""
+    shown = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+    place = re.search(rf'File "{re.escape(shown)}", line (\d+)', stack)
+    if place is None:
+        return ""
+    lines = path.read_text("utf-8", "replace").splitlines()
+    return f", at line {place[1]}: `{lines[int(place[1]) - 1].strip()}`"
+
+
+# --- the child's side -----------------------------------------------------------------------------
+
+
+def _child(
+    send: Send, file: str, name: str | None, arguments: Mapping[str, str], call: str | None
+) -> None:
+    def checked(path: Path) -> None:
+        module = load(path)
+        thing = chosen(module, path, name)
+        label = name or getattr(thing, "__name__", type(thing).__name__)
+        send({"phase": CHECKING, "subject": f"{path.name}:{label}"})
+        own = {key: _valued(key, text, module) for key, text in arguments.items()}
+        if call is not None:
+            own["call"] = _evaluated("--call", call, module)
+            if not callable(own["call"]):
+                raise ValueError(
+                    f'--call {call!r}: is no function; as in --call "lambda layer, x: layer(x)"'
+                )
+        verdict = check(thing, **own)
+        send({"verdict": verdict.to_json(), "subject": verdict.subject})
+
+    telling(send, Path(file), checked)
+
+
+def telling(send: Send, path: Path, checked: Any) -> None:
+    """Call `checked(path)`, and send what ends it as a finding."""
+    try:
+        checked(path)
+    except Broken as broken:
+        send(alone(broken.finding))
+    except ValueError as error:
+        send({"refused": f"{path.name}: {error}"})
+    except (MemoryError, SystemExit):
+        raise
+    except BaseException as error:
+        if NO_MEMORY.search(str(error)):
+            raise MemoryError from error
+        send(alone(found("file-call", "ours", error=told(error))))
+
+
+def alone(*findings: Finding) -> dict[str, Any]:
+    """Return a message of findings without a verdict."""
+    return {"verdict": Verdict("", findings).to_json()}
+
+
+def literal(text: str) -> Any:
+    """Return what somebody typed as a value: a Python literal, yes or no, or the text.
+
+    >>> literal("24"), literal("true"), literal("(2, 3)"), literal("relu")
+    (24, True, (2, 3), 'relu')
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _valued(name: str, text: str, module: ModuleType) -> Any:
+    """Return what somebody typed for an argument: an expression where it calls something or begins
+    with a name of the file's, else a literal or a word.
+
+    Raises:
+        ValueError: the expression fails.
+    """
+    value = literal(text)
+    first = re.match(r"([A-Za-z_]\w*)[.(]", text)
+    if not isinstance(value, str) or first is None:
+        return value
+    known = first[1] in {"torch", "nn", *vars(module)}
+    return _evaluated(f"--{name}", text, module) if known or "(" in text else value
+
+
+def _evaluated(option: str, text: str, module: ModuleType) -> Any:
+    try:
+        return eval(text, {"torch": torch, "nn": nn, **vars(module), "__builtins__": builtins})
+    except Exception as error:
+        raise ValueError(f"{option} {text!r}: {type(error).__name__}: {error}") from error
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load(path: Path, code: CodeType | None = None) -> ModuleType:
+    """Import a file as if it were run from its own folder; inside a package, as a part of it.
+    What it imports is also looked for in its repository, and in `src` there.
+
+    Args:
+        code: is run for the file's own text, where it is given.
+
+    Raises:
+        Broken: it is no Python, or importing it fails.
+    """
+    try:
+        compile(path.read_bytes().decode("utf-8-sig"), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        said = f"{error.msg}: `{(error.text or '').strip()}`"
+        raise Broken(found("file-syntax", "line", number=error.lineno, error=said)) from None
+    except (ValueError, RecursionError) as error:
+        raise Broken(found("file-syntax", "text", error=error)) from None
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").exists():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    root = next(
+        (one for one in path.parents if any((one / mark).exists() for mark in MARKS)), folder
+    )
+    sys.path[:0] = list(
+        dict.fromkeys(str(one) for one in (folder, path.parent, root, root / "src") if one.is_dir())
+    )
+    try:
+        if "." in name:
+            importlib.import_module(name.rpartition(".")[0])
+        known = sys.modules.get(name)
+        if code is None and known is not None and _is_file(known, path):
+            return known
+        if known is not None:  # a file with the name of something else, such as math.py
+            name = f"_checked_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        exec(code, vars(module)) if code is not None else spec.loader.exec_module(module)
+    except SystemExit:
+        raise Broken(found("file-exit", "over", phase=IMPORTING, line="")) from None
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if NO_MEMORY.search(str(error)):
+            raise MemoryError from error
+        raise Broken(_failed_import(error)) from None
+    warnings.resetwarnings()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
+    return module
+
+
+def _is_file(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).exists() and Path(file).samefile(path)
+
+
+def _failed_import(error: BaseException) -> Finding:
+    name, way = getattr(error, "name", None) or "", "fails"
+    if isinstance(error, ModuleNotFoundError) and name:
+        way = "module"
+        if re.match(r"(step|solution)", name):
+            name, way = name.replace(".", "/"), "step"
+        elif name in ("max.nn.module_v3", "max.experimental.nn"):
+            way = "max"
+    elif isinstance(error, NameError) and name:
+        way = "name"
+    return found("file-import", way, error=told(error), name=name, python=sys.executable)
+
+
+def chosen(module: ModuleType, path: Path, name: str | None) -> Any:
+    """Return what is to be checked: the name that was given, or the one attention of the file.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    there = candidates(module)
+    if name is not None:
+        try:
+            return attrgetter(name)(module)
+        except AttributeError:
+            others = ", ".join(there) or "no class or function that fits"
+            raise ValueError(f"there is no {name} in it; it has {others}") from None
+    named = [each for each in there if ATTENTION.search(each)] or there
+    text = {each: _source(getattr(module, each)) for each in named}
+    # The wrapper rather than its heads.
+    outer = [
+        each
+        for each in named
+        if not any(re.search(rf"\b{each}\b", text[one]) for one in named if one != each)
+    ] or named
+    if len(outer) == 1:
+        return getattr(module, outer[0])
+    if not outer:
+        raise ValueError(
+            "no attention found in it: define a class that is an nn.Module, or a function of "
+            f"(q, k, v), and name it: headwise check {path.name}:MyAttention"
+        )
+    raise ValueError(
+        f"it has {', '.join(outer)}; name the one to check: headwise check {path.name}:{outer[-1]}"
+    )
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return ""
+
+
+def candidates(module: ModuleType) -> list[str]:
+    """Return the modules and the functions of (q, k, v) that a file itself defines, in its
+    order."""
+    return [
+        name
+        for name, one in vars(module).items()
+        if getattr(one, "__module__", None) == module.__name__
+        and getattr(one, "__name__", None) == name
+        and _fits(one)
+    ]
+
+
+def _fits(thing: Any) -> bool:
+    if inspect.isfunction(thing):
+        first = list(inspect.signature(thing).parameters)[:3]
+        return [name[:1].lower() for name in first] == ["q", "k", "v"]
+    return inspect.isclass(thing) and issubclass(thing, nn.Module)
+
+
+__all__ = ["CHECKING", "IMPORTING", "check_file", "judged", "load", "split_target", "traceback"]

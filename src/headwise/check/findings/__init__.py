@@ -1,1 +1,0 @@
-"""Rules, verdicts, and which finding follows from which."""

@@ -1,0 +1,185 @@
+"""Run the probes and the definition, and make one list of what they found.
+
+The mistake that is named comes first. What follows from it is no finding of its own, and advice
+waits until nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from . import behavior, caches, definition, masks, use
+from .code import class_sources, lines_in
+from .probing import Failed, Probe, Probing
+from .rules import RULES, found, passed, skipped
+from .target import Target, Unsaid
+from .verdict import Finding, Verdict
+
+FIRST: dict[str, Probe] = {
+    "registered": use.registered,
+    "runs": use.runs,
+    "finite": behavior.finite,
+    "deterministic": use.deterministic,
+    "shape": behavior.shape,
+}
+"""Where one of the last three fails, numbers are not compared any more."""
+STOPS = ("finite", "deterministic", "shape")
+NUMBERS: dict[str, Probe] = {
+    "causality": behavior.causality,
+    "past-used": behavior.past_used,
+    "prefix": behavior.prefix,
+    "batch": behavior.batch,
+    "equal-tokens": behavior.equal_tokens,
+    "one-token": behavior.one_token,
+    "order": behavior.order,
+    "weights": behavior.weights,
+    "rotary": masks.rotary,
+    "cross": masks.cross,
+    "padding": masks.padding,
+    "cache": caches.cache,
+    "gradients": use.gradients,
+    "large-inputs": behavior.large_inputs,
+    "input-kept": use.input_kept,
+    "contiguous": use.contiguous,
+    "dropout-in-eval": use.dropout_in_eval,
+    "dropout": use.dropout,
+    "train-eval": use.train_eval,
+    "reload": use.reload,
+    "move": use.move,
+    "context": use.context,
+}
+MOST = (
+    "causal-mask",
+    "mask-fill",
+    "finite",
+    "registered",
+    "shared-heads",
+    "runs",
+    "cross",
+    "padding",
+    "mask",
+)
+"""Findings that come first among errors."""
+
+
+def judged(target: Target) -> Verdict:
+    """Return the verdict on a target."""
+    masked = masks.learn_forms(target)
+    ctx = Probing(target)
+    if "allow" in target.takes and not any(one.rule == "mask" for one in masked):
+        one = _tried("mask", masks.mask, ctx)
+        masked += [] if one is None else [one]
+    wrong = any(one.rule == "mask" and one.severity != "passed" for one in masked)
+    masks.learn_causality(target, wrong)
+    ctx = Probing(target)
+    results, stopped = [*masked], ""
+    done = {one.rule for one in masked if one.severity == "error"}
+    for rule, probe in {**FIRST, **NUMBERS}.items():
+        if rule in done:
+            continue
+        if stopped and rule in NUMBERS:
+            results.append(skipped(rule, f"Skipped until `{stopped}` passes."))
+            continue
+        if (one := _tried(rule, probe, ctx)) is None:
+            continue
+        results.append(one)
+        if rule in STOPS and one.severity == "error" and not stopped:
+            stopped = rule
+    wrong = any(
+        "definition" in RULES[one.rule].explains for one in results if one.severity == "error"
+    )
+    named = [] if stopped in ("shape", "finite") else definition.run(target, twice=not wrong)
+    return Verdict(
+        target.name, tuple(_joined(target, named, results)), tuple(dict.fromkeys(target.observed))
+    )
+
+
+def _tried(rule: str, probe: Probe, ctx: Probing) -> Finding | None:
+    """Return what a probe finds; a call that fails is a finding of its own."""
+    try:
+        return probe(ctx)
+    except Failed as failure:
+        if isinstance(failure.error, Unsaid):
+            return skipped(rule, str(failure.error).partition("): ")[2])
+        return Finding(rule, "error", f"{failure}.", "Make this call run.")
+
+
+def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding]) -> list[Finding]:
+    """Return all findings in the order in which to read them."""
+    right = any(one.rule == "definition" and one.severity == "passed" for one in named)
+    unread = any(one.rule == "definition" and one.severity == "skipped" for one in named)
+    probed = [_grounded(one, target) if unread else one for one in probed]
+    errors = [one for one in (*named, *probed) if one.severity == "error"]
+    reasons: dict[str, str] = {}
+    for one in sorted(errors, key=lambda one: one.rule == "definition"):
+        for rule in RULES[one.rule].explains:
+            reasons.setdefault(rule, one.rule)
+    results, told = list[Finding](), set[str]()
+
+    def rank(one: Finding) -> tuple[bool, ...]:
+        rule = RULES[one.rule]
+        first = one.rule in MOST
+        return (
+            one.severity != "error",
+            one.rule == "definition",
+            not first and rule.about != "numbers",
+            not first and rule.evidence != "oracle",
+        )
+
+    for one in sorted((*named, *probed), key=rank):
+        wrong = one.severity in ("error", "warning")
+        reason = reasons.get(one.rule)
+        if right and wrong and one.rule in ("order", "equal-tokens", "one-token"):
+            one = passed(one.rule, "The definition gives the same.")
+        elif wrong and reason and reason != one.rule and reasons.get(reason) != one.rule:
+            one = replace(one, explained_by=reason)
+        elif one.severity == "warning" and errors:
+            one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")
+        elif one.severity == "error" and ({one.rule, one.message} & told):
+            continue  # it is said already
+        told |= {one.rule, one.message} if one.severity == "error" else set()
+        results.append(
+            _located(one, target) if wrong and one.severity in ("error", "warning") else one
+        )
+    return results
+
+
+OF_ATTENTION = ("equal-tokens", "one-token", "order")
+"""Rules that hold for attention, and may not for something like it."""
+
+
+def _grounded(one: Finding, target: Target) -> Finding:
+    """Return the finding, as an error only where the layer is known to be attention: its weights
+    were not read, so that it may be another kind of it."""
+    if one.severity != "error" or one.rule not in OF_ATTENTION:
+        return one
+    code = class_sources(target.layer)
+    plain = re.search(r"(\bF|torch|functional)\.softmax\(|\.softmax\(|Softmax\(", code)
+    if one.rule == "equal-tokens" and plain and not behavior.knows_positions(target.layer):
+        return one
+    return skipped(
+        one.rule, f"Its weights were not read, and other attention may do so: {one.message}"
+    )
+
+
+def _located(one: Finding, target: Target) -> Finding:
+    """Return the finding with the line to look at, where a pattern of its rule finds one."""
+    if one.explained_by or "line " in one.message:
+        return one
+    for pattern in one.lines_at or RULES[one.rule].lines:
+        lines = [
+            line
+            for line in lines_in(target.layer, pattern)
+            if not line.code.startswith(("#", "def ", "class "))
+        ]
+        uses = [
+            line for line in lines if not line.code.startswith(("self.", "import", '"'))
+        ] or lines
+        if uses:
+            return replace(one, hint=f"{one.hint} Look at {uses[0]}.")
+    return one
+
+
+__all__ = ["found", "judged"]

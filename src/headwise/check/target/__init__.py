@@ -1,1 +1,0 @@
-"""Whatever is to be checked, resolved: how it is built, called and masked."""

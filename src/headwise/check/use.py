@@ -1,0 +1,365 @@
+"""Probe how a layer is used: trained, saved, moved, called in eval mode and with other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .behavior import POSITIONS, bent
+from .code import class_sources, line_of, set_dropout, told
+from .probing import Failed, Probing
+from .rules import found, passed, skipped
+from .target import Target, Unsaid, causal_mask, tensors_in
+from .verdict import Finding
+
+MOVES = {"to", "type_as", "cuda", "copy_"}
+"""Methods that bring a tensor elsewhere."""
+MANY = 512
+"""A longer context is not tried."""
+MAY_MIX = MOVES | {"__getitem__", "__setitem__", "index_put_", "expand_as", "view_as", "reshape_as"}
+"""Those that may be given tensors of two devices, or read no more than a shape."""
+
+
+def runs(ctx: Probing) -> Finding | None:
+    """Call it in training mode, without dropout."""
+    own = ctx.random.fresh()
+    set_dropout(own.layer, 0.0)
+    own.layer.train()
+    try:
+        with torch.no_grad():
+            own(own.input())
+    except Exception as error:
+        return found("runs", "train", error=told(error))
+    return passed("runs")
+
+
+def deterministic(ctx: Probing) -> Finding | None:
+    """Call it twice in eval mode."""
+    own = ctx.exact.fresh()
+    with torch.no_grad():
+        first, second, third = (own(ctx.x) for _ in range(3))
+    if ctx.near(first.nan_to_num(7.0), second.nan_to_num(7.0)):
+        return passed("deterministic")
+    return found("deterministic", "kept" if ctx.near(third, second) else "differs")
+
+
+def dropout_in_eval(ctx: Probing) -> Finding | None:
+    """Call it in eval mode with dropout 0.5."""
+    own = _dropping(ctx)
+    if own is None:
+        return None
+    own.layer.eval()
+    x = own.input()
+    try:
+        with torch.no_grad():
+            one, two = own(x), own(x)
+    except Exception:
+        return None
+    return passed("dropout-in-eval") if ctx.near(one, two) else found("dropout-in-eval", "drops")
+
+
+def _dropping(ctx: Probing) -> Target | None:
+    """Return a copy with dropout 0.5, from its constructor where that takes one."""
+    if "dropout" in ctx.target.roles and ctx.target.rebuild is not None:
+        try:
+            own = ctx.target.rebuild(dropout=0.5)
+            return own if own is not None else None
+        except Exception:  # the constructor may refuse it
+            pass
+    return ctx.target.with_dropout(0.5, training=False)
+
+
+def dropout(ctx: Probing) -> Finding | None:
+    """Call it in training mode with dropout 0.5: something is dropped."""
+    own = _dropping(ctx)
+    if own is None:
+        return None
+    own.layer.train()
+    x = own.input()
+    try:
+        with torch.no_grad():
+            one, two = own(x), own(x)
+    except Exception as error:
+        return found("dropout", "fails", error=told(error))
+    if torch.equal(one, two):
+        return found("dropout", "idle")
+    same = x[:, :1].expand_as(x).contiguous()
+    with torch.no_grad():
+        dropped = own(same)
+        own.layer.eval()
+        kept = own(same)
+    return found("dropout", "before") if ctx.near(dropped, kept) else passed("dropout")
+
+
+def train_eval(ctx: Probing) -> Finding | None:
+    """Compare training and eval mode without dropout."""
+    own = ctx.exact.fresh()
+    set_dropout(own.layer, 0.0)
+    own.layer.train()
+    try:
+        with torch.no_grad():
+            out = own(ctx.x)
+    except Exception:
+        return None
+    return passed("train-eval") if ctx.near(out, ctx.out) else found("train-eval", "differs")
+
+
+def gradients(ctx: Probing) -> Finding | None:
+    """Look for parameters, or heads' parts of them, without a gradient in any of the calls."""
+    own = ctx.exact.fresh()
+    named = [(n, p) for n, p in own.layer.named_parameters() if p.requires_grad]
+    if not named:
+        return skipped("gradients", "It has no parameters that are trained.")
+    calls: list[dict[str, Any]] = [{}]
+    if "memory" in own.takes:
+        calls.append({"memory": own.input(ctx.tokens, seed=8)})
+    dead: set[str] | None = None
+    for given in calls:
+        try:
+            out = own.result(ctx.x, **given).out
+            draw = torch.Generator().manual_seed(9)
+            along = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out)
+            slopes = torch.autograd.grad(
+                (out * along).sum(), [p for _, p in named], allow_unused=True
+            )
+        except Exception as error:
+            if given:
+                continue
+            if "does not require grad" in str(error):
+                slopes = [None] * len(named)
+            else:
+                return skipped("gradients", f"The call with gradients fails: {told(error)}")
+        parts = {_dead(ctx, n, p, s) for (n, p), s in zip(named, slopes, strict=True)} - {""}
+        dead = parts if dead is None else dead & parts
+    missing = [one for one in dict.fromkeys(n for n, _ in named) if one in (dead or ())]
+    missing += sorted(one for one in dead or () if one not in missing)
+    if own.shown and missing:  # another call may use them
+        code = class_sources(own.layer)
+        missing = [one for one in missing if f"{one.split('.')[0]}(" not in code]
+    if not missing:
+        return passed("gradients")
+    which = f"{' and '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
+    return found("gradients", "missing", which=which)
+
+
+def _dead(ctx: Probing, name: str, parameter: Tensor, slope: Tensor | None) -> str:
+    """Return the part of a parameter without a gradient; "" where all of it has one."""
+    if slope is None:
+        return name
+    if parameter.ndim < 2 or not parameter.numel() or POSITIONS.search(name.lower()):
+        return ""
+    if bool((slope == 0).all()):
+        return name
+    if bent(ctx.exact.layer):  # a ReLU may be closed for all tokens
+        return ""
+    for axis in range(parameter.ndim):
+        others = [n for n in range(parameter.ndim) if n != axis]
+        rows = (slope.abs().amax(dim=others) == 0).nonzero().flatten().tolist()
+        if rows:
+            which = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else f"{rows[0]}"
+            return f"{'rows' if axis == 0 else 'columns'} {which} of {name}"
+    return ""
+
+
+def input_kept(ctx: Probing) -> Finding | None:
+    """Compare x with what it was before the call."""
+    own, x = ctx.exact.fresh(), ctx.x.clone()
+    given: dict[str, Any] = {"memory": x.flip(1).clone()} if "memory" in own.takes else {}
+    before = {name: one.clone() for name, one in given.items()}
+    try:
+        with torch.no_grad():
+            if _passes_mask(own) and not given:
+                given["allow"] = causal_mask(ctx.tokens, ctx.tokens)
+            own.call(own.layer, x, given)
+    except Exception:
+        return None
+    if not torch.equal(x, ctx.x):
+        return found("input-kept", "changed", what="x")
+    if any(not torch.equal(given[name], one) for name, one in before.items()):
+        return found("input-kept", "changed", what="the other sequence")
+    return passed("input-kept")
+
+
+def contiguous(ctx: Probing) -> Finding | None:
+    """Give an x that is a transpose in memory."""
+    x = ctx.x.transpose(0, 1).contiguous().transpose(0, 1)
+    given = {"allow": causal_mask(ctx.tokens, ctx.tokens)} if _passes_mask(ctx.exact) else {}
+    try:
+        with torch.no_grad():
+            raw = ctx.exact.call(ctx.exact.layer, x, given)
+            out = next(tensors_in(raw))
+    except Unsaid:
+        return None
+    except Exception as error:
+        return found("contiguous", "fails", error=told(error))
+    if out.shape != ctx.out.shape or ctx.near(out, ctx.out):
+        return passed("contiguous")
+    return found("contiguous", "differs")
+
+
+def registered(ctx: Probing) -> Finding | None:
+    """Look for modules and weights that PyTorch does not know of."""
+    layer = ctx.target.layer
+    for name, held in unregistered(layer):
+        parameters = all(isinstance(one, nn.Parameter) for one in held)
+        kind = "dict" if isinstance(held, dict) else type(held).__name__
+        what, wanted = ("parameters", "Parameter") if parameters else ("modules", "Module")
+        wanted += "Dict" if isinstance(held, dict) else "List"
+        return found("registered", "list", name=name, kind=kind, what=what, wanted=wanted)
+    return passed("registered")
+
+
+def unregistered(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield plain lists and dicts that hold modules or parameters which PyTorch does not know
+    of."""
+    known = {id(one) for one in (*layer.parameters(), *layer.modules())}
+    for path, child in layer.named_modules():
+        for name, value in vars(child).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            inside = list(value.values()) if isinstance(value, dict) else list(value)
+            lost = [one for one in inside if isinstance(one, nn.Module | nn.Parameter)]
+            if any(id(one) not in known for one in lost):
+                yield (f"{path}.{name}" if path else name), value
+
+
+class Elsewhere(TorchFunctionMode):
+    """Raise where tensors of two devices meet, on a machine that has only one.
+
+    What the layer and its input hold is there; what a function makes without a device is here;
+    the two do not mix. PyTorch's device `meta` has the same rules, and takes seconds to start.
+
+    >>> with Elsewhere([x := torch.ones(2)]):
+    ...     x + torch.ones(2)
+    Traceback (most recent call last):
+    RuntimeError: Expected all tensors to be on the same device, but one is on the CPU
+    """
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        super().__init__()
+        for one in there:
+            _mark(one)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        given = list(tensors_in([*args, kwargs]))
+        there = [one for one in given if _is_marked(one)]
+        here = [one for one in given if not _is_marked(one) and one.ndim and one.numel()]
+        if there and here and name not in MAY_MIX:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but one is on the CPU"
+            )
+        result = func(*args, **kwargs)
+        moved = name in MOVES and any(isinstance(one, torch.device | str | int) for one in args[1:])
+        if there or kwargs.get("device") is not None or moved:
+            for one in tensors_in(result):
+                _mark(one)
+        return result
+
+
+def _mark(one: Tensor) -> None:
+    one._headwise_there = True  # type: ignore[attr-defined]
+
+
+def _is_marked(one: Tensor) -> bool:
+    return getattr(one, "_headwise_there", False)
+
+
+def move(ctx: Probing) -> Finding | None:
+    """Call it as if its weights and its input were on a GPU; look for tensors that stay behind."""
+    own = ctx.random.fresh()
+    if own.shown or any(True for _ in unregistered(own.layer)):
+        return None  # what a shown call itself makes is its own
+    x = own.input()
+    given = {"allow": causal_mask(x.shape[1], x.shape[1])} if _passes_mask(own) else {}
+    held = [*own.layer.parameters(), *own.layer.buffers(), x, *given.values()]
+    try:
+        with torch.no_grad(), Elsewhere(held):
+            own.call(own.layer, x, given)
+    except RuntimeError as error:
+        if "Expected all tensors" not in str(error):
+            return None
+        line = line_of(error)
+        plain = [n for n in _plain_tensors(own.layer) if line and n.split(".")[-1] in line.code]
+        if plain:
+            return found("move", "stays", name=plain[0])
+        return found("move", "fails", error=told(error))
+    except Exception:  # other probes say what fails
+        return None
+    return passed("move")
+
+
+def _passes_mask(target: Target) -> bool:
+    return (
+        target.causal and target.causal_from == "mask" and bool(target.takes & {"allow", "causal"})
+    )
+
+
+def _plain_tensors(layer: nn.Module) -> Iterator[str]:
+    for path, child in layer.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}" if path else name
+
+
+def reload(ctx: Probing) -> Finding | None:
+    """Save it and load it into a second layer of another seed."""
+    target = ctx.target
+    if target.rebuild is None:
+        return None
+    try:
+        other = target.rebuild(seed=target.seed + 1)
+    except Exception:
+        return None
+    assert other is not None
+    try:
+        other.layer.load_state_dict(ctx.random.layer.state_dict())
+    except Exception as error:
+        return found("reload", "loads", error=" ".join(str(error).split())[:200])
+    x = ctx.random.input()
+    other.causal, other.causal_from, other.call = target.causal, target.causal_from, target.call
+    with torch.no_grad():
+        try:
+            one, two = ctx.random(x), other(x)
+        except Exception:
+            return None
+    return passed("reload") if ctx.near(two, one) else found("reload", "differs")
+
+
+def context(ctx: Probing) -> Finding | None:
+    """Give more tokens than the context holds."""
+    longest = ctx.target.context_length
+    if longest is None or longest > MANY or not ctx.target.causal:
+        return None
+    x = ctx.exact.input(longest + 1, 1, beyond=True)
+    try:
+        with torch.no_grad():
+            out = ctx.exact(x)
+    except Exception:
+        return None
+    if out.shape[1] != longest + 1 or not ctx.near(out[:, :longest], ctx.call(x[:, :longest])):
+        return found("context", "silent", longest=longest)
+    return None
+
+
+__all__ = [
+    "Failed",
+    "context",
+    "contiguous",
+    "deterministic",
+    "dropout",
+    "dropout_in_eval",
+    "gradients",
+    "input_kept",
+    "move",
+    "registered",
+    "reload",
+    "runs",
+    "train_eval",
+]
