@@ -87,7 +87,9 @@ def judged(target: Target) -> Verdict:
         results.append(one)
         if rule in STOPS and one.severity == "error" and not stopped:
             stopped = rule
-    named = [] if stopped in ("shape", "finite") else definition.run(target)
+    named = [] if stopped == "shape" else definition.run(target)
+    if stopped == "finite":  # where there are no numbers, the probe says why; of the axis it cannot
+        named = [one for one in named if one.rule == "softmax"]
     return Verdict(
         target.name, tuple(_joined(target, named, results)), tuple(dict.fromkeys(target.observed))
     )
@@ -129,13 +131,13 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
         wrong = one.severity in ("error", "warning")
         reason = reasons.get(one.rule)
         if right and wrong and one.rule in ("order", "equal-tokens", "one-token"):
-            one = passed(one.rule, "The definition gives the same.")  # noqa: PLW2901
+            one = passed(one.rule, "The definition gives the same.")
         elif wrong and reason and reason != one.rule and reasons.get(reason) != one.rule:
-            one = replace(one, explained_by=reason)  # noqa: PLW2901
+            one = replace(one, explained_by=reason)
         elif one.severity == "warning" and errors:
-            one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")  # noqa: PLW2901
+            one = skipped(one.rule, "Skipped: style advice is shown after all errors are fixed.")
         elif wrong and one.message in told:
-            one = skipped(one.rule, "The same call fails.")  # noqa: PLW2901
+            one = skipped(one.rule, "The same call fails.")
         told.add(one.message)
         results.append(
             _located(one, target) if wrong and one.severity in ("error", "warning") else one
