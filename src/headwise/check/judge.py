@@ -147,6 +147,8 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
 
 OF_ATTENTION = ("equal-tokens", "one-token", "order")
 """Rules that hold for attention, and may not for something like it."""
+NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
+"""Names of parameters that are keys or values of no token."""
 
 
 def _grounded(one: Finding, target: Target) -> Finding:
@@ -156,7 +158,9 @@ def _grounded(one: Finding, target: Target) -> Finding:
         return one
     code = class_sources(target.layer)
     plain = re.search(r"(\bF|torch|functional)\.softmax\(|\.softmax\(|Softmax\(", code)
-    if one.rule == "equal-tokens" and plain and not behavior.knows_positions(target.layer):
+    more = any(NO_TOKENS.search(name.lower()) for name, _ in target.layer.named_parameters())
+    more = more or behavior.knows_positions(target.layer)
+    if one.rule == "equal-tokens" and plain and not more:
         return one
     return skipped(
         one.rule, f"Its weights were not read, and other attention may do so: {one.message}"
