@@ -87,9 +87,7 @@ def judged(target: Target) -> Verdict:
         results.append(one)
         if rule in STOPS and one.severity == "error" and not stopped:
             stopped = rule
-    wrong = any(
-        "definition" in RULES[one.rule].explains for one in results if one.severity == "error"
-    )
+    wrong = any(one.severity == "error" and one.rule in ELSEWHERE for one in results)
     named = [] if stopped == "shape" else definition.run(target, twice=not wrong)
     if stopped == "finite":  # where there are no numbers, only the axis of the softmax can be told
         named = [one for one in named if one.rule == "softmax"]
@@ -148,6 +146,8 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
     return results
 
 
+ELSEWHERE = ("mask", "padding", "cross", "registered")
+"""Rules whose mistakes the definition does not know: beside them no pairs are looked for."""
 OF_ATTENTION = ("equal-tokens", "one-token", "order")
 """Rules that hold for attention, and may not for something like it."""
 NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
