@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fresh
 from headwise.check.files import judged
 from headwise.check.sandbox import Limits, Outcome
 from headwise.check.steps import STEPS, _child, check_step
@@ -684,9 +684,7 @@ def test_without_max_the_step_says_so_and_reads_the_syntax(tmp_path: Path) -> No
     for blank in ("query, key, value = None, None, None", "heads = None"):
         text = text.replace(blank, "query = key = value = heads = self.c_attn(hidden_states)")
     path.write_text(text.replace("project.\n        return None", "project.\n        return heads"))
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MAX, str(path)], capture_output=True, text=True, check=False
-    )
+    done = fresh.run(WITHOUT_MAX, str(path))
     assert done.returncode == 0, done.stderr
     messages = [json.loads(line) for line in done.stdout.splitlines()]
     verdict = judged(Outcome(messages), path, Limits())
@@ -713,6 +711,7 @@ def test_new_writes_a_template_once(
     assert path.read_text() == "mine"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_step_in_a_file_that_hangs_keeps_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

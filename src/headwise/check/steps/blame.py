@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,24 +53,36 @@ class Twin:
             for name in changed(one):
                 used = names(one.iter) if isinstance(one, ast.For) else names(one)
                 self.made_of[name] = self.made_of.get(name, set()) | used
-        self.seen = [*self._expressions(made)]
-        given = [*self.watch.events, *self.watch.returns]
-        every = [one.value for one in given if one.value] + [one for *_, one in self.seen]
-        self.values = every + [row for one in every for row in _rows(one)]
         self.finals, self.right, self.early = map(cache, (self._finals, self._right, self._early))
         self.above = cache(self._all_above)
 
-    def _expressions(self, made: Trial) -> Iterator[tuple[set[str], set[str], Plain]]:
+    @cached_property
+    def seen(self) -> list[tuple[set[str], set[str], Plain]]:
+        return [*self._expressions()]
+
+    @cached_property
+    def values(self) -> list[Plain]:
+        """All values, and each row of a list of lists."""
+        given = [*self.watch.events, *self.watch.returns]
+        every = [one.value for one in given if one.value] + [one for *_, one in self.seen]
+        return every + [row for one in every for row in _rows(one)]
+
+    def _expressions(self) -> Iterator[tuple[set[str], set[str], Plain]]:
         """Yield the value of each expression, with the names in it, and those it is made for."""
-        scope, known = vars(made.module), dict[str, Any]()
-        events = sorted((*self.watch.events, *self.watch.returns), key=lambda one: one.time)
-        for _, group in itertools.groupby(events, key=lambda one: one.time):
-            given = [*group]
-            statement = self.watch.statement(given[0].frame, given[0].line)
+        scope, known, waiting = (
+            vars(self.watch.trial.module),
+            dict[str, Any](),
+            [*self.watch.events],
+        )
+        for frame, line, time in self.watch.ran:
+            while waiting and waiting[0].time < time:
+                given = waiting.pop(0)
+                known[given.name] = given.raw
+            statement = self.watch.statement(frame, line)
             for node in nodes(ast.expr, *([statement] if statement is not None else [])):
                 if isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
                     yield from _value(node, scope | known, names(node), changed(statement))
-            known |= {one.name: one.raw for one in given}
+        known |= {one.name: one.raw for one in waiting}
         for name, text in ((name, each) for name, its in self.part.right.items() for each in its):
             yield from _value(ast.parse(text, mode="eval").body, scope | known, {name}, set())
 
@@ -183,8 +195,9 @@ class Search:
         if name in self.sizes and not value.shape:
             is_size = value.kind == "int" and numbers.item() == self.sizes[name]
             return "right" if is_size else "wrong"
-        if value.kind != "int" and numbers.numel() and not bool(numbers.any()):
-            return "right"  # to be filled
+        filled = any(one in turn[:-1] for turn in self.watch.turns(name))  # later
+        if filled and not bool(numbers.any()):
+            return "right"
         if not is_named and not value.shape:
             sizes = torch.tensor([*self.watch.trial.step.sizes.values()]).double()
             every = torch.cat([TRIVIAL, sizes, *(each.numbers.flatten() for each in twin.values)])
@@ -196,7 +209,7 @@ class Search:
         rows = [] if is_named or whole else _rows(value)
         if value.is_one_of(known) or (rows and all(row.is_one_of(known) for row in rows)):
             return "right"
-        grows = not numbers.numel() or is_growth(self.watch.statement(one.frame, one.line))
+        grows = filled or is_growth(self.watch.statement(one.frame, one.line))
         if turn is not None and not grows:
             return "wrong"
         early = known if turn is not None else [*known, *twin.early(name)]

@@ -72,8 +72,8 @@ def plain(value: Any) -> Plain | None:
     kind = "new Values" if getattr(leaf, "inputs", None) == () else "Values"
     kind = kind if hasattr(leaf, "data") else "floats"
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        if isinstance(value, list) and isinstance(leaf, Tensor):
-            return Plain("tensors", torch.stack(value).detach().double())
+        if isinstance(value, (list, tuple)) and isinstance(leaf, Tensor):
+            return Plain("tensors", torch.stack([*value]).detach().double())
         kind = kind if isinstance(value, (list, tuple)) else type(value).__name__
         return Plain(kind, torch.tensor(_floats(value)).double())
     return None
@@ -125,7 +125,7 @@ class Watch:
         }
         self.events, self.returns = list[Event](), list[Event]()  # returns of the part itself
         self.frames, self.lines = dict[int, _Frame](), dict[int, ast.stmt | None]()
-        self.time = 0
+        self.time, self.ran = 0, list[tuple[int, int, int]]()  # frames, lines and times
         self.failed: tuple[int, int, Exception] | None = None  # the frame, the line, the error
 
     def run(self, call: Callable[[Trial], Any]) -> Any:
@@ -194,6 +194,7 @@ class Watch:
         if event != "exception":
             self.time += 1
             here.line, here.time = frame.f_lineno, self.time
+            self.ran.append((number, here.line, self.time))
         return self._follow
 
 
