@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -121,10 +122,9 @@ def _child(send: Send, file: str, name: str, level: int = 1) -> None:
     with telling(send, path):
         follower = Follower(send, path, name, level)
         for finding in follower.findings():
-            send(alone(finding))
             if finding.hint and level < LEVELS:
-                note = f"A further hint: the same command with --hint {level + 1}"
-                send({"verdict": Verdict("", (), (note,)).to_json()})
+                finding = replace(finding, hint=f"{finding.hint} (More: --hint {level + 1})")
+            send(alone(finding))
 
 
 class Follower:
