@@ -596,7 +596,7 @@ CURES = [
     ("per_head", "self.W_key(x)", "self.W_key(x),", "a tuple"),
     ("per_head", "self.W_query(x)", "self.W_querry(x)", "Did you mean `W_query`?"),
     ("gpt2", " / key.shape[-1] ** 0.5", "", "each is 2.828 times what it should be"),
-    ("gpt2", "key, value = (self", "value, key = (self", "it holds what `value` should hold"),
+    ("gpt2", "key, value = (self", "value, key = (self", "` should hold"),
     ("scalar", "(score - top).exp()", "(score.data - top)", "no gradient leads back"),
 ]
 
