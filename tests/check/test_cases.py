@@ -36,7 +36,7 @@ WRONG = {
     ),
     "s08_alibi": ("", "positions", r"Slope times distance is added"),
     "s09_window": ("", "causality", r"each token sees 3 tokens that come after it"),
-    "s10_llama": (START, "rotary", r"scores depend on more than the distance"),
+    "s10_llama": (START, "rotary", r"Keys are rotated in the other direction than queries"),
     "s11_crossmask": ("", "cross", r"another sequence \[2, 11, 24\] the call fails.*line 17"),
     "s12_block": ("", "mask-fill", r"The mask comes after the softmax"),
 }

@@ -8,6 +8,7 @@ that its message must fit.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -86,5 +87,6 @@ def load(source: str, name: str, folder: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where `inspect` looks for a class's file
     spec.loader.exec_module(module)
     return getattr(module, name)

@@ -223,11 +223,9 @@ def _not_built(
             f"check({label}): its configuration needs `{inner[0]}`, which I do not guess; give it: "
             f"hw.check({label}, {inner[0]}=…) or --{inner[0]} …"
         )
-    if isinstance(error, (NameError, AttributeError)) and line_of(error):
-        return Broken(
-            found("builds", "fails", label=f"{label}({_shown(named)})", error=told(error))
-        )
-    if isinstance(error, (ValueError, AssertionError)) or not line_of(error):
+    own = isinstance(error, (NameError, AttributeError))
+    refused = isinstance(error, (ValueError, AssertionError)) or set(named) - set(build.given)
+    if not line_of(error) or (refused and not own):  # what is chosen here may be of another type
         return Unsaid(
             f"check({label}): {label}({_shown(named)}) is refused: {told(error)}. Give what it "
             f"needs: hw.check({label}, {', '.join(f'{n}=…' for n in build.names)})"
@@ -515,7 +513,8 @@ def first_call(target: Target) -> Result:
         ) from error
     except Exception as error:
         line = line_of(error)
-        own = isinstance(error, (NameError, AttributeError, UnboundLocalError)) and line is not None
+        own = isinstance(error, (NameError, AttributeError)) and line is not None
+        own = own and "'NoneType' object" not in str(error)  # it may be missing what is not given
         if own or target.shown:
             raise Broken(found("runs", "fails", what=what, error=told(error))) from error
         if isinstance(error, NotImplementedError):

@@ -54,7 +54,10 @@ def cache(ctx: Probing) -> Finding | None:
     tried = False
     for way in _ways(ctx.exact):
         try:
-            outs, raw = _in_chunks(way.start(), ctx.x, CHUNKS)
+            try:
+                outs, raw = _in_chunks(way.start(), ctx.x, CHUNKS)
+            except (ValueError, AssertionError, NotImplementedError):  # one token at a time
+                outs, raw = _in_chunks(way.start(), ctx.x, SINGLE)
         except LookupError:
             continue
         except Exception as error:
@@ -158,7 +161,7 @@ def _ways(target: Target) -> Iterator[Way]:
         yield Way(lambda: _attend_cached(target), True)
     for name in names:
         annotation = str(call.parameters[name].annotation)
-        kinds = list(_own_caches(target))
+        kinds = list(_own_caches(target, annotation))
         if type(target.layer).__module__.split(".")[0] == "transformers":
             theirs = sys.modules["transformers"].DynamicCache
             yield Way(lambda n=name, m=theirs: _filled(target, {n: m()}, flags), True)
@@ -264,8 +267,10 @@ def _attend_cached(target: Target) -> Step:
     return step
 
 
-def _own_caches(target: Target) -> Iterator[Callable[[], Any]]:
-    """Yield what makes an empty cache of a class that the layer's file defines."""
+def _own_caches(target: Target, annotation: str) -> Iterator[Callable[[], Any]]:
+    """Yield what makes an empty cache of a class that the layer's file defines, and that the
+    annotation does not rule out."""
+    open_ = "_empty" in annotation or "Any" in annotation
     home = sys.modules.get(type(target.layer).__module__)
     sizes = {
         "batch": 2,
@@ -281,6 +286,8 @@ def _own_caches(target: Target) -> Iterator[Callable[[], Any]]:
     }
     for name, kind in list(vars(home).items()) if home is not None else ():
         if not (inspect.isclass(kind) and "cache" in name.lower()) or kind is KVCache:
+            continue
+        if not open_ and name not in annotation:
             continue
         forward = getattr(kind, "forward", nn.Module.forward)
         if forward is not nn.Module.forward:  # a layer that has a cache

@@ -17,7 +17,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -31,6 +32,7 @@ from .build import Broken
 from .code import told
 from .rules import found
 from .sandbox import Limits, Outcome, Report, Send, run
+from .syntax import Source
 from .verdict import Finding, Verdict
 
 ATTENTION = re.compile(r"attention|attn|mha|gqa|mqa|multi_?head", re.IGNORECASE)
@@ -121,11 +123,12 @@ def _ending(done: Outcome, path: Path, phase: str, limits: Limits) -> Finding:
 def _at(stack: str, path: Path) -> str:
     """Return the innermost line of the file that was being run, quoted."""
     shown = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
-    place = re.search(rf'File "{re.escape(shown)}", line (\d+)', stack)
+    place = re.search(rf'File "{re.escape(shown)}", line (\d+) in (.*)', stack)
     if place is None:
         return ""
+    inside = "" if place[2] == "<module>" else f" in `{place[2]}`"
     lines = path.read_text("utf-8", "replace").splitlines()
-    return f", at line {place[1]}: `{lines[int(place[1]) - 1].strip()}`"
+    return f", at line {place[1]}{inside}: `{lines[int(place[1]) - 1].strip()}`"
 
 
 # --- the child's side -----------------------------------------------------------------------------
@@ -134,7 +137,8 @@ def _at(stack: str, path: Path) -> str:
 def _child(
     send: Send, file: str, name: str | None, arguments: Mapping[str, str], call: str | None
 ) -> None:
-    def checked(path: Path) -> None:
+    path = Path(file)
+    with telling(send, path):
         module = load(path)
         thing = chosen(module, path, name)
         label = name or getattr(thing, "__name__", type(thing).__name__)
@@ -149,13 +153,12 @@ def _child(
         verdict = check(thing, **own)
         send({"verdict": verdict.to_json(), "subject": verdict.subject})
 
-    telling(send, Path(file), checked)
 
-
-def telling(send: Send, path: Path, checked: Any) -> None:
-    """Call `checked(path)`, and send what ends it as a finding."""
+@contextmanager
+def telling(send: Send, path: Path) -> Iterator[None]:
+    """Send what ends the work on a file as a finding, or as the words of a refusal."""
     try:
-        checked(path)
+        yield
     except Broken as broken:
         send(alone(broken.finding))
     except ValueError as error:
@@ -212,6 +215,25 @@ def _evaluated(option: str, text: str, module: ModuleType) -> Any:
 # --- loading --------------------------------------------------------------------------------------
 
 
+def parsed(path: Path) -> Source:
+    """Return the text and the tree of a file.
+
+    Raises:
+        Broken: it is no Python.
+    """
+    try:
+        return Source(path.read_bytes().decode("utf-8-sig"), str(path))
+    except SyntaxError as error:
+        said = f"{error.msg}: `{(error.text or '').strip()}`"
+        raise Broken(found("file-syntax", "line", number=error.lineno, error=said)) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = f"0x{error.object[error.start]:02x}"
+        raise Broken(found("file-syntax", "encoding", line=line, byte=byte)) from None
+    except (ValueError, RecursionError) as error:
+        raise Broken(found("file-syntax", "text", error=error)) from None
+
+
 def load(path: Path, code: CodeType | None = None) -> ModuleType:
     """Import a file as if it were run from its own folder; inside a package, as a part of it.
     What it imports is also looked for in its repository, and in `src` there.
@@ -222,13 +244,7 @@ def load(path: Path, code: CodeType | None = None) -> ModuleType:
     Raises:
         Broken: it is no Python, or importing it fails.
     """
-    try:
-        compile(path.read_bytes().decode("utf-8-sig"), str(path), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        said = f"{error.msg}: `{(error.text or '').strip()}`"
-        raise Broken(found("file-syntax", "line", number=error.lineno, error=said)) from None
-    except (ValueError, RecursionError) as error:
-        raise Broken(found("file-syntax", "text", error=error)) from None
+    parsed(path)
     folder, name = path.parent, path.stem
     while (folder / "__init__.py").exists():
         folder, name = folder.parent, f"{folder.name}.{name}"

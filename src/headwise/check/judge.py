@@ -87,10 +87,10 @@ def judged(target: Target) -> Verdict:
         results.append(one)
         if rule in STOPS and one.severity == "error" and not stopped:
             stopped = rule
-    wrong = any(
-        "definition" in RULES[one.rule].explains for one in results if one.severity == "error"
-    )
-    named = [] if stopped in ("shape", "finite") else definition.run(target, twice=not wrong)
+    wrong = any(one.severity == "error" and one.rule in ELSEWHERE for one in results)
+    named = [] if stopped == "shape" else definition.run(target, twice=not wrong)
+    if stopped == "finite":  # where there are no numbers, only the axis of the softmax can be told
+        named = [one for one in named if one.rule == "softmax"]
     return Verdict(
         target.name, tuple(_joined(target, named, results)), tuple(dict.fromkeys(target.observed))
     )
@@ -146,8 +146,12 @@ def _joined(target: Target, named: Sequence[Finding], probed: Sequence[Finding])
     return results
 
 
+ELSEWHERE = ("mask", "padding", "cross", "registered")
+"""Rules whose mistakes the definition does not know: beside them no pairs are looked for."""
 OF_ATTENTION = ("equal-tokens", "one-token", "order")
 """Rules that hold for attention, and may not for something like it."""
+NO_TOKENS = re.compile(r"mem(_|or)|null|persist|sink|prefix|bias_[kv]")
+"""Names of parameters that are keys or values of no token."""
 
 
 def _grounded(one: Finding, target: Target) -> Finding:
@@ -157,7 +161,9 @@ def _grounded(one: Finding, target: Target) -> Finding:
         return one
     code = class_sources(target.layer)
     plain = re.search(r"(\bF|torch|functional)\.softmax\(|\.softmax\(|Softmax\(", code)
-    if one.rule == "equal-tokens" and plain and not behavior.knows_positions(target.layer):
+    more = any(NO_TOKENS.search(name.lower()) for name, _ in target.layer.named_parameters())
+    more = more or behavior.knows_positions(target.layer)
+    if one.rule == "equal-tokens" and plain and not more:
         return one
     return skipped(
         one.rule, f"Its weights were not read, and other attention may do so: {one.message}"

@@ -242,7 +242,7 @@ def _seen_causal(target: Target) -> bool:
     pairs = len(found) * (len(found) - 1) // 2
     if above == below:
         return False
-    return above > below or below == pairs > above
+    return above > below or (below == pairs and above < len(found))
 
 
 def _named_causal(target: Target) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..check.verdict import Verdict
 
 USUAL = "attention.py:MyAttention"
-OPTIONS = ("step", "new", "explain", "timeout", "memory", "json", "all")
+OPTIONS = ("step", "new", "explain", "hint", "timeout", "memory", "json", "all")
 
 
 @read_or_not()
@@ -43,6 +43,13 @@ def check(
     ] = None,
     explain: Annotated[
         str | None, typer.Option(metavar="RULE", help="A lesson on one rule; `rules` lists them.")
+    ] = None,
+    hint: Annotated[
+        int | None,
+        typer.Option(
+            metavar="1|2|3",
+            help="With --step: hints that say what a line does, how, or show it. [default: 1]",
+        ),
     ] = None,
     arg: Annotated[
         list[str] | None,
@@ -89,6 +96,8 @@ def check(
         for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)
         if value is not None
     ]
+    if hint is not None and step is None:
+        raise ValueError(f"--hint {hint}: goes with --step; as in: --step split mine.py --hint 2")
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)}: give one of them")
     if explain is not None:
@@ -124,7 +133,8 @@ def check(
 
     with _waiting() as report:
         if step is not None:
-            verdict = check_step(step, target, limited(usual_limits(step, target)), report)
+            limits = limited(usual_limits(step, target))
+            verdict = check_step(step, target, limits, report, 1 if hint is None else hint)
         else:
             try:
                 verdict = check_file(target, given, limited(Limits()), report, call)

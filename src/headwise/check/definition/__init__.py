@@ -215,6 +215,8 @@ def _example(case: Case, target: Target, base: Variant, large: bool = False) -> 
 def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
     if reasons := _reasons(case, target):
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
+    if not case.reading.named:
+        return _unread(f"no name says what {_projections(case.reading)} are")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
     return found("definition", "unexplained", _example(case, target, base), **words)
 

@@ -1,0 +1,136 @@
+"""Define a step, its parts, and the file that goes through it; the rows stand in `steps.toml`."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..syntax import Source
+from ..verdict import Finding, Severity
+
+ROWS = tomllib.loads((files("headwise.check.steps") / "steps.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """A function, a class, a layer or a method that a step requires: a row of `steps.toml`."""
+
+    name: str
+    rule: str
+    hints: Mapping[str, Sequence[str]]
+    also: Sequence[str] = ()
+    fill: Mapping[str, str] = field(default_factory=dict[str, str])
+    shapes: Mapping[str, str] = field(default_factory=dict[str, str])
+    right: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def short(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def hint(self, key: str, level: int) -> str:
+        """Return the hint on a variable, an attribute or "return": what the line does, how it does
+        it, or, at level 3, the line itself."""
+        key = key if key in self.hints else [*self.hints][-1]
+        texts, code = self.hints[key], self.fill.get(key, "").strip()
+        if level < 3 or not (code or len(texts) > 2):
+            return texts[min(level, len(texts)) - 1]
+        if len(texts) > 2:
+            code = texts[2]
+        elif isinstance(ast.parse(code).body[0], ast.Expr):
+            target = f"{'self.' * (key == self.short)}{key} ="
+            code = f"{'return' if key == 'return' else target} {code}"
+        lines = code.splitlines()
+        return f"Write `{code}`." if len(lines) == 1 else "\n      ".join(["Write:", *lines])
+
+
+class Call(NamedTuple):
+    """One call of a part, which its twin gets, too; `words` begin the finding on another result."""
+
+    run: Callable[[Trial], Any]
+    severity: Severity = "error"
+    words: str = ""
+    hint: str = ""
+
+
+class Wrong(NamedTuple):
+    """What is wrong beside the numbers: the part, or the line, and words."""
+
+    at: str | int
+    said: str
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a tutorial.
+
+    Args:
+        like: the step whose template is the twin.
+        sizes: the letters of shapes, and the names of variables that hold these numbers.
+        calls: the calls that test a part.
+        whole: the findings on all parts together, once every part is right.
+        judge: what is wrong with a part beside the numbers that it gives.
+        refuses: why nothing can be run here, or None.
+    """
+
+    name: str
+    like: str
+    parts: Sequence[StepPart]
+    imports: Mapping[str, str]
+    sizes: Mapping[str, int]
+    calls: Callable[[Trial, StepPart], Iterable[Call]]
+    whole: Callable[[Trial], Iterable[Finding]]
+    judge: Callable[..., Wrong | None]
+    refuses: Callable[[], str | None] = lambda: None
+
+
+def step(name: str, sizes: Mapping[str, int], *functions: Any) -> Step:
+    """Make a step of its rows."""
+    row = ROWS[name]
+    like = row.get("like", name)
+    parts = [StepPart(**part) for part in ROWS[like]["parts"]]
+    if like != name:  # headwise's code for the blanks is that of the other one alone
+        cut = ({key: texts[:2] for key, texts in one.hints.items()} for one in parts)
+        parts = [
+            StepPart(p.name, p.rule, hints, p.also) for p, hints in zip(parts, cut, strict=True)
+        ]
+        parts.sort(key=lambda one: one.name != row["first"])
+    known = {each: size for n, size in sizes.items() for each in (n, *ROWS["sizes"].get(n, ()))}
+    return Step(name, like, parts, ROWS["imports"][row["library"]], known, *functions)
+
+
+def template(name: str) -> str:
+    """Return the file with blanks that a step starts from."""
+    return (files("headwise.check") / "templates" / f"{name}.py.txt").read_text("utf-8")
+
+
+@dataclass
+class Trial:
+    """One file on its way through a step; the twin is a trial of the template, filled."""
+
+    step: Step
+    source: Source
+    path: Path
+    names: dict[str, str]  # of parts, to those that the file uses
+    module: ModuleType | None = None
+    blank: list[str] = field(default_factory=list)  # parts in which a blank is left
+    # Lines of blanks that headwise filled, each with the names that it reads.
+    ours: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    made: dict[str, Any] = field(default_factory=dict)  # what one call leaves to the next
+
+    def get(self, name: str) -> Any:
+        """Return what the file has under a part's name."""
+        thing: Any = self.module
+        for word in self.names.get(name, name).split("."):
+            thing = getattr(thing, word)
+        return thing

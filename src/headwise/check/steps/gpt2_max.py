@@ -1,0 +1,138 @@
+"""Test the step `gpt2` on Modular MAX, for those who have installed it.
+
+Where MAX is not installed, the syntax is read and nothing is run. Where it is, all parts are traced
+into one graph that is compiled once: MAX called as it is would compile every operation on its own,
+which takes minutes. The parts are compared with the twin on PyTorch, with the same weights.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..rules import passed
+from ..verdict import Finding
+from .base import Call, StepPart, Trial, Wrong, step
+from .modules import GPT, SIZES, E, T, call_part, config, inputs, layer_of, mask_of, wrong_size
+
+
+def _absent() -> str | None:
+    if importlib.util.find_spec("max") and importlib.util.find_spec("max.experimental"):
+        return None
+    return (
+        "Modular MAX is not installed here, and headwise does not install it; in an environment "
+        "that has it, all parts are run, too"
+    )
+
+
+def _built(trial: Trial) -> Any:
+    """Build the layer, give it weights, and run every part that can be run."""
+    from max.driver import CPU
+    from max.experimental import functional as F
+    from max.experimental.tensor import Tensor, default_device
+
+    lazy = F.lazy() if hasattr(F, "lazy") else nullcontext()  # its random weights are never drawn
+    with default_device(CPU()), lazy:
+        layer = trial.get(GPT)(config())
+    draw = np.random.default_rng(0)
+    trial.made["weights"] = weights = {
+        name: draw.normal(0, 0.3, [int(size) for size in parameter.shape]).astype(np.float32)
+        for name, parameter in layer.parameters
+    }
+    layer.load_state_dict({name: Tensor.from_dlpack(array) for name, array in weights.items()})
+    trial.made |= {"layer": layer, "outputs": _outputs(trial, layer)}
+    return layer
+
+
+def _outputs(trial: Trial, layer: Any) -> dict[str, Any]:
+    """Return what each part gives, or the exception that it raises, from one compiled graph."""
+    from max.dtype import DType
+    from max.experimental.tensor import Tensor
+    from max.graph import DeviceRef, TensorType
+
+    try:
+        from max.experimental.nn import Module
+    except ImportError:  # 25.7 keeps it elsewhere
+        from max.nn.module_v3 import Module
+
+    parts = [one.short for one in trial.step.parts if one.name not in trial.blank]
+    arrays = {name: one.numpy() for name, one in inputs().items() if name != "in"}
+    results: dict[str, Any] = {}
+    order: list[str] = []
+
+    class Parts(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *given: Any) -> tuple[Any, ...]:
+            order.clear()
+            outputs = [given[0]]  # a graph has at least one output
+            for name in (one for one in parts if one != GPT):
+                named = dict(zip(arrays, given, strict=True))
+                how = {"dtype": given[0].dtype, "device": given[0].device}
+                try:
+                    if name == "causal_mask":
+                        out = trial.get(name)(T, 0, **how)
+                    else:
+                        out = call_part(self.layer, name, named)
+                except Exception as error:
+                    out = error
+                if hasattr(out, "shape"):
+                    order.append(name)
+                    outputs.append(out)
+                else:
+                    results[name] = out
+            return tuple(outputs)
+
+        __call__ = forward
+
+    kinds = (
+        TensorType(DType.float32, one.shape, device=DeviceRef.CPU()) for one in arrays.values()
+    )
+    _, *outs = Parts().compile(*kinds)(*map(Tensor.from_dlpack, arrays.values()))
+    tensors = (torch.from_numpy(np.array(np.from_dlpack(out))) for out in outs)
+    return results | dict(zip(order, tensors, strict=True))
+
+
+def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
+    """Yield the calls: the file's parts have run already, the twin's run now."""
+
+    def call(one: Trial) -> Any:
+        if one is trial:
+            if not part.owner and part.short == GPT:
+                return _built(trial)
+            out = trial.made["outputs"][part.short]
+            if isinstance(out, Exception):
+                raise out
+            return out
+        if part.short == "causal_mask":
+            return mask_of(one, T, 0)
+        layer = layer_of(one, GPT)
+        for name, own in layer.state_dict().items():
+            weight = torch.from_numpy(trial.made["weights"].get(name, own.numpy()))
+            own.copy_(weight if weight.shape == own.shape else own)
+        return layer if part.short == GPT else call_part(layer, part.short, inputs())
+
+    yield Call(call)
+
+
+def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Any) -> Wrong | None:
+    if part.short != GPT or failed is not None:
+        return None
+    return wrong_size(part, trial.made["layer"], layer_of(twin, GPT))
+
+
+def _whole(trial: Trial) -> list[Finding]:
+    said = "The output is that of GPT-2's attention on PyTorch, with the same weights."
+    return [passed("definition", said)]
+
+
+GPT2_MAX = step("gpt2-max", SIZES | {"E": E}, _calls, _whole, _judge, _absent)

@@ -1,0 +1,195 @@
+"""Test the steps `per_head`, `split` and `gpt2`, which are written as PyTorch modules."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import check
+from ..verdict import Finding
+from .base import Call, Step, StepPart, Trial, Wrong, step
+from .blame import Search
+from .tracing import HIDDEN, Watch
+
+# No two axes of a tensor are alike.
+B, T, H, D = 2, 7, 3, 8
+E, D_IN, CONTEXT, DROPOUT = H * D, 20, 16, 0.25
+SIZES = {"B": B, "T": T, "H": H, "D": D}
+HEAD, WRAPPER = "CausalAttention", "MultiHeadedAttentionWrapper"
+WHOLE, GPT = "MultiHeadAttn", "GPT2MultiHeadAttention"
+OF_HEADS = {"_split_heads": "x", "_merge_heads": "q", "_attn": "qkv"}
+
+
+def config() -> Any:
+    """Return GPT-2's configuration, with every name that it has."""
+    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    rest = {"n_layer": 12, "n_positions": 1024, "n_ctx": 1024, "n_inner": None, **drops}
+    rest |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5}
+    return SimpleNamespace(n_embd=E, n_head=H, **rest)
+
+
+def build(one: Trial, owner: str, d_in: int = D_IN, biased: bool = False) -> nn.Module:
+    """Build a class with the tutorial's arguments; with biases, with dropout too."""
+    kind = one.get(owner)
+    if owner == GPT:
+        return kind(config())
+    widths = {HEAD: (D,), WRAPPER: (D, H), WHOLE: (E, H)}[owner]
+    heads = widths[1:]
+    takes = biased and "qkv_bias" in inspect.signature(kind).parameters
+    dropout = DROPOUT if biased else 0.0
+    return kind(d_in, widths[0], CONTEXT, dropout, *heads, **({"qkv_bias": True} if takes else {}))
+
+
+def layer_of(one: Trial, owner: str, biased: bool = False) -> Any:
+    """Return the layer of a trial, with random weights; its twin's has the same."""
+    key = f"{owner}, biased" if biased else owner
+    if key not in one.made:
+        torch.manual_seed(0)
+        one.made[key] = build(one, owner, biased=biased)
+        for weight in getattr(one.made[key], "parameters", list)():
+            nn.init.normal_(weight, std=0.3)
+    layer, theirs = one.made[key], one.made.get("of", one)
+    linears = [each for each in getattr(layer, "named_modules", list)() if hasattr(each[1], "bias")]
+    for name, own in linears if theirs is not one and key in theirs.made else ():
+        with contextlib.suppress(Exception), torch.no_grad():  # a wrong one is another finding
+            other = theirs.made[key].get_submodule(name)
+            bias = other(torch.zeros(1, own.in_features))
+            own.weight.copy_((other(torch.eye(own.in_features)) - bias).T)
+            if own.bias is not None:
+                own.bias.copy_(bias[0])
+    return layer.train(biased) if isinstance(layer, nn.Module) else layer
+
+
+def inputs() -> dict[str, Tensor]:
+    """Return new inputs of all parts, the same every time."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = {"in": (B, T, D_IN), "x": (B, T, E), **dict.fromkeys("qkv", (B, H, T, D))}
+    return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+
+def call_part(layer: Any, name: str, given: dict[str, Any]) -> Any:
+    """Call a method or a layer with copies of its inputs; of a tuple, the first is what counts."""
+    taken = [given[key] for key in OF_HEADS.get(name, "x")]
+    sizes = (H, D) if name in ("_split_heads", "_merge_heads") else ()
+    out = (layer if name == "forward" else getattr(layer, name))(*taken, *sizes)
+    return out[0] if isinstance(out, tuple) and name == "_attn" else out
+
+
+def _calls(trial: Trial, part: StepPart) -> Iterator[Call]:
+    owner, short = part.owner, part.short
+    settings = (False, True)[: 1 + (GPT not in (owner, short))]  # biased, with dropout
+    if short == "causal_mask":
+        yield Call(lambda one: mask_of(one, T, 0))
+        words = "With 2 cached tokens, "
+        yield Call(lambda one: mask_of(one, 3, 2), "warning", words, part.hints["cached"][0])
+    elif not owner:
+        for biased in settings:
+            yield Call(lambda one, biased=biased: layer_of(one, short, biased))
+    elif short in (*OF_HEADS, "forward"):
+
+        def call(one: Trial, biased: bool = False) -> Any:
+            layer, given = layer_of(one, owner, biased), inputs()
+            given["x"] = given["x" if owner == GPT else "in"]
+            torch.manual_seed(0)
+            return call_part(layer, short, given)
+
+        yield Call(call)
+        if settings[1:] and part.name not in trial.blank:  # else which line drops is open
+            hint = "Dropout works once, on the weights: `self.dropout(weights)` after the softmax."
+            yield Call(lambda one: call(one, True), words="In training, ", hint=hint)
+
+
+def mask_of(one: Trial, queries: int, cached: int) -> Any:
+    """Call `causal_mask`; one that takes no `dtype` and `device` is as good."""
+    how = {"dtype": torch.float32, "device": torch.device("cpu")}
+    takes = inspect.signature(one.get("causal_mask")).parameters
+    kept = {name: value for name, value in how.items() if name in takes}
+    return one.get("causal_mask")(queries, cached, **kept)
+
+
+def wrong_size(part: StepPart, own: Any, right: Any) -> Wrong | None:
+    """Return the first number of a class that is another than its twin's."""
+    for name, value in vars(right).items():
+        got = getattr(own, name, value)
+        if type(value) is int and (type(got) is not int or got != value):
+            return Wrong(f"{part.name}.{name}", f"`self.{name}` is {got!r}; it should be {value}")
+    return None
+
+
+def _judge(trial: Trial, twin: Trial, part: StepPart, failed: Search | None) -> Wrong | None:
+    """Return what is wrong with the attributes of a class, or with how a mask hides."""
+    if failed is not None or part.short in (*OF_HEADS, "forward"):
+        return None
+    if part.short == "causal_mask":
+        watch = Watch(trial, part)
+        mask = watch.run(lambda one: mask_of(one, T, 0))
+        given = [(one.line, one.value) for one in (*watch.events, *watch.returns) if one.value]
+        low = [line for line, one in given if bool((one.numbers.clamp(-1e30) < HIDDEN).any())]
+        said = "`causal_mask` hides with a large negative number, which large scores see through"
+        wrong = Wrong((*low, part.name)[0], f"{said}, and not with -inf", "warning")
+        return None if bool(mask.isinf().any()) else wrong
+    for biased in (False, True):
+        layers = [layer_of(one, part.owner or part.name, biased) for one in (trial, twin)]
+        if not part.owner:
+            no_module = Wrong(part.name, f"`{part.name}` is not an nn.Module")
+            is_module = isinstance(layers[0], nn.Module)
+            return wrong_size(part, *layers) if is_module else no_module
+        got, want = (_held(layer, part.short) for layer in layers)
+        values: list[Any] = [getattr(layer, part.short, None) for layer in layers]
+        own, right = values
+        given = f" with qkv_bias=True and dropout={DROPOUT}" * (biased and part.owner != GPT)
+        is_called = trial.source.calls(trial.names[part.owner], part.short)
+        if isinstance(right, nn.Dropout) and own == right.p and not is_called:
+            continue  # for F.dropout
+        if got != want:
+            return Wrong(part.name, f"`{part.name}`{given} is {got}; it should be {want}")
+        if isinstance(right, Tensor) and not _agree(layers):
+            differs = ((own.reshape(right.shape) != 0) != (right != 0)).nonzero().tolist()
+            if differs:
+                number = own.reshape(right.shape)[tuple(differs[0])]
+                said = f"is {number:g} at {differs[0]}; it should be 1 where the key comes later"
+                return Wrong(part.name, f"`{part.name}` {said}, and 0 elsewhere")
+    return None
+
+
+def _held(layer: nn.Module, name: str) -> str:
+    """Return what an attribute is, and the sizes of what it holds."""
+    own: Any = getattr(layer, name, None)
+    if name in dict(layer.named_buffers()):
+        return f"a buffer of {math.prod(own.shape[-2:])} numbers"
+    if not isinstance(own, nn.Module):
+        return f"a {type(own).__name__}, and neither a module nor a buffer"
+    tensors = (*own.parameters(), *own.buffers())
+    counts = Counter(str(sorted(one.shape, reverse=True)) for one in tensors)
+    held = [f"{count} × {size}" for size, count in counts.items()]
+    drops = [f"dropout {one.p:g}" for one in own.modules() if isinstance(one, nn.Dropout)]
+    return f"a module of {', '.join(sorted([*held, *drops]))}"
+
+
+def _agree(layers: list[Any]) -> bool:
+    """Return True if two layers give the same, whatever their attributes hold."""
+    with contextlib.suppress(Exception), torch.no_grad():
+        own, right = (layer.eval()(inputs()["in"]) for layer in layers)
+        return torch.allclose(own, right, atol=1e-5)
+    return False
+
+
+def _step(name: str, owner: str, **sizes: int) -> Step:
+    def whole(trial: Trial) -> Iterable[Finding]:
+        torch.manual_seed(0)
+        return check(build(trial, owner, E), embed_dim=E, num_heads=H, causal=True).results
+
+    return step(name, SIZES | sizes, _calls, whole, _judge)
+
+
+PER_HEAD = _step("per_head", WRAPPER)
+SPLIT = _step("split", WHOLE)
+GPT2 = _step("gpt2", GPT, E=E)
