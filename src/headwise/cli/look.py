@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .._io import check_suffix, place_for
+from .._io import place_for
 from .._text import escaped
 from ..models import data as corpus
 from ..models import gpt
@@ -194,9 +194,8 @@ def _check_places(out: Path | None, save: Path | None) -> None:
         check_out(out)
     if save is not None:
         try:
-            check_suffix(save, "a JSON file", (".json",))
             place_for(save)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise LookError(f"cannot write {error}") from None
 
 

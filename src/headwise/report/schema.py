@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._io import check_suffix, write_whole
+from .._io import write_whole
 from .._text import Brief, escaped
 from .budget import budget
 from .codec import BYTE, TWO_BYTES, pack, pack_whole, pooled, stretch, unpack
@@ -178,12 +178,7 @@ class Look(InNotebooks):
             raise LookFileError(f"no look that headwise saved ({_said(error)})") from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json()` to a file, whole or not at all.
-
-        Raises:
-            ValueError: a name that ends as files of another format do, such as `.csv`.
-        """
-        check_suffix(Path(path), "a JSON file", (".json",))
+        """Write `to_json()` to a file, whole or not at all."""
         # A lone surrogate has no bytes, and an escape of its own in JSON.
         path, content = Path(path), self.to_json().encode("utf-8", "backslashreplace")
         write_whole(path.parent, {path.name: lambda part: part.write_bytes(content)})

@@ -101,7 +101,7 @@ class StepCapture:
         """Forget all that was added up, and why nothing else was."""
         self.forwards = 0
         self.sums = StepSums()
-        self._left_out: dict[str, object] = {}
+        self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
@@ -137,7 +137,7 @@ class StepCapture:
         stack.close()
 
     @property
-    def left_out(self) -> dict[str, object]:
+    def left_out(self) -> dict[str, str]:
         """The modules that attended and whose calls were not captured, and why."""
         found = {} if self._net is None else self._net.names.left_out
         meant = {name: why for name, why in found.items() if self._is_meant(name)}
@@ -183,7 +183,7 @@ class StepCapture:
         try:
             readings = self._readings(call)
         except Exception as error:
-            self._left_out[call.name] = error
+            self._left_out[call.name] = str(error)
             return
         self._calls[call.name] += 1
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
@@ -192,7 +192,7 @@ class StepCapture:
             try:
                 self._keep(name, span, readings, queries)
             except Exception as error:
-                self._left_out[name] = error
+                self._left_out[name] = str(error)
 
         call.once_whole(keep)
 
@@ -264,7 +264,7 @@ _ELSEWHERE = "a forward in another thread than that of the last step"
 """Why forwards do not count as training."""
 
 
-def not_monitored(name: str, why: object) -> str:
+def not_monitored(name: str, why: str) -> str:
     """Say why a module is not among those that are recorded."""
     return f"{name or 'the model'} is not monitored: {why}"
 

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headwise._io import check_suffix, place_for, write_whole
+from headwise._io import place_for, write_whole
 from headwise.report.codec import squeeze
 from headwise.report.schema import finite
 
@@ -27,9 +27,8 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     """
     path = Path(path)
     try:
-        check_suffix(path, "an HTML page", (".html", ".htm"))
         place_for(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise PageError(f"cannot write {error}") from None
     return path
 
