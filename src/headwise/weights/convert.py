@@ -65,8 +65,8 @@ def convert(
             all of a head's; needed where models of these names are known that rotate a part
             (Pythia, StableLM, Nemotron). Of what turns neighbours already, 0: nothing is moved.
         qk_norm_eps: the eps of the norms of queries and keys, where there are any: needed for
-            target `headwise`, whose state holds it. Weights in other layouts do not tell it: their
-            models have it in `config.json`, as `rms_norm_eps`.
+            target `headwise`, whose state holds it. Weights in other layouts do not: read it from
+            the model's `config.json`, or write it there, as `rms_norm_eps`.
 
     Names do not always tell which features a model rotates: those of Cohere, Ernie 4.5 and Helium
     have Llama's names and turn neighbours. Under headwise's names they take
@@ -233,7 +233,9 @@ def _with_eps(parts: Parts, wanted: Wanted, said: str) -> Parts:
     eps, given = [f"{part}_norm.eps" for part in "qk"], wanted.qk_norm_eps
     for name in eps:
         if name in parts and given is not None and float(parts[name]) != given:
-            raise ValueError(f"{said}: {name} in the weights is {float(parts[name])}")
+            raise ValueError(
+                f"{said}: {name} in the weights is {float(parts[name])}; leave qk_norm_eps out"
+            )
     if not wanted.new.holds(eps[0]):
         return {name: tensor for name, tensor in parts.items() if name not in eps}
     if "q_norm.weight" not in parts or eps[0] in parts:

@@ -229,7 +229,8 @@ def _as_configured(wanted: Wanted, config: ModelConfig) -> Wanted:
             f"{wanted}: {CONFIG} says that the model is of layout {config.layout!r}, whose names "
             f"and shapes are those of {wanted.source!r}; leave the source (--from) out"
         )
-    if wanted.qk_norm_eps is None and not wanted.old.holds("q_norm.eps"):
+    without_eps = wanted.old.holds("q_norm.weight") and not wanted.old.holds("q_norm.eps")
+    if without_eps and wanted.qk_norm_eps is None:
         wanted = replace(wanted, qk_norm_eps=config.qk_norm_eps)
     if wanted.rotary_dim is not None:
         return wanted
