@@ -117,7 +117,8 @@ class Running:
         return self._part(name).count
 
     def deviation(self, name: str) -> Tensor:
-        """The standard deviation of a per-query statistic over all its queries: `[H]`."""
+        """The standard deviation of a per-query statistic over all its queries: `[H]`; NaN where
+        there was none."""
         return self._of_queries(name).deviation
 
     def maximum(self, name: str) -> Tensor:

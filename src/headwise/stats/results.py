@@ -154,7 +154,7 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
         coverage = count / torch.stack(among).sum(0).clamp(min=1)
     mean = total / count
     if texts:
-        every = Texts.about(mean.nan_to_num(0.0))
+        every = Texts.about(mean.nan_to_num(0.0, 0.0, 0.0))
         for part in parts:
             every = every.joined(part.total.cpu(), part.count.cpu())
         return Figure(mean, coverage, every.error(mean), count=count, unknown=unknown)
