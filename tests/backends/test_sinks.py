@@ -128,7 +128,8 @@ def test_statistics_equal_their_definitions(name: str, softcap: float | None) ->
                 for key, want in statistic.define(full).items():
                     if key == "top_keys":
                         continue
-                    torch.testing.assert_close(seen[key], want, rtol=1e-9, atol=1e-10, msg=key)
+                    near = {"rtol": 1e-9, "atol": 1e-10, "equal_nan": True}
+                    torch.testing.assert_close(seen[key], want, **near, msg=key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
