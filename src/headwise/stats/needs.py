@@ -89,10 +89,11 @@ class Need(ABC):
     def answer(self, route: Route, engine: Engine) -> Any:
         """The figure."""
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         """Whether the figure of all queries costs next to nothing, where their LSE is at hand.
 
-        They may be `few`, or have a pass behind them that gave fields too (`every.given`).
+        They may be few beside those `drawn`, or have a pass behind them that gave fields too
+        (`every.given`).
         """
         return route.kind == KERNEL and every.given is not None
 
@@ -113,7 +114,7 @@ class _LogSumExp(Need):
     def answer(self, route: Route, engine: Engine) -> Tensor:
         return engine.lse
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         return True
 
 
@@ -132,7 +133,7 @@ class _SinkMass(Need):
             return engine.of_rows("sink", _sink_of)
         return torch.exp(identities.log_sink(engine.lse, engine.view.sinks))
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         return every.near
 
 

@@ -56,9 +56,9 @@ def observe(
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
         queries: look at so many queries, or at those of a list, in ascending order
-            (`seen.queries`); default: at all. A number is drawn: up to four first and two last
-            ones, and one from each of as many equal stretches of the rest. The output is whole all
-            the same.
+            (`seen.queries`); default: at all. A number is drawn: the first ones (an eighth of
+            them), the last two, and one from each of as many stretches of the rest, which grow with
+            the position. The output is whole all the same.
         seed: of the draw; calls whose figures are added up (`Running`) need one each, as the same
             seed draws the same queries of calls of one length.
         output: False leaves the attention output out, for calls of which only the statistics are

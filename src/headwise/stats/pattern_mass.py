@@ -81,11 +81,16 @@ class MassOn(Need):
         assert not isinstance(self.keys, Mask)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         if route.kind == KERNEL:
             return every.given is not None
-        if few or isinstance(self.keys, Mask) or not every.near:
-            return few
+        if drawn.few or not every.near:
+            return drawn.few
+        if isinstance(self.keys, Mask):  # twice the scores of the drawn queries, at most
+            view = every.view
+            ranges = self.keys.key_ranges(view.extent, view.device)
+            most = 2 * drawn.view.extent.queries * view.extent.keys / view.extent.queries
+            return ranges is not None and float((ranges[1] - ranges[0]).double().mean()) <= most
         return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
     def prepare(self, route: Route, engine: Engine) -> None:
