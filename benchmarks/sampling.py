@@ -123,6 +123,7 @@ def grid(seeds: int) -> None:
                 where = f"{make.__name__}, T {length}, {queries} queries: {name}"
                 every = whole.reading(name)
                 truth = summarise([every])
+                assert truth is not None
                 if f"{name}_se" not in row:
                     print(f"| {where} | exact | | | |")
                     continue
@@ -134,9 +135,13 @@ def grid(seeds: int) -> None:
 def _drawn(every: Reading, queries: int, seed: int) -> tuple[Tensor, Tensor]:
     """The mean of each head from drawn queries, and its standard error."""
     sample = draw(queries, every.values.shape[2], seed, every.values.device)
+    assert sample is not None
+    assert every.rows is not None
     rows = every.rows.expand(every.values.shape)[:, :, sample.rows]
     some = Reading(every.values[:, :, sample.rows], rows)
     figure = summarise([of_some(some, None, sample.weights)])
+    assert figure is not None
+    assert figure.error is not None
     return figure.mean, figure.error
 
 

@@ -49,9 +49,10 @@ def observe(
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
     The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
-    dropout and are computed in float32 at least. With learned sinks, `lse` and entropies are those
-    of keys and sink together; masses, distances, maps, top keys and what keys receive count keys
-    only, and so sum to what the sink leaves.
+    dropout and are computed in float32 at least; `backend="sdpa"` on CPUs has the log-sum-exp of
+    half precision from PyTorch's kernel, whose exponential is right to 1e-4 there. With learned
+    sinks, `lse` and entropies are those of keys and sink together; masses, distances, maps, top
+    keys and what keys receive count keys only, and so sum to what the sink leaves.
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.

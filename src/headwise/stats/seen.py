@@ -246,11 +246,11 @@ class Seen(HeadTable):
         """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
 
         Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
-        of the kernel's own pass, of masses on single keys beside the log-sum-exp of all queries,
-        and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
-        the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
-        may be higher. A mass whose pattern has no target on some rows is averaged over the others,
-        and `<name>_coverage` is their share.
+        of the kernel's own pass, of masses on single keys and within narrow windows beside the
+        log-sum-exp of all queries, and of every mass where all are at most 16 times the drawn ones.
+        Of others, `<name>_se` is the standard error. The largest of some queries' logits is
+        `max_logit_sampled`: the true one may be higher. A mass whose pattern has no target on some
+        rows is averaged over the others, and `<name>_coverage` is their share.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
