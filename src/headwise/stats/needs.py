@@ -23,6 +23,8 @@ from .score_sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, en
 from .scores import RowBlock, near
 from .view import View
 
+UNREADABLE = "where numbers cannot be read, it may not depend on them"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -170,7 +172,7 @@ class _Entropy(Need):
         if setting.nonlinear:
             return Route(ROWS, f"{setting.nonlinear}, and a gradient is wanted")
         if not setting.readable:
-            return Route(ROWS, "where numbers cannot be read, it may not depend on them")
+            return Route(ROWS, UNREADABLE)
         return Route(CALL)
 
     def make(self, engine: Engine) -> Accumulator:

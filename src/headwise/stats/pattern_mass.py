@@ -17,7 +17,7 @@ from ..core.modes import readable
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
 from .engine import Engine
-from .needs import Need, Setting
+from .needs import UNREADABLE, Need, Setting
 from .patterns import KeyRanges, Pattern
 from .results import CALL, KERNEL, PAIRS, ROWS, Route
 from .scores import RowBlock, near, probability
@@ -76,7 +76,9 @@ class MassOn(Need):
         return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
 
     def told(self, route: Route, engine: Engine) -> Route:
-        if route.kind != PAIRS or not readable(engine.view.asked.q):
+        if route.kind != KERNEL and not readable(engine.view.asked.q):
+            return Route(ROWS, UNREADABLE)
+        if route.kind != PAIRS:
             return route
         assert not isinstance(self.keys, Mask)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]

@@ -85,21 +85,22 @@ def stretches(queries: int, of: int) -> Tensor:
     begin = float(max(1, first))
     while inner * (EARLY / (begin * math.log1p(length / begin)) + (1 - EARLY) / length) > 1:
         begin *= 1.25
-    i = torch.arange(1, length, dtype=torch.float64)
+    i = torch.arange(1, length, dtype=torch.float64, device="cpu")
     early = torch.log1p(i / begin) / math.log1p(length / begin)
     place = inner * (EARLY * early + (1 - EARLY) * i / length)
-    number = torch.arange(1, inner, dtype=torch.float64)
+    number = torch.arange(1, inner, dtype=torch.float64, device="cpu")
     edges = torch.searchsorted(place, number - 1e-9) + first + 1
-    ends = torch.arange(first + 1), torch.arange(of - last, of + 1)
-    return torch.cat([ends[0], edges, ends[1]])
+    ends = (0, first + 1), (of - last, of + 1)
+    begins, stops = (torch.arange(*end, device="cpu") for end in ends)
+    return torch.cat([begins, edges, stops])
 
 
 def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
     """One query from each stretch, in order, and how long that is."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     edges = stretches(queries, of)
     low, wide = edges[:-1], edges.diff()
-    inside = torch.rand(queries, generator=generator, dtype=torch.float64)
+    inside = torch.rand(queries, generator=generator, dtype=torch.float64, device="cpu")
     return low + (inside * wide).floor().long(), wide.double()
 
 

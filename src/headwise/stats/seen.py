@@ -149,7 +149,8 @@ class Seen(HeadTable):
             readings = self.readings.__getstate__()
         output = None if self.output is None else self.output.detach()
         lost = self.lost or view.gradients
-        return _copied, (view.asked, engine.chosen.name, sample, lse, readings, output, lost)
+        made = (view.asked, engine.chosen.name, sample, engine.output)
+        return _copied, (*made, lse, readings, output, lost)
 
     def __repr__(self) -> str:
         e = self.found.extent
@@ -261,6 +262,7 @@ def _copied(
     asked: Call,
     chosen: str,
     sample: Sample | None,
+    with_output: bool,
     lse: dict[str, Tensor],
     ready: dict[str, Any],
     output: Tensor | None,
@@ -268,7 +270,7 @@ def _copied(
 ) -> Seen:
     """What `Seen.__reduce__` tells, put together again."""
     backend = next(one for one in BACKENDS if one.name == chosen)
-    engine = Engine(asked, backend, False, sample=sample, output=output is not None)
+    engine = Engine(asked, backend, False, sample=sample, output=with_output)
     vars(engine).update(lse)
     readings = Readings.__new__(Readings)
     vars(readings).update(ready)
