@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.check.verdict import Verdict
 from headwise.check.steps import check_step
 from headwise.check.steps.base import template
+from headwise.check.verdict import Verdict
 from headwise.tutorial.implementations import max_gpt2
 
 FILLED = {

@@ -48,6 +48,25 @@ def test_and_or() -> None:
     assert rows((hw.Window(1) | hw.Prefix(1)) & hw.Causal(), 3, 3) == ["100", "110", "101"]
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "blocked", "eager"])
+def test_alibi_in_float64_is_not_rounded_to_float32(backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 6, 300, 4, dtype=torch.float64)
+    place = torch.arange(300.0, dtype=torch.float64)
+    slopes = torch.tensor([2 ** (-2.0 * n) for n in (1, 2, 3, 4)] + [2**-1.0, 2**-3.0]).double()
+    bias = -slopes[:, None, None] * (place[:, None] - place).abs()
+    scores = q @ k.mT / 2 + bias
+    seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.ALiBi(), backend=backend)
+    torch.testing.assert_close(seen.lse, scores.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    # Of another number of heads slopes are no powers of 2.
+    steep = 2 ** (-0.5 * torch.arange(1, 17, dtype=torch.float64))
+    q, k, v = torch.randn(3, 1, 16, 300, 4, dtype=torch.float64)
+    scores = q @ k.mT / 2 - steep[:, None, None] * (place[:, None] - place).abs()
+    seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.ALiBi(), backend=backend)
+    torch.testing.assert_close(seen.lse, scores.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    weights = scores.softmax(-1)
+    torch.testing.assert_close(seen.out, weights @ v, rtol=1e-12, atol=1e-13)
+
+
 def test_alibi_slopes_of_other_head_counts() -> None:
     # Press et al. 2021: 8 heads start at 1/2 and halve; 12 heads are those of 8, then every
     # second one of 16.

@@ -162,7 +162,30 @@ def test_some_queries_of_tensors_without_numbers(fake: bool) -> None:
                 assert {seen[name].shape for name in seen.names} == {(B, H, number)}
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("native", "sdpa")])
+def test_functional_tensors_have_their_numbers(backend: str) -> None:
+    parts = qkv()
+    asked = hw.Entropy(), hw.Received()
+    want = hw.observe(*parts, *asked, backend=backend)  # which makes the kind of call known
+    wrapped = [torch._to_functional_tensor(x) for x in parts]
+    seen = hw.observe(*wrapped, *asked, backend=backend)
+    pairs = [(seen.out, want.out), *((seen[name], want[name]) for name in seen.names)]
+    for got, x in pairs:
+        torch._sync(got)
+        torch.testing.assert_close(torch._from_functional_tensor(got), x)
+
+
 def test_the_way_to_a_statistic_is_told_without_numbers() -> None:
     parts = [x.to("meta") for x in qkv()]
     told = hw.explain(*parts, hw.Mass(hw.First(2)), hw.Entropy(), hw.MaxLogit())
     assert set(told.statistics) == {"first", "entropy", "entropy_share", "max_logit"}
+    assert "numbers cannot be read" in told.statistics["first"]
+
+
+def test_queries_are_drawn_alike_on_any_device_by_default() -> None:
+    parts = qkv()
+    want = hw.observe(*parts, hw.Entropy(), queries=4, backend="blocked")
+    with torch.device("meta"):
+        seen = hw.observe(*parts, hw.Entropy(), queries=4, backend="blocked")
+    assert torch.equal(seen.queries, want.queries)
+    assert torch.equal(seen["entropy"], want["entropy"])

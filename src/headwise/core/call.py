@@ -62,7 +62,7 @@ def _signature(
         return None
     if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
         return None
-    if q.is_meta:
+    if q.is_meta or torch._is_functional_tensor(q):  # pyright: ignore[reportPrivateImportUsage]
         return None
     if not (k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
         return None

@@ -336,7 +336,9 @@ class ALiBi(Mask):
     free = True
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        slopes = alibi_slopes(extent.heads, i.device).view(1, -1, 1, 1)
+        # In the widest dtype there is: a call of float64 must not meet what float32 has rounded.
+        widest = torch.float32 if i.device.type == "mps" else torch.float64
+        slopes = alibi_slopes(extent.heads, i.device, widest).view(1, -1, 1, 1)
         return -slopes * (i + extent.offset - j).abs()
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> None:
@@ -350,12 +352,14 @@ class ALiBi(Mask):
         return True
 
 
-def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Float[Tensor, " H"]:
-    """The slope of each head, in float32 whatever PyTorch's default dtype is."""
+def alibi_slopes(
+    heads: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Float[Tensor, " H"]:
+    """Return the slope of each head, in a dtype that is not PyTorch's default."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:

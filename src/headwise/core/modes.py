@@ -63,4 +63,6 @@ def readable(x: Tensor) -> bool:
     """Whether the numbers in a tensor can be asked for: it has some, and nobody traces the call."""
     if traced() or transformed():
         return False
-    return not x.is_meta and not isinstance(x, FakeTensor)
+    if x.is_meta or isinstance(x, FakeTensor):
+        return False
+    return not torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]

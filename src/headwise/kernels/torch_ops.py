@@ -110,12 +110,12 @@ def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
         return False
     if problem.images is None or problem.sinks is not None:  # else a kind's tensors are plain
         others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
-    for x in others:
-        if x is None:
-            continue
-        if type(x) not in _PLAIN or x.is_meta or torch._is_functional_tensor(x):
-            return False
-    return True
+    return all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
+
+
+def _elsewhere(x: Tensor) -> bool:
+    """Return True if a plain tensor has no memory, or another one that holds its numbers."""
+    return x.is_meta or torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})

@@ -70,29 +70,30 @@ def execute(plan: Plan, engine: Engine) -> Pass:
         ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
     """
     view = engine.view
-    few = view.drawn is not None and engine.few
     engine.fields, engine.reducers = plan.fields, plan.reducers
     engine.positions_too = plan.positions_too
     for need in plan.waiting:
         need.prepare(plan.routes[need], engine)
-    if few and not engine.output and plan.masses and readable(view.asked.q):
+    wanted = view.drawn is not None and not engine.output and plan.masses
+    if wanted and engine.few and readable(view.asked.q):
         engine.look_at_every_query()
     if engine.output or any(need.scores for need in plan.routes):
         _ = engine.lse_of_call
     with nullcontext() if view.gradients else no_graph():
         answers = {need: need.answer(route, engine) for need, route in plan.routes.items()}
-        every = _of_every_query(plan, engine.every, few)
+        every = _of_every_query(plan, engine)
         return Pass(view, engine.whole_out, answers, engine, every)
 
 
-def _of_every_query(plan: Plan, every: Engine | None, few: bool) -> Pass | None:
+def _of_every_query(plan: Plan, drawn: Engine) -> Pass | None:
     """The figures of all queries, where they cost next to nothing."""
+    every = drawn.every
     if every is None:
         return None
     with no_graph():
         answers = {
             need: need.answer(route, every)
             for need, route in plan.routes.items()
-            if need.at_hand(route, every, few)
+            if need.at_hand(route, every, drawn)
         }
         return Pass(every.view, None, answers, every)

@@ -23,6 +23,8 @@ from .score_sweep import Accumulator, Ahead, Block, Columns, RowSums, Spread, en
 from .scores import RowBlock, near
 from .view import View
 
+UNREADABLE = "where numbers cannot be read, it may not depend on them"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -91,10 +93,11 @@ class Need(ABC):
     def answer(self, route: Route, engine: Engine) -> Any:
         """The figure."""
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         """Whether the figure of all queries costs next to nothing, where their LSE is at hand.
 
-        They may be `few`, or have a pass behind them that gave fields too (`every.given`).
+        They may be few beside those `drawn`, or have a pass behind them that gave fields too
+        (`every.given`).
         """
         return route.kind == KERNEL and every.given is not None
 
@@ -115,7 +118,7 @@ class _LogSumExp(Need):
     def answer(self, route: Route, engine: Engine) -> Tensor:
         return engine.lse
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         return True
 
 
@@ -134,7 +137,7 @@ class _SinkMass(Need):
             return engine.of_rows("sink", _sink_of)
         return torch.exp(identities.log_sink(engine.lse, engine.view.sinks))
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         return every.near
 
 
@@ -171,7 +174,7 @@ class _Entropy(Need):
         if setting.nonlinear:
             return Route(ROWS, f"{setting.nonlinear}, and a gradient is wanted")
         if not setting.readable:
-            return Route(ROWS, "where numbers cannot be read, it may not depend on them")
+            return Route(ROWS, UNREADABLE)
         return Route(CALL)
 
     def make(self, engine: Engine) -> Accumulator:

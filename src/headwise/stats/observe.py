@@ -49,16 +49,17 @@ def observe(
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
     The output is bit for bit what `attend()` gives. Statistics describe the probabilities before
-    dropout and are computed in float32 at least. With learned sinks, `lse` and entropies are those
-    of keys and sink together; masses, distances, maps, top keys and what keys receive count keys
-    only, and so sum to what the sink leaves.
+    dropout and are computed in float32 at least; `backend="sdpa"` on CPUs has the log-sum-exp of
+    half precision from PyTorch's kernel, whose exponential is right to 1e-4 there. With learned
+    sinks, `lse` and entropies are those of keys and sink together; masses, distances, maps, top
+    keys and what keys receive count keys only, and so sum to what the sink leaves.
 
     Args:
         statistics: such as `Entropy()`, `MaxLogit()`, `Mass(First(1))`; the rest as `attend()`.
         queries: look at so many queries, or at those of a list, in ascending order
-            (`seen.queries`); default: at all. A number is drawn: up to four first and two last
-            ones, and one from each of as many equal stretches of the rest. The output is whole all
-            the same.
+            (`seen.queries`); default: at all. A number is drawn: the first ones (an eighth of
+            them), the last two, and one from each of as many stretches of the rest, which grow with
+            the position. The output is whole all the same.
         seed: of the draw; calls whose figures are added up (`Running`) need one each, as the same
             seed draws the same queries of calls of one length.
         output: False leaves the attention output out, for calls of which only the statistics are

@@ -17,7 +17,7 @@ from ..core.modes import readable
 from ..core.reference import finish_scores
 from ..core.shapes import Extent
 from .engine import Engine
-from .needs import Need, Setting
+from .needs import UNREADABLE, Need, Setting
 from .patterns import KeyRanges, Pattern
 from .results import CALL, KERNEL, PAIRS, ROWS, Route
 from .scores import RowBlock, near, probability
@@ -76,16 +76,23 @@ class MassOn(Need):
         return Route(KERNEL if self.kernel is not None and setting.kernel else PAIRS)
 
     def told(self, route: Route, engine: Engine) -> Route:
-        if route.kind != PAIRS or not readable(engine.view.asked.q):
+        if route.kind != KERNEL and not readable(engine.view.asked.q):
+            return Route(ROWS, UNREADABLE)
+        if route.kind != PAIRS:
             return route
         assert not isinstance(self.keys, Mask)
         return Masses(engine).reader_of(ranges_in(self.keys, engine.view))[0]
 
-    def at_hand(self, route: Route, every: Engine, few: bool) -> bool:
+    def at_hand(self, route: Route, every: Engine, drawn: Engine) -> bool:
         if route.kind == KERNEL:
             return every.given is not None
-        if few or isinstance(self.keys, Mask) or not every.near:
-            return few
+        if drawn.few or not every.near:
+            return drawn.few
+        if isinstance(self.keys, Mask):  # twice the scores of the drawn queries, at most
+            view = every.view
+            ranges = self.keys.key_ranges(view.extent, view.device)
+            most = 2 * drawn.view.extent.queries * view.extent.keys / view.extent.queries
+            return ranges is not None and float((ranges[1] - ranges[0]).double().mean()) <= most
         return Masses(every).reader_of(ranges_in(self.keys, every.view))[0].kind == PAIRS
 
     def prepare(self, route: Route, engine: Engine) -> None:

@@ -3,7 +3,8 @@
 The first few queries and the last ones are unlike all others: a causal query 0 gives all of its
 mass to key 0, and closing tokens attend in their own way. Such a query counts 1/T in a mean; drawn
 by chance, as one of n, it would count 1/n in some draws and 0 in others. So these are always looked
-at and stand for themselves; of the rest one is drawn from each of as many equal stretches.
+at and stand for themselves; of the rest one is drawn from each of as many stretches, which grow
+with the position.
 """
 
 from __future__ import annotations
@@ -63,32 +64,43 @@ def draw(
     return Sample(ordered.to(device), None)
 
 
-def _ends(queries: int) -> tuple[int, int]:
-    """How many of the drawn queries are the first, and how many the last."""
-    return min(4, queries // 8), min(2, queries // 16)
+EARLY = 1 / 3
+"""The share of the drawn queries that thin out with their position; the others are spread evenly.
+"""
 
 
 def stretches(queries: int, of: int) -> Tensor:
     """Cut `of` queries into stretches, one for each that is drawn: their edges `[n + 1]`.
 
-    The first and the last queries are a stretch each; the others are equally long, to a query.
+    The first queries (an eighth of those drawn) and the last ones (two at most) are a stretch each.
+    Between them `EARLY` of the edges are even in the logarithm of the position, the others in the
+    position: what falls with the number of keys, as causal masses do, varies little within any.
 
     >>> stretches(16, 43)
-    tensor([ 0,  1,  2,  6,  9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 43])
+    tensor([ 0,  1,  2,  4,  6,  8, 11, 14, 17, 20, 24, 28, 31, 35, 39, 42, 43])
     """
-    first, last = _ends(queries)
-    inner = queries - first - last
-    edges = torch.arange(inner + 1, dtype=torch.float64) * (of - first - last) / inner
-    ends = torch.arange(first), torch.arange(of - last + 1, of + 1)
-    return torch.cat([ends[0], first + edges.ceil().long(), ends[1]])
+    first, last = queries // 8, min(2, queries // 16)
+    inner, length = queries - first - last, of - first - last
+    # As steep as the logarithm begins, no stretch is shorter than a query.
+    begin = float(max(1, first))
+    while inner * (EARLY / (begin * math.log1p(length / begin)) + (1 - EARLY) / length) > 1:
+        begin *= 1.25
+    i = torch.arange(1, length, dtype=torch.float64, device="cpu")
+    early = torch.log1p(i / begin) / math.log1p(length / begin)
+    place = inner * (EARLY * early + (1 - EARLY) * i / length)
+    number = torch.arange(1, inner, dtype=torch.float64, device="cpu")
+    edges = torch.searchsorted(place, number - 1e-9) + first + 1
+    ends = (0, first + 1), (of - last, of + 1)
+    begins, stops = (torch.arange(*end, device="cpu") for end in ends)
+    return torch.cat([begins, edges, stops])
 
 
 def _draw(queries: int, of: int, seed: int) -> tuple[Tensor, Tensor]:
     """One query from each stretch, in order, and how long that is."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     edges = stretches(queries, of)
     low, wide = edges[:-1], edges.diff()
-    inside = torch.rand(queries, generator=generator, dtype=torch.float64)
+    inside = torch.rand(queries, generator=generator, dtype=torch.float64, device="cpu")
     return low + (inside * wide).floor().long(), wide.double()
 
 
@@ -180,24 +192,24 @@ def standard_error(
 
     A stretch holds one drawn query, so its neighbours stand in for others from it: half the squared
     difference of two (at either end), a sixth of a squared second difference (between, where no
-    even trend adds to it). Their mean is the variance within stretches (Cochran 1977, §5A.12), less
-    the share of queries that was looked at; the first and last queries stand for themselves and add
-    none. A mean of m squares is rough: as overlapping second differences have about m/2 degrees of
-    freedom, the error is widened by t/3, so that three of it hold what three of a normal mean do
-    (Abramowitz & Stegun 1964, 26.7.5). Rows that do not count weigh nothing (ratio estimate).
+    even trend adds to it) is the variance within it (Cochran 1977, §5A.12). Of w queries one was
+    looked at: their sum is off by w² of it where the figure follows a trend, by w (w − 1) where it
+    is noise; between these lies w (w − ½), and 0 for a query that stands for itself. As overlapping
+    second differences have about half as many degrees of freedom as there are, the error is widened
+    by t/3, so that three of it hold what three of a normal mean do (Abramowitz & Stegun 1964,
+    26.7.5). Rows that do not count weigh nothing (ratio estimate).
     """
-    first, last = _ends(values.shape[2])
-    inner = slice(first, values.shape[2] - last)
+    if len(weights) < 2:
+        return values.new_full((values.shape[1],), math.nan)
     count = rows.to(weights.dtype).sum(0)
     total = torch.where(rows, values.to(weights.dtype), 0.0).sum(0)
     all_counts = (count * weights).sum(1, keepdim=True).clamp(min=1)
     mean = (total * weights).sum(1, keepdim=True) / all_counts
-    residual, wide = (total - mean * count)[:, inner], weights[inner]
-    if len(wide) < 2:
-        return values.new_full((values.shape[1],), math.nan)
+    residual = total - mean * count
     pairs, threes = residual.diff(dim=1).square() / 2, residual.diff(n=2, dim=1).square() / 6
-    squares = torch.cat([pairs[:, :1], threes, pairs[:, -1:]], dim=1)
-    within = squares.mean(1) * (wide * (wide - 1)).sum()
-    freedom = len(wide) / 2
+    within = torch.cat([pairs[:, :1], threes, pairs[:, -1:]], dim=1)
+    share = weights * (weights - 0.5) * (weights > 1)
+    freedom = share.sum().square() / share.square().sum().clamp(min=1) / 2
+    freedom = freedom.clamp(min=0.5)  # where every query stands for itself, and none is off
     widened = 1 + 2.5 / freedom + 5.75 / freedom**2 + 10.06 / freedom**3
-    return widened * within.sqrt() / all_counts[:, 0]
+    return widened * (within @ share).sqrt() / all_counts[:, 0]

@@ -149,7 +149,8 @@ class Seen(HeadTable):
             readings = self.readings.__getstate__()
         output = None if self.output is None else self.output.detach()
         lost = self.lost or view.gradients
-        return _copied, (view.asked, engine.chosen.name, sample, lse, readings, output, lost)
+        made = (view.asked, engine.chosen.name, sample, engine.output)
+        return _copied, (*made, lse, readings, output, lost)
 
     def __repr__(self) -> str:
         e = self.found.extent
@@ -246,12 +247,12 @@ class Seen(HeadTable):
         """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
 
         Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
-        of the kernel's own pass, of masses on single keys beside the log-sum-exp of all queries,
-        and of every mass where all are at most 16 times the drawn ones. Of others, `<name>_se` is
-        the standard error. The largest of some queries' logits is `max_logit_sampled`: the true one
-        may be higher. A mass whose pattern has no target on some rows is averaged over the others,
-        and `<name>_coverage` is their share. A row omits metrics that are unknown for its head
-        (NaN in tensors); `unavailable` has the reasons.
+        of the kernel's own pass, of masses on single keys and within narrow windows beside the
+        log-sum-exp of all queries, and of every mass where all are at most 16 times the drawn ones.
+        Of others, `<name>_se` is the standard error. The largest of some queries' logits is
+        `max_logit_sampled`: the true one may be higher. A mass whose pattern has no target on some
+        rows is averaged over the others, and `<name>_coverage` is their share. A row omits metrics
+        that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
         """
         readings = {name: [reading] for name, reading in self.readings.items()}
         rows = table_rows(readings, self.found.extent.heads)
@@ -267,6 +268,7 @@ def _copied(
     asked: Call,
     chosen: str,
     sample: Sample | None,
+    with_output: bool,
     lse: dict[str, Tensor],
     ready: dict[str, Any],
     output: Tensor | None,
@@ -274,7 +276,7 @@ def _copied(
 ) -> Seen:
     """What `Seen.__reduce__` tells, put together again."""
     backend = next(one for one in BACKENDS if one.name == chosen)
-    engine = Engine(asked, backend, False, sample=sample, output=output is not None)
+    engine = Engine(asked, backend, False, sample=sample, output=with_output)
     vars(engine).update(lse)
     readings = Readings.__new__(Readings)
     vars(readings).update(ready)
