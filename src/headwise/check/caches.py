@@ -163,7 +163,7 @@ def _ways(target: Target) -> Iterator[Way]:
         kinds = list(_own_caches(target, annotation))
         if type(target.layer).__module__.split(".")[0] == "transformers":
             cache_of = sys.modules["transformers"].DynamicCache
-            yield Way(lambda n=name: _filled(target, {n: cache_of()}, flags), True)
+            yield Way(lambda n=name: _filled(target, {n: cache_of()}, flags), False)
         elif "KVCache" in annotation and not kinds:
             yield Way(lambda n=name: _filled(target, {n: KVCache()}, flags), True)
         else:
