@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.check.findings.verdict import Verdict
+from headwise.check import Verdict
 from headwise.check.steps import check_step, template
 from headwise.tutorial.implementations import max_gpt2
 
