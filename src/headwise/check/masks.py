@@ -68,7 +68,8 @@ def learn_forms(target: Target) -> list[Finding]:
                 findings.append(found(rule, why, name=name))
         elif tried.ignored and role == "memory_mask" and not call.cross_only:
             both = f"layer(x, {call.memory or 'memory'}=memory, {name}=keep)"
-            said = f"`{name}` changes nothing without another sequence; show one: lambda layer, x, memory, keep: {both}."
+            shown = f"lambda layer, x, memory, keep: {both}"
+            said = f"`{name}` changes nothing without another sequence; show one: {shown}."
             findings.append(skipped("padding", said))
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
