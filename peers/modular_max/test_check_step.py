@@ -4,14 +4,9 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from headwise.check.verdict import Verdict
 from headwise.check.steps import check_step
 from headwise.check.steps.base import template
-=======
-from headwise.check import Verdict
-from headwise.check.steps import check_step, template
->>>>>>> checktests
 from headwise.tutorial.implementations import max_gpt2
 
 FILLED = {
