@@ -59,9 +59,7 @@ MENDED = {
     },
     "a25": {"attn_mask=mask,": "attn_mask=mask.bool(),"},
     "a26": {"        q = q * self.scale\n": ""},
-    "a30": {"dropout_p=self.dropout,": "dropout_p=self.dropout if self.training else 0.0,"},
     "a32": {"F.normalize(q)": "F.normalize(q, dim=-1)", "F.normalize(k)": "F.normalize(k, dim=-1)"},
-    "a43": {"(key_rot, query_pass)": "(key_rot, key_pass)"},
     "b31": {"(0, self.n_memory)": "(self.n_memory, 0)"},
     "b33": {"normalize(q) @ F.normalize(k)": "normalize(q, dim=-1) @ F.normalize(k, dim=-1)"},
     "b34": {
@@ -69,7 +67,6 @@ MENDED = {
             "nn.Linear(dim, 3 * d_head) for _ in range(n_heads)"
         )
     },
-    "b39": {"self.to_q(x) * self.scale": "self.to_q(x)"},
     "e08": {
         "is_causal=q.shape[-2] > 1,   #": (
             "attn_mask=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)"

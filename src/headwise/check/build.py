@@ -390,7 +390,8 @@ class _Constructor:
             kind = None
         for one in (kind, *typing.get_args(kind)):
             if inspect.isclass(one) and one.__module__ not in ("builtins", "typing"):
-                return None if issubclass(one, Mapping) else one
+                made = not (issubclass(one, Mapping) or getattr(one, "_is_protocol", False))
+                return one if made else None
         home = vars(sys.modules.get(self.factory.__module__, typing))
         own = [
             one

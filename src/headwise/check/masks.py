@@ -66,6 +66,11 @@ def learn_forms(target: Target) -> list[Finding]:
             rule = "mask" if channel == "allow" else "padding"
             if why is not None:
                 findings.append(found(rule, why, name=name))
+        elif tried.ignored and role == "memory_mask" and not call.cross_only:
+            both = f"layer(x, {call.memory or 'memory'}=memory, {name}=keep)"
+            shown = f"lambda layer, x, memory, keep: {both}"
+            said = f"`{name}` changes nothing without another sequence; show one: {shown}."
+            findings.append(skipped("padding", said))
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             findings.append(found(rule, "ignored", name=name))
@@ -136,7 +141,7 @@ def _kept(ctx: Probing, at_end: bool = False) -> Tensor:
     """Return `[B, S]` in which two tokens of the last sequence are padding: the last ones; in
     causal attention, where nobody sees these, the second and third."""
     keep = torch.ones(ctx.x.shape[:2], dtype=torch.bool)
-    hole = _is_causal(ctx) and not at_end and "memory" not in ctx.target.takes
+    hole = _is_causal(ctx) and not at_end
     keep[-1, slice(1, 3) if hole else slice(5, None)] = False
     return keep
 
@@ -324,7 +329,7 @@ def padding(ctx: Probing) -> Finding | None:
     """Pad one sequence: its padding changes nothing for the others."""
     if "keep" not in ctx.target.takes:
         return None
-    name, cross = _argument(ctx, "keep"), "memory" in ctx.target.takes
+    name, cross = _argument(ctx, "keep"), _is_of_memory(ctx)
     call = ctx.target.call
     at_end = isinstance(call, PlainCall) and call.forms["keep"].kind == "lengths"
     keep = _kept(ctx, at_end)
@@ -372,6 +377,15 @@ def _hides_real(ctx: Probing, keep: Tensor) -> bool:
     return bool(among.max() <= least < seen[real][:, ~real].max())
 
 
+def _is_of_memory(ctx: Probing) -> bool:
+    """Return True if `keep` speaks of another sequence's tokens."""
+    call = ctx.target.call
+    if "memory" not in call.takes or not isinstance(call, PlainCall):
+        return "memory" in call.takes
+    role = call.roles[call.forms["keep"].argument]
+    return call.cross_only or len(call.inputs) == 3 or role == "memory_mask"
+
+
 def _argument(ctx: Probing, channel: str) -> str:
     """Return the name of the argument that takes a mask."""
     call = ctx.target.call
@@ -393,6 +407,10 @@ def cross(ctx: Probing) -> Finding | None:
     try:
         out = ctx.call(ctx.x, memory=memory, **given)
     except Failed as failure:
+        call = ctx.target.call
+        optional = isinstance(call, PlainCall) and not call.cross_only and len(call.inputs) == 1
+        if optional and isinstance(failure.error, (ValueError, NotImplementedError)):
+            return skipped("cross", f"It refuses another sequence: {failure.error}")
         same = ctx.exact.input(ctx.tokens, batch, seed=8)
         if _mixes(ctx, same):
             return found("cross", "values")

@@ -215,6 +215,8 @@ def _example(case: Case, target: Target, base: Variant, large: bool = False) -> 
 def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
     if reasons := _reasons(case, target):
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
+    if target.shown:  # which may bring along what is no mistake of the layer
+        return _unread("the definition does not give its output in the call that is shown")
     if not case.reading.named:
         return _unread(f"no name says what {_projections(case.reading)} are")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
@@ -241,8 +243,6 @@ def _reasons(case: Case, target: Target) -> list[str]:
         r"\b(exp|cumsum|topk|gelu|silu|relu|tanh|sigmoid|roll)\(", class_sources(target.layer)
     )
     reasons += [f"{calls[1]}()"] if calls else []
-    if target.shown and not target.takes:
-        reasons.append("what the shown call brings along")
     return reasons
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
-from transformers.models.bert.modeling_bert import BertAttention, BertSelfAttention
+from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.vit.modeling_vit import ViTAttention
+from x_transformers.x_transformers import Attention
 
 from headwise.attend import attend
 from headwise.check import Verdict, check
 from headwise.core.masks import Causal
 from headwise.layers.attention import MultiHeadAttention
 from headwise.layers.rope import RoPE
-from headwise.tutorial.implementations import scalar
 from headwise.tutorial.implementations.functional import MultiHead, scaled_dot_product_attention
 from headwise.tutorial.implementations.fused import GPT2MultiHeadAttention
 from headwise.tutorial.implementations.per_head import (
@@ -75,37 +75,6 @@ def test_the_ladders_functions_are_right() -> None:
         assert_right(check(function, causal=False), "causality")
         assert_right(check(function, num_heads=6, num_kv_heads=6))
     assert_right(check(attend, num_heads=6, num_kv_heads=3))
-
-
-class Scalar(nn.Module):
-    """The ladder's first rung, number by number."""
-
-    def __init__(self, n_embd: int, n_head: int) -> None:
-        super().__init__()
-        self.n_head = n_head
-        for name in ("wq", "wk", "wv", "wo"):
-            self.register_buffer(name, torch.randn(n_embd, n_embd))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wq, wk, wv, wo = (
-            scalar.as_values(self.get_buffer(name).tolist()) for name in ("wq", "wk", "wv", "wo")
-        )
-        rows = []
-        for sequence in x:
-            keys: list[Any] = []
-            values: list[Any] = []
-            tokens = [
-                scalar.attention(token, wq, wk, wv, wo, keys, values, self.n_head)
-                for token in scalar.as_values(sequence.tolist())
-            ]
-            rows.append([[value.data for value in token] for token in tokens])
-        return torch.tensor(rows, dtype=x.dtype)
-
-
-def test_the_scalar_rung_is_right() -> None:
-    verdict = check(Scalar, embed_dim=6, num_heads=3)
-    assert_right(verdict, "definition", "gradients")
-    assert verdict["causality"].severity == "passed"
 
 
 @pytest.mark.parametrize(
@@ -165,32 +134,46 @@ def layers(implementation: str) -> dict[str, nn.Module]:
         "gpt2": GPT2Attention(gpt2, layer_idx=0),
         "llama": LlamaAttention(llama, layer_idx=0),
         "bert": BertSelfAttention(bert),
-        "bert with its norm": BertAttention(bert),
         "vit": ViTAttention(vit),
     }
 
 
 @pytest.mark.parametrize("causal", [True, False, None])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "bert with its norm", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
 def test_hugging_faces_layers_are_right(
     name: str, implementation: str, causal: bool | None
 ) -> None:
-    if causal is False and implementation == "sdpa" and name in ("gpt2", "llama"):
-        return  # without a mask these hide later tokens by themselves: there is nothing to ask
-    layer = layers(implementation)[name]
-    verdict = check(layer, causal=causal)
-    assert_right(verdict, "causality", "cross", "cache", "one-token", "dropout", "context", "order")
+    if causal is False and implementation == "sdpa" and name == "gpt2":
+        return  # without a mask it hides later tokens by itself: there is nothing to ask
+    verdict = check(layers(implementation)[name], causal=causal)
+    # its Conv1D takes a view of x
+    assert {one.rule for one in verdict.errors} <= ({"contiguous"} if name == "gpt2" else set())
     assert verdict["definition"].severity == "passed"
     returns = {one.rule for one in verdict.results if one.rule == "weights"}
     assert bool(returns) == (implementation == "eager")
 
 
-def test_caches_are_driven() -> None:
-    eager = layers("eager")
+def test_a_layer_that_needs_tables_is_asked_about() -> None:
+    layer = layers("eager")["llama"]
+    with pytest.raises(ValueError, match='--call "lambda layer, x: layer'):
+        check(layer)
+
+    def call(layer: nn.Module, x: Tensor, start: int, allow: Tensor) -> Any:
+        places = torch.arange(start, start + x.shape[1])
+        angles = torch.outer(places, 10000.0 ** (-torch.arange(0, 4, 2) / 4))
+        both = torch.cat((angles, angles), -1).to(x)[None]
+        hidden = torch.zeros(allow.shape).masked_fill(~allow, -torch.inf).to(x)
+        return layer(x, (both.cos(), both.sin()), hidden[None, None])
+
+    verdict = check(layer, call=call)
+    assert_right(verdict, "definition", "cache", "order")
+    assert verdict["rotary"].severity == verdict["mask"].severity == "passed"
+
+
+def test_caches_are_used() -> None:
     for layer in (
-        eager["gpt2"],
-        eager["llama"],
+        layers("eager")["gpt2"],
         MultiHeadAttention(24, 3),
         GPT2MultiHeadAttention(GPT2Config(n_embd=24, n_head=3)),
     ):
@@ -200,3 +183,19 @@ def test_caches_are_driven() -> None:
 def test_a_layer_called_by_hand_is_right() -> None:
     layer = MultiHeadAttention(24, 3)
     assert_right(check(layer, call=lambda layer, x: layer(x, mask=Causal())))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("groups", "flash"), [(1, False), (2, False), (6, False), (2, True)])
+def test_x_transformers_layer_is_right(groups: int, flash: bool, causal: bool) -> None:
+    sizes = {"heads": 6, "kv_heads": groups, "dim_head": 4, "causal": causal, "flash": flash}
+    verdict = check(Attention(24, **sizes), causal=causal)
+    assert verdict.passed, str(verdict)
+    assert verdict["definition"].severity == "passed"
+
+
+@pytest.mark.parametrize("option", ["num_mem_kv", "qk_norm", "gate_values", "one_kv_head"])
+def test_x_transformers_options_are_no_mistakes(option: str) -> None:
+    given = {option: 2 if option == "num_mem_kv" else True}
+    verdict = check(Attention(24, heads=3, dim_head=8, causal=True, **given))
+    assert verdict.passed, str(verdict)
