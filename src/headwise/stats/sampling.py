@@ -77,7 +77,7 @@ def stretches(queries: int, of: int) -> Tensor:
     position: what falls with the number of keys, as causal masses do, varies little within any.
 
     >>> stretches(16, 43)
-    tensor([ 0,  1,  2,  4,  6,  8, 11, 14, 17, 20, 24, 28, 31, 35, 39, 42, 43])
+    tensor([ 0,  1,  2,  4,  6,  8, 10, 13, 17, 20, 23, 27, 31, 35, 39, 42, 43])
     """
     first, last = queries // 8, min(2, queries // 16)
     inner, length = queries - first - last, of - first - last
