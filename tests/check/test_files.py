@@ -293,7 +293,7 @@ WORST = {
     "loops when called": (
         called("while True:\n    pass"),
         "file-time",
-        r"after 3 s, while it was checked, at line \d+: `(while True:|pass)`",
+        r"after 3 s, while it was checked, at line \d+ in `forward`: `(while True:|pass)`",
     ),
     "sleeps": ("import time\ntime.sleep(1000)\n", "file-time", r"at line 2: `time.sleep\(1000\)`"),
     "exit() at import": ("exit()\n", "file-exit", "ended Python while it was imported"),
