@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,9 +89,6 @@ def check(
     from ..check.rules import explain as lesson
     from ..check.sandbox import Limits
 
-    if step is not None or new is not None:
-        from ..check.steps import STEPS, check_step, usual_limits, write_template
-
     asked = [
         f"--{name}"
         for name, value in zip(("step", "new", "explain"), (step, new, explain), strict=True)
@@ -110,7 +108,7 @@ def check(
     if step is not None and not words and Path(step).suffix == ".py":
         told = _step_of(step).replace("or follow its step", "for this file")
         raise ValueError(
-            f"--step {step}: is a file, and no step; the steps are {', '.join(STEPS)}"
+            f"--step {step}: is a file, and no step; the steps are {', '.join(_steps().STEPS)}"
             f"{told or f'; as in: headwise check --step split {step}'}"
         )
     target, given = parsed(words or [], arg or [], example)
@@ -121,7 +119,7 @@ def check(
             f"{asked[0]}: takes no arguments of a constructor; leave out {', '.join(given)}"
         )
     if new is not None:
-        write_template(new, Path(target))
+        _steps().write_template(new, Path(target))
         print(f"{target}: replace every None, then: headwise check --step {new} {target}")
         return 0
 
@@ -133,8 +131,8 @@ def check(
 
     with _waiting() as report:
         if step is not None:
-            limits = limited(usual_limits(step, target))
-            verdict = check_step(step, target, limits, report, 1 if hint is None else hint)
+            limits = limited(_steps().usual_limits(step, target))
+            verdict = _steps().check_step(step, target, limits, report, 1 if hint is None else hint)
         else:
             try:
                 verdict = check_file(target, given, limited(Limits()), report, call)
@@ -145,6 +143,13 @@ def check(
                 raise ValueError(f"{error}{_step_of(target)}") from None
     show(verdict, as_json, every)
     return 0 if verdict.passed else 1
+
+
+def _steps() -> ModuleType:
+    """Return the module of the steps, which takes a while to import."""
+    from ..check import steps
+
+    return steps
 
 
 def choices(option: str) -> list[str]:
