@@ -67,7 +67,7 @@ _FORMATS = frozenset(
     ".bin .csv .db .htm .html .json .jsonl .npy .npz .parquet .pdf .pickle .pkl .png .pt .pth "
     ".safetensors .sqlite .sqlite3 .svg .tsv .txt .xlsx .yaml .yml .zip".split()
 )
-"""How files of known formats end."""
+"""The suffixes of files of known formats."""
 
 
 def check_suffix(path: Path, kind: str, own: Sequence[str], instead: str = "") -> None:

@@ -49,7 +49,7 @@ CONTEXT = 16
 
 
 class Broken(Exception):
-    """What is checked cannot be imported, built or called; `finding` says why."""
+    """Raised where the target cannot be imported, built or called; `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -116,7 +116,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """What was said of the target beside its own arguments."""
+    """Hold what the caller said of the target, beside its own arguments."""
 
     sizes: Sizes
     seed: int = 0

@@ -37,7 +37,7 @@ from .verdict import Finding, Verdict
 
 ATTENTION = re.compile(r"attention|attn|mha|gqa|mqa|multi_?head", re.IGNORECASE)
 MARKS = (".git", "pyproject.toml")
-"""What lies in the uppermost folder of a repository."""
+"""Names that lie in the uppermost folder of a repository."""
 IMPORTING, CHECKING = "while it was imported", "while it was checked"
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
 

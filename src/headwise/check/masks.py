@@ -96,7 +96,7 @@ def _forms(call: PlainCall, name: str, role: str) -> list[tuple[str, Form]]:
 
 
 class _Tried:
-    """What came of the forms of one argument."""
+    """Hold the results of all forms of one argument."""
 
     def __init__(self, name: str) -> None:
         self.name, self.ignored = name, 0

@@ -66,8 +66,7 @@ def _dropping(ctx: Probing) -> Target | None:
     """Return a copy with dropout 0.5, from its constructor where that takes one."""
     if "dropout" in ctx.target.roles and ctx.target.rebuild is not None:
         try:
-            own = ctx.target.rebuild(dropout=0.5)
-            return own if own is not None else None
+            return ctx.target.rebuild(dropout=0.5)
         except Exception:  # the constructor may refuse it
             pass
     return ctx.target.with_dropout(0.5, training=False)

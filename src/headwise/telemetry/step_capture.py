@@ -234,7 +234,7 @@ class StepCapture:
 
     @property
     def why_nothing(self) -> str:
-        """Why nothing was added up, as a clause."""
+        """Return why nothing was added up, as a clause."""
         reasons = [] if self.forwards else list(self._other_forwards)
         if self._not_meant and not self.forwards and not reasons:
             reasons.append(why_left_out(self.modules, self._not_meant))
@@ -261,7 +261,7 @@ class StepCapture:
 _EVAL_MODE = "the model ran in eval mode (call model.train())"
 _NO_GRADIENTS = "the model ran without gradients (such as in torch.no_grad())"
 _ELSEWHERE = "a forward in another thread than that of the last step"
-"""Why forwards do not count as training."""
+"""Reasons why a forward does not count as training."""
 
 
 def not_monitored(name: str, why: str) -> str:

@@ -254,7 +254,7 @@ class Given:
 
 
 def _agree(meanings: list[Meaning]) -> bool:
-    """Whether all these are one meaning in this call."""
+    """Return whether all these are one meaning in this call."""
     forms = [(one.k.shape[2], one.mask) for one in meanings]
     return all(form == forms[0] for form in forms)
 
@@ -266,7 +266,7 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 
 def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
-    """Whether the meaning gives a few rows of the output, as well as low precision can.
+    """Return whether the meaning gives a few rows of the output, as well as low precision can.
 
     Rows that are not finite tell nothing: some functions make them 0.
     """

@@ -32,22 +32,14 @@ class Fault:
     severity: Severity = "error"
 
     def on(self, variant: Variant) -> Variant:
-        """The variant with this mistake in it."""
+        """Return the variant with this mistake in it."""
         changed = variant.but(**self.change)
         if "fill" in self.change and changed.mask == "none":
             changed = changed.but(mask="causal")
         return changed
 
-    @property
-    def odd_one(self) -> int:
-        """Which of queries, keys and values alone it is about; 0 where it is about all."""
-        for value in self.change.values():
-            if isinstance(value, list | tuple) and len(value) == 3 and len(set(value)) == 2:
-                return next(n for n in range(3) if value.count(value[n]) == 1)
-        return 0
-
     def adds_to(self, other: Fault) -> bool:
-        """Whether both can be made at once."""
+        """Return whether both can be made at once."""
         return not set(self.change) & set(other.change)
 
 

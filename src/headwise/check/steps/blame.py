@@ -39,7 +39,7 @@ def twin(trial: Trial) -> Trial:
 
 
 class Twin:
-    """What the variables and expressions of the twin's part hold in a call."""
+    """Hold the values of the variables and expressions of the twin's part in a call."""
 
     def __init__(self, made: Trial, part: StepPart, call: Callable[[Trial], Any]) -> None:
         self.part, self.watch = part, Watch(made, part)
