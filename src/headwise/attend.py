@@ -14,6 +14,8 @@ from .core.mask_algebra import Mask
 from .core.shapes import as_given
 from .core.unknown import refuse_unknown
 
+_AS_IS = nullcontext()
+
 
 def attend(
     q: Float[Tensor, "B H T D"],
@@ -79,7 +81,7 @@ def attend(
         sinks=sinks,
         first_query=first_query,
     )
-    with as_given(q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
+    with as_given(q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
         out, lse = choose(call, backend).output(call.drawn() if dropout else call)
     if lse is not None:
         check_scores(call, lse)

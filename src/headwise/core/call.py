@@ -7,8 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .dropout import draw_seed
 from .forks import keep_forks_going
@@ -54,17 +60,17 @@ def _signature(
     """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
     where somebody follows the call: a compiler, a trace, a mode, a transform, a forward derivative.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_compiling() or _are_functorch_transforms_active():
         return None
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if _len_torch_dispatch_stack() > 0:
         return None
-    if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+    if _get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
-    if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is torch.strided):
+    if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is strided):
         return None
     if q.is_meta or torch._is_functional_tensor(q):  # pyright: ignore[reportPrivateImportUsage]
         return None
-    if not (k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+    if not (k.layout is v.layout is strided) or q.is_nested or k.is_nested or v.is_nested:
         return None
     if not _NUMBERS.issuperset((type(scale), type(softcap), type(dropout), type(first_query))):
         return None
@@ -131,7 +137,7 @@ class Call:
         if kind is not None:
             extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
         else:
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 keep_forks_going()
             extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ctypes_api as cpu
@@ -102,15 +104,11 @@ def _by_pointer(problem: Problem, *others: Tensor | None) -> bool:
     a compiler, `torch.export`, `torch.jit.trace`, a mode such as a counter of FLOPs. And tensors
     without memory of their own have no pointer: fake, meta and functional ones, and wrappers.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    ):
+    if is_compiling() or _len_torch_dispatch_stack() > 0 or _get_tracing_state() is not None:
         return False
     if problem.images is None or problem.sinks is not None:  # else a kind's tensors are plain
         others = (*problem[:4], *problem.terms[:6], problem.seed, *others)
-    return all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
+    return not others or all(x is None or (type(x) in _PLAIN and not _elsewhere(x)) for x in others)
 
 
 def _elsewhere(x: Tensor) -> bool:
