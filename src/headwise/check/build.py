@@ -457,7 +457,7 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
     sizes = request.sizes
     if any(one.is_meta for one in layer.parameters()):
         raise Unsaid(f"check({name}): its weights are on the device meta and have no numbers")
-    width = sizes.embed_dim or known.get("width") or input_width(layer)
+    width = sizes.embed_dim or input_width(layer, known.get("width"))
     heads = sizes.num_heads or known.get("heads") or number_of_heads(layer)
     for size, what, argument in (
         (width, "the width of its input", "embed_dim=24"),

@@ -51,6 +51,7 @@ def cache(ctx: Probing) -> Finding | None:
     if ctx.tokens < 6 or not (target.causal or "past" in target.takes):
         return None
     wrong: Finding | None = None
+    failed: Finding | None = None
     tried = False
     for way in _ways(ctx.exact):
         try:
@@ -63,7 +64,7 @@ def cache(ctx: Probing) -> Finding | None:
         except Exception as error:
             tried = True
             if way.sure:
-                wrong = wrong or found("cache", "fails", error=told(error))
+                failed = failed or found("cache", "fails", error=told(error))
             continue
         if ctx.near(outs, ctx.out[:, :6]) or _is_window(ctx, way):
             target.observed.append("cache")
@@ -73,8 +74,8 @@ def cache(ctx: Probing) -> Finding | None:
             wrong = wrong or _named(ctx, way, outs, raw)
         elif way.sure:
             wrong = wrong or found("cache", "ignored")
-    if wrong is not None:
-        return wrong
+    if wrong or failed:
+        return wrong or failed
     if tried:
         shown = "lambda layer, x, past: layer(x, past[1] if past else None)"
         return skipped("cache", f"No usual way to use its cache was found; show one: {shown}.")
@@ -159,6 +160,7 @@ def _ways(target: Target) -> Iterator[Way]:
     """Yield ways to use a cache, the likeliest first."""
     if "past" in target.takes:
         yield Way(lambda: _shown(target), True)
+        yield Way(lambda: _shown(target, whole=False), True)
         return
     call = target.call
     if not isinstance(call, PlainCall) or target.shown:
@@ -195,13 +197,16 @@ def _given(target: Target, x: Tensor, first: int) -> dict[str, Any]:
     return given
 
 
-def _shown(target: Target) -> Step:
+def _shown(target: Target, whole: bool = True) -> Step:
+    """Give `past` what the last call returned; if not `whole`, what was beside the output."""
     own, kept = target.fresh(), [None]
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:
         given = _given(own, x, first) | {"past": kept[0]}
         raw = own.call(own.layer, x, given)
-        kept[0] = raw
+        if not (whole or (isinstance(raw, tuple) and len(raw) == 2)):
+            raise LookupError
+        kept[0] = raw if whole else raw[1]
         return read(raw, x, first + x.shape[1]).out, raw
 
     return step

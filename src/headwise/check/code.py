@@ -217,15 +217,25 @@ def sizes_in(thing: Any) -> dict[str, int]:
     return found
 
 
-def input_width(module: nn.Module) -> int | None:
-    """Return the width of the input, as the first layer or raw matrix that holds one says."""
-    for child in module.modules():
-        if isinstance(child, nn.Linear) and hasattr(child, "in_features"):
-            return child.in_features
-        weight = getattr(child, "weight", None)
-        if type(child).__name__ == "Conv1D" and isinstance(weight, Tensor):
-            return weight.shape[0]
-    return next((p.shape[-2] for p in module.parameters() if p.ndim >= 2), None)
+def input_width(module: nn.Module, said: int | None = None) -> int | None:
+    """Return the width of the input, as the first layer or raw matrix that holds one says.
+
+    Args:
+        said: what an attribute says; where no layer takes it, it is another width.
+    """
+    widths = [width for child in module.modules() if isinstance(width := _taken(child), int)]
+    if said is not None and (said in widths or not widths):
+        return said
+    return next(iter((*widths, *(p.shape[-2] for p in module.parameters() if p.ndim >= 2))), None)
+
+
+def _taken(layer: nn.Module) -> int | None:
+    """Return the width that a projection takes."""
+    if isinstance(layer, nn.Linear):
+        return getattr(layer, "in_features", None)
+    weight = getattr(layer, "weight", None)
+    is_conv = type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor)
+    return weight.shape[0] if is_conv else None
 
 
 def number_of_heads(module: nn.Module) -> int | None:

@@ -217,6 +217,8 @@ def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
     if target.shown:  # which may bring along what is no mistake of the layer
         return _unread("the definition does not give its output in the call that is shown")
+    if "x" in case.reading.norms:
+        return _unread("nothing tells where its norm stands")
     if not case.reading.named:
         return _unread(f"no name says what {_projections(case.reading)} are")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}

@@ -294,8 +294,8 @@ def _slopes(target: Target, reading: Projections) -> list[tuple[float, ...]]:
 
 def _surroundings(reading: Projections) -> tuple[str, ...]:
     """Return the ways in which a norm of the whole width may stand around the attention."""
-    around = ("", "x, then norm", "norm", "inside", "before", "before queries", "before and x")
-    return (*around, "before queries and x") if "x" in reading.norms else ("",)
+    around = ("", "x, then norm", "norm", "inside", "before", "before queries", "before keys")
+    return (*around, "before and x", "before queries and x") if "x" in reading.norms else ("",)
 
 
 # --- mistakes -------------------------------------------------------------------------------------

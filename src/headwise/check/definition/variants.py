@@ -234,6 +234,8 @@ def heads_of(reading: Projections, x: Tensor, variant: Variant) -> Heads:
     features = _features(reading, reading.norms["x"](x) if before else x, variant)
     if variant.residual.startswith("before queries"):
         features = _features(reading, x, variant) | {"q": features["q"]}
+    if variant.residual.startswith("before keys"):
+        features |= {"q": _features(reading, x, variant)["q"]}
     splits = (variant.split,) * 3 if isinstance(variant.split, str) else variant.split
     heads = []
     for part, whose, split in zip("qkv", variant.roles, splits, strict=True):
