@@ -199,7 +199,8 @@ def _given(target: Target, x: Tensor, first: int) -> dict[str, Any]:
 
 def _shown(target: Target, whole: bool = True) -> Step:
     """Give `past` what the last call returned; if not `whole`, what was beside the output."""
-    own, kept = target.fresh(), [None]
+    own = target.fresh()
+    kept: list[Any] = [None]
 
     def step(x: Tensor, first: int) -> tuple[Tensor, Any]:
         given = _given(own, x, first) | {"past": kept[0]}

@@ -234,8 +234,9 @@ def _taken(layer: nn.Module) -> int | None:
     if isinstance(layer, nn.Linear):
         return getattr(layer, "in_features", None)
     weight = getattr(layer, "weight", None)
-    is_conv = type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor)
-    return weight.shape[0] if is_conv else None
+    if type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor):
+        return weight.shape[0]
+    return None
 
 
 def number_of_heads(module: nn.Module) -> int | None:

@@ -74,6 +74,8 @@ def learn_forms(target: Target) -> list[Finding]:
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             findings.append(found(rule, "ignored", name=name))
+        elif tried.opened and role == "padding":
+            findings.append(found("causality", "kept", name=name))
         else:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             words = "keep" if rule == "padding" else "allow"
@@ -103,6 +105,7 @@ class _Tried:
         self.exact: tuple[str, Form] | None = None
         self.nearest: tuple[str, Form, str | None] | None = None
         self.gap = 1.0
+        self.opened = False
 
     def take(self, ctx: Probing, channel: str, form: Form) -> None:
         call = ctx.exact.call
@@ -122,6 +125,7 @@ class _Tried:
         except Exception:
             return
         if not ctx.near(open_, plain):
+            self.opened = self.opened or (keep and _opens(ctx, trial, full))
             return
         if ctx.near(shut, plain):
             self.ignored += 1
@@ -149,6 +153,16 @@ def _kept(ctx: Probing, at_end: bool = False) -> Tensor:
 def _is_causal(ctx: Probing) -> bool:
     """Return True if later tokens have no influence, whoever hides them."""
     return bool((ctx.influence.triu(1) <= NOTHING * ctx.influence.max()).all())
+
+
+def _opens(ctx: Probing, trial: Target, full: Tensor) -> bool:
+    """Return True if padding that hides nothing lets each token see all, and without it none sees
+    later ones."""
+    try:
+        seen = trial.influence(ctx.x[-1:], keep=full[-1:])
+    except Exception:
+        return False
+    return _is_causal(ctx) and bool((seen > NOTHING * seen.max()).all())
 
 
 def _leaks(ctx: Probing, trial: Target, channel: str, some: Tensor) -> tuple[float, str | None]:
@@ -312,10 +326,19 @@ def mask(ctx: Probing) -> Finding | None:
     flipped = (seen > NOTHING * seen.max()) & ~some.T
     if not bool(flipped.fill_diagonal_(False).any()):
         return found("mask", "queries", name=name)
+    same = _equal(ctx.x)
+    if not ctx.near(ctx.call(same, allow=some), ctx.call(same, allow=lower)):
+        return found("mask", "after", name=name)
     if float(seen[~some & lower].max()) < NEARLY * float(visible.max()) or _is_small(ctx, some):
         return found("mask", "small", name=name)
     i, j = hidden.nonzero()[0].tolist()
     return found("mask", "leaks", name=name, i=i, j=j)
+
+
+def _equal(x: Tensor) -> Tensor:
+    """Return as many tokens that are all the first one: with weights that sum to 1, a mask changes
+    nothing then."""
+    return x[:, :1].expand_as(x).clone()
 
 
 def _is_small(ctx: Probing, some: Tensor) -> bool:
@@ -362,6 +385,9 @@ def padding(ctx: Probing) -> Finding | None:
         return passed("padding")
     if ctx.near(base[-1, real], full[-1, real]):
         return found("padding", "queries", name=name)
+    same = _equal(memory)
+    if not ctx.near(out(same, keep)[-1, real], out(same, open_)[-1, real]):
+        return found("padding", "after", name=name)
     plain = out(moved(~keep[-1]), open_)
     gaps = [(one - two)[-1, real].abs().amax(-1) for one, two in ((after, base), (plain, full))]
     if bool((gaps[0] < 0.9 * gaps[1]).all()):
