@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Unusable(Exception):
     """A call returned nothing that can be the output."""
 
 
+@runtime_checkable
 class Call(Protocol):
     """One way to call a layer on x and on what is named."""
 
