@@ -177,7 +177,7 @@ def _ways(target: Target) -> Iterator[Way]:
         if type(target.layer).__module__.split(".")[0] == "transformers":
             theirs = sys.modules["transformers"].DynamicCache
             yield Way(lambda n=name, m=theirs: _filled(target, {n: m()}, flags), False)
-        elif "KVCache" in annotation and not kinds:
+        elif "KVCache" in annotation and _home(target).get("KVCache") is KVCache:
             yield Way(lambda n=name: _filled(target, {n: KVCache()}, flags), True)
         else:
             plain = not kinds and not re.match("(typing.)?([dD]ict|[lL]ist)", annotation)
@@ -281,6 +281,11 @@ def _attend_cached(target: Target) -> Step:
         return out, (out, *new)
 
     return step
+
+
+def _home(target: Target) -> dict[str, Any]:
+    """Return the names of the file that a layer's class is in."""
+    return vars(sys.modules[type(target.layer).__module__])
 
 
 def _own_caches(target: Target, annotation: str) -> Iterator[Callable[[], Any]]:

@@ -161,7 +161,6 @@ def _grounded(one: Finding, target: Target) -> Finding:
         return one
     code = class_sources(target.layer)
     plain = re.search(r"(\bF|torch|functional)\.softmax\(|\.softmax\(|Softmax\(", code)
-    plain = plain or (re.search(r"\bexp\(", code) and re.search(r"max", code))
     more = any(NO_TOKENS.search(name.lower()) for name, _ in target.layer.named_parameters())
     more = more or behavior.knows_positions(target.layer)
     if one.rule == "equal-tokens" and plain and not more:

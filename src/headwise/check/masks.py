@@ -74,7 +74,7 @@ def learn_forms(target: Target) -> list[Finding]:
         elif tried.ignored:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
             findings.append(found(rule, "ignored", name=name))
-        elif tried.opened and role == "padding":
+        elif tried.opened and not tried.square:
             findings.append(found("causality", "kept", name=name))
         else:
             rule = "padding" if role in ("padding", "lengths", "memory_mask") else "mask"
@@ -105,7 +105,7 @@ class _Tried:
         self.exact: tuple[str, Form] | None = None
         self.nearest: tuple[str, Form, str | None] | None = None
         self.gap = 1.0
-        self.opened = False
+        self.opened = self.square = False
 
     def take(self, ctx: Probing, channel: str, form: Form) -> None:
         call = ctx.exact.call
@@ -124,6 +124,7 @@ class _Tried:
                 shut = trial(ctx.x, **{channel: some})
         except Exception:
             return
+        self.square = self.square or not keep
         if not ctx.near(open_, plain):
             self.opened = self.opened or (keep and _opens(ctx, trial, full))
             return

@@ -214,6 +214,8 @@ def _example(case: Case, target: Target, base: Variant, large: bool = False) -> 
 
 def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
     if reasons := _reasons(case, target):
+        if reasons == ["exp()"] and "max" in class_sources(target.layer) and _is_uneven(case):
+            return found("equal-tokens", "values")
         return _unread(f"it has more than projections ({', '.join(reasons[:3])})")
     if target.shown:  # which may bring along what is no mistake of the layer
         return _unread("the definition does not give its output in the call that is shown")
@@ -223,6 +225,21 @@ def _unexplained(case: Case, target: Target, base: Variant) -> Finding:
         return _unread(f"no name says what {_projections(case.reading)} are")
     words = {"H": case.reading.num_heads, "names": _projections(case.reading)}
     return found("definition", "unexplained", _example(case, target, base), **words)
+
+
+def _is_uneven(case: Case) -> bool:
+    """Return True if outputs differ where all values are equal, and queries and keys are not: the
+    first half of the features makes the values, and only the others differ."""
+    target, half = case.target.fresh(), case.target.embed_dim // 2
+    values = next((source.name for source in case.reading.sources if source.parts == "v"), "")
+    linear = dict(target.layer.named_modules()).get(values)
+    if not isinstance(linear, nn.Linear) or case.reading.norms:
+        return False
+    x = case.inputs[1].clone()
+    x[..., :half] = x[:, :1, :half]
+    linear.weight[:, half:] = 0.0
+    out = target(x)
+    return error(out, out[:, :1].expand_as(out)) > FITS
 
 
 def _reasons(case: Case, target: Target) -> list[str]:
