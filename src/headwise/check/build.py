@@ -12,6 +12,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -488,6 +489,11 @@ def _of_layer(layer: nn.Module, name: str, known: dict[str, Any], request: Reque
         asked_causal=sizes.causal,
     )
     result = first_call(target)
+    if hasattr(layer, "block_size"):  # which may be that of a softmax in blocks
+        with suppress(Exception):
+            longer = replace(target, context_length=None)
+            first_call(longer)
+            target = longer
     target.out_dim = result.out.shape[-1]
     return target
 
