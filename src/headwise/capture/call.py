@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,7 +140,7 @@ class AttentionCall(ABC):
         """
 
     @abstractmethod
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
         """Statistics of the call's heads, by name. The model's own output is not touched.
 
         Queries that are padding count as such that may attend to nothing, if `looking` says so.
@@ -217,7 +217,7 @@ class HeadsCall(AttentionCall):
         extent = extent_of(self.q, self.k, self.v, self.road, first)
         return without_padding(mask, extent, self.q.device)
 
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
         keywords = {**self.keywords, "mask": self.counted(looking)}
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
@@ -235,8 +235,10 @@ class HeadsCall(AttentionCall):
                 strict=False,
                 **looking.keywords,
             )
+        if not self.hidden:
+            return seen.readings.let_go()
         readings = dict(seen.readings)
-        for statistic in statistics if self.hidden else ():
+        for statistic in statistics:
             for name, need in needs_of(statistic).items():
                 if need.vectors:
                     readings[name] = readings[name].without_values(self.hidden)

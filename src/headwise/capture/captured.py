@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ class Watched(HeadTable):
     def add(
         self,
         module: str,
-        readings: dict[str, Reading],
+        readings: Mapping[str, Reading],
         heads: int,
         first_key: int = 0,
         queries: tuple[int, int] | None = None,
@@ -238,7 +238,7 @@ class WatchedModule:
     def __init__(self, name: str, running: bool = False) -> None:
         self.name = name
         self.heads = self.first_head = 0
-        self.calls: list[dict[str, Reading]] = []
+        self.calls: list[Mapping[str, Reading]] = []
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
         self.lost = False  # whether calls had a graph, and their statistics were taken without
@@ -251,7 +251,7 @@ class WatchedModule:
 
     def add(
         self,
-        readings: dict[str, Reading],
+        readings: Mapping[str, Reading],
         heads: int,
         first_key: int = 0,
         queries: tuple[int, int] | None = None,
@@ -268,7 +268,7 @@ class WatchedModule:
         if self.running is not None:
             self.running.take(readings, heads, first_key)
         else:
-            self.calls.append(dict(readings))
+            self.calls.append(readings)
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 
 from .._text import and_more
 from .parts import Waiting
-from .private_torch import outside_graphs
+from .private_torch import in_backward, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -103,6 +103,7 @@ class Names:
         end: Callable[[Forward, Any], None] = lambda forward, output: None,
         watching: Callable[[], bool] = lambda: False,
         elsewhere: Callable[[nn.Module], None] = lambda model: None,
+        names: dict[int, str] | None = None,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []
@@ -110,7 +111,7 @@ class Names:
         self.left_out: dict[str, str] = {}
         self._begin, self._end, self._watching = begin, end, watching
         self._in_other_thread = elsewhere
-        self._names = {id(module): as_written(name) for name, module in model.named_modules()}
+        self.names = names or {id(x): as_written(name) for name, x in model.named_modules()}
         self._threads = {threading.get_ident()}
         self._mark, self._task = object(), _task()
         self._elsewhere = False
@@ -128,7 +129,11 @@ class Names:
     @property
     def crosses(self) -> bool:
         """Whether that module's name says that its keys are another sequence's."""
-        return _CROSS.search(self.current) is not None
+        return self.crosses_in(self.stack[-1].module)
+
+    def crosses_in(self, module: nn.Module) -> bool:
+        """Whether the name of a module says so."""
+        return _CROSS.search(self.names[id(module)]) is not None
 
     def common(self, running: Sequence[Forward]) -> list[Forward]:
         """The forwards that are running and were so then; all, if none was."""
@@ -137,7 +142,7 @@ class Names:
 
     def name(self, forward: Forward) -> str:
         """The qualified name of the module that runs."""
-        return self._names[id(forward.module)]
+        return self.names[id(forward.module)]
 
     def attends(self, forward: Forward) -> bool:
         """Whether the class of the module is called an attention."""
@@ -145,24 +150,46 @@ class Names:
 
     def name_of(self, module: nn.Module) -> str | None:
         """A module's qualified name; `None` if it is none of the model's."""
-        return self._names.get(id(module))
+        return self.names.get(id(module))
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Let this task, and those that it starts, be the ones that watch."""
+        _FOLLOWED.set((*_FOLLOWED.get(), self._mark))
+        try:
+            yield
+        finally:
+            _FOLLOWED.set(tuple(mark for mark in _FOLLOWED.get() if mark is not self._mark))
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow while this lasts."""
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        _FOLLOWED.set((*_FOLLOWED.get(), self._mark))
         try:
-            yield
+            with self.marked():
+                yield
         finally:
-            _FOLLOWED.set(tuple(mark for mark in _FOLLOWED.get() if mark is not self._mark))
             before.remove()
             after.remove()
             self.stack.clear()
 
+    def hears(self, module: nn.Module) -> bool:
+        """Whether a module, which is not followed, is the model's and called by who watches."""
+        if id(module) not in self.names:
+            return False
+        if threading.get_ident() not in self._threads:
+            if not in_backward():
+                self._in_other_thread(module)
+            return False
+        if self._of_another_task():
+            self._elsewhere = True
+            return False
+        self.calls += 1
+        return True
+
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) not in self._names:
+        if id(module) not in self.names:
             return
         if torch.compiler.is_compiling():
             called_in_a_graph()

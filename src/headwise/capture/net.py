@@ -50,7 +50,9 @@ class Net:
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
     `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
-    order. Errors name the public `function` that spread it out.
+    order; `heard` those that were told, and whether all their calls came through transformers'
+    interface. Of a model that is `known` to attend there alone, its modules are not followed.
+    Errors name the public `function` that spread it out.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class Net:
         always: Collection[Any],
         begin: Callable[[], None] = lambda: None,
         elsewhere: Callable[[nn.Module], None] | None = None,
+        known: dict[int, str] | None = None,
     ) -> None:
-        self.function = function
+        self.function, self.in_full = function, known is None
         elsewhere = elsewhere or self._refuse_thread
-        self.names = Names(model, self._begin, self._end, self._watching, elsewhere)
+        self.names = Names(model, self._begin, self._end, self._watching, elsewhere, known)
         self.begin = begin
         self.listener = listener
         self.roads, self.always = roads, always
@@ -76,6 +79,7 @@ class Net:
         self.unfollowed: dict[object, tuple[str, str]] = {}
         self.functions = Functions(self)
         self.noticed: list[str] = []
+        self.heard: dict[str, bool] = {}
 
     @property
     def said(self) -> str:
@@ -190,8 +194,18 @@ class Net:
         """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
         return not _QUIET.depth and self.names.inside
 
+    def hears(self, module: nn.Module) -> bool:
+        """Whether calls of this module are to be noticed now."""
+        if self.in_full:
+            return self.open
+        return not _QUIET.depth and self.names.hears(module)
+
     def tell(
-        self, call: AttentionCall, waiting: Waiting | None = None, among: Forward | None = None
+        self,
+        call: AttentionCall,
+        waiting: Waiting | None = None,
+        among: Forward | None = None,
+        by_interface: bool = False,
     ) -> Tensor | None:
         """Let the listener hear of a call; gives what is to take the place of its output.
 
@@ -200,6 +214,7 @@ class Net:
         """
         among = among or self.names.stack[-1]
         self.noticed.append(call.name)
+        self.heard[call.name] = by_interface and self.heard.get(call.name, True)
         among.told = True
         self.refuse_transforms()
         call.again, call.waiting = in_backward(), waiting

@@ -184,7 +184,7 @@ class ServedCall(HeadsCall):
 
     served: Served
 
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> dict[str, Reading]:
+    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
         mask = self.counted(looking)
         apart = self.behind > 0 or isinstance(self.made, Tensor)
         if apart or not self.served.one_pass(self.k, mask):
@@ -197,7 +197,7 @@ class ServedCall(HeadsCall):
             **looking.keywords,
         )
         self.made = self.served.or_original(seen.out, seen.lse)
-        return dict(seen.readings)
+        return seen.readings.let_go()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .adapters.varlen import functions as varlen_attention
 from .backward import functions as backward_passes
 from .call import Listener
 from .heads import functions as projections
+from .known import known, learn
 from .modules import Names
 from .net import Functions, Net
 from .patches import Replaced
@@ -36,16 +37,25 @@ def catch(
     begin: Callable[[], None] = lambda: None,
     elsewhere: Callable[[nn.Module], None] | None = None,
     function: str = "watch",
+    in_full: bool = True,
 ) -> Iterator[Net]:
     """Tell `listener` of every attention call that `model` makes in this thread.
 
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
-    Everything is restored on exit, also after an exception.
+    Everything is restored on exit, also after an exception. With `in_full`, modules are followed
+    while they run; else only if it is not known that the model attends through transformers'
+    interface alone.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled.
     """
+    names = None if in_full else known(model)
+    if names is not None:
+        net = Net(function, model, listener, {}, (), begin, elsewhere, names)
+        with net.names.marked(), attention_functions(net):
+            yield net
+        return
     refuse_compiled(function, model)
     always = backward_passes()
     roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
@@ -62,6 +72,7 @@ def catch(
         stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
+    learn(net)
 
 
 @contextmanager

@@ -155,10 +155,10 @@ def watch(
         return why_left_out(modules, left_out) if nothing else names.why_nothing()
 
     watched = Watched(running, why)
-    with catch(model, listen) as net:
+    with catch(model, listen, in_full=gradients) as net:
         names = net.names
         watched.left_out = names.left_out
         try:
             yield watched
         finally:  # what was seen does not hold on to the model
-            said, names = why(), None
+            said, names = "" if watched else why(), None

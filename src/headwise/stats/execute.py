@@ -28,7 +28,8 @@ class Pass:
     view: View
     out: Float[Tensor, "B H T Dv"] | None
     answers: Mapping[Need, Any]
-    engine: Engine = field(repr=False)
+    engine: Engine | None = field(repr=False)
+    """`None` where only the answers are kept."""
     every: Pass | None = None
     """Of drawn queries, the same of all, with the needs whose figures of all are at hand."""
 
@@ -39,13 +40,20 @@ class Pass:
     def lse(self) -> Float[Tensor, "B H _"]:
         """The log-sum-exp of all queries where the call was made with its output, else of those
         looked at; worked out now, if nothing needed it."""
+        assert self.engine is not None
         return self.engine.lse_of_call
 
     @property
     def of_rows(self) -> Float[Tensor, "B H n"]:
         """The log-sum-exp of the queries that are looked at, in the dtype of statistics."""
+        assert self.engine is not None
         _ = self.engine.lse_of_call  # from the call itself, where that gives it
         return self.engine.lse
+
+    def without_tensors(self) -> Pass:
+        """Return the answers alone, for statistics that are formulas on them."""
+        every = None if self.every is None else self.every.without_tensors()
+        return Pass(self.view.without_tensors(), None, self.answers, None, every)
 
     @property
     def extent(self) -> Extent:

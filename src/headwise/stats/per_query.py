@@ -74,7 +74,7 @@ class Entropy:
 
     def read(self, found: Pass) -> dict[str, Reading]:
         alive, entropy = found.valid_rows, found[ENTROPY]
-        outcomes = found.counts if found.view.sinks is None else found.counts + alive
+        outcomes = found.counts + alive if found.view.has_sinks else found.counts
         bound = outcomes.clamp(min=1).to(entropy.dtype).log()
         shared = outcomes > 1
         share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)

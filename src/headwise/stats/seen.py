@@ -48,6 +48,13 @@ class Readings(Mapping[str, Reading]):
             if whole or not getattr(statistic, "formula", False):
                 self._part(number)
 
+    def let_go(self) -> Readings:
+        """Return the same readings without the call: what is left to work out needs none of it."""
+        if self._found is not None:
+            left = any(part is None for part in self._parts)
+            self._found = self._found.without_tensors() if left else None
+        return self
+
     def _part(self, number: int) -> dict[str, Reading]:
         """The readings of one statistic."""
         part, found = self._parts[number], self._found
@@ -104,14 +111,15 @@ class Readings(Mapping[str, Reading]):
             {name: replace(x, values=x.values.detach()) for name, x in part.items()}
             for part in parts
         ]
-        return {"_found": None, "_statistics": (), "_parts": ready, "_owner": self._owner}
+        nothing = (None,) * len(parts)
+        return {"_found": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
 
     def __repr__(self) -> str:
         return f"<Readings: {', '.join(self.known)}>"
 
     def __iter__(self) -> Iterator[str]:
-        for number in range(len(self._parts)):
-            yield from self._part(number)
+        for part, statistic in zip(self._parts, self._statistics, strict=True):
+            yield from statistic.names if part is None else part
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -139,6 +147,7 @@ class Seen(HeadTable):
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies and pickles take along: numbers of which no graph is kept."""
         engine, view = self.found.engine, self.found.view
+        assert engine is not None
         lse = {
             name: x.detach()
             for name in ("_lse_of_call", "lse")

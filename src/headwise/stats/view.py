@@ -32,12 +32,20 @@ class View:
         drawn: Float[Tensor, " n"] | None = None,
     ) -> None:
         self.asked, self.rows, self.gradients, self.drawn = asked, rows, gradients, drawn
+        self.kind, self.has_sinks = asked.kind, asked.sinks is not None
         self.whole = asked.extent
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         self._seen: tuple[Tensor, Tensor] | None = None
+
+    def without_tensors(self) -> View:
+        """Return what is known of the call beside its numbers; for masks that hold none."""
+        kept = object.__new__(View)
+        for name in _SIZES:
+            setattr(kept, name, getattr(self, name))
+        return kept
 
     @Lazy
     def call(self) -> Call:
@@ -144,7 +152,7 @@ class View:
 
         Then it is made once for all calls of the kind, if it is small.
         """
-        kind = self.asked.kind if free else None
+        kind = self.kind if free else None
         if kind is None:
             return make()
         found = kind.known.get(about)
@@ -162,6 +170,10 @@ class View:
     def by_head(self, sums: Tensor) -> Tensor:
         """Sums `[B · H, …]` as `[B, H, …]`."""
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
+
+
+_SIZES = "rows gradients drawn kind has_sinks whole extent mask device dtype _seen".split()
+"""What a view knows of a call without its tensors."""
 
 
 def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:

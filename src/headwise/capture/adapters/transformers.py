@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ..call import HeadsCall
+from ..known import forget
+from ..modules import Forward
 from ..net import Net, silence
 from ..patches import Replaced
 from .transformers_arguments import Function, Given, Meaning
@@ -69,7 +71,7 @@ def _wrap() -> Callable[[], None]:
 
     def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
         kept = update(self, keys, values, layer_idx, *a, **b)
-        if _INTERFACE.nets and self.is_sliding[layer_idx]:
+        if _INTERFACE.everyone and self.is_sliding[layer_idx]:
             dropped = int(self.get_seq_length(layer_idx)) - kept[0].shape[2]
             _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
         return kept
@@ -108,7 +110,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Make a call of the interface and tell of it."""
-    nets = _INTERFACE.nets
+    nets = tuple(net for net in _INTERFACE.everyone if net.hears(module))
     run = partial(function, module, query, key, value, attention_mask, *rest)
     # A paged cache holds the keys itself; other shapes are nobody's habit.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
@@ -123,6 +125,11 @@ def _attend(
         if meaning is not None:
             first = _KEPT.first if key is kept or behind else 0
             return _tell(nets, given, meaning, partial(run, **options), first)
+    if not net.in_full:
+        forget(net.names.model)
+        name = net.names.names[id(module)]
+        net.names.left_out[name] = f"{given.named} was called in another way than before"
+        return run(**options)
     told = len(net.noticed)
     result = run(**options)
     if len(net.noticed) == told:
@@ -174,7 +181,8 @@ def _tell(
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
-        new = net.tell(call)
+        among = None if net.in_full else Forward(given.module)
+        new = net.tell(call, among=among, by_interface=True)
         out = call.out if new is None else new
     if result is None:
         return out.transpose(1, 2).contiguous(), None

@@ -250,7 +250,7 @@ class Given:
     def own(self) -> bool:
         """Whether this is self-attention, whose queries stand at the keys' end."""
         same = self.causal or self.q.shape[2] == self.k.shape[2]
-        return same and not self.net.names.crosses
+        return same and not self.net.names.crosses_in(self.module)
 
 
 def _agree(meanings: list[Meaning]) -> bool:
