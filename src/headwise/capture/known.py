@@ -22,6 +22,7 @@ class _Known(NamedTuple):
 
     modules: tuple[weakref.ref[nn.Module], ...]
     names: dict[int, str]
+    implementations: tuple[str, ...]
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -30,7 +31,8 @@ _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 def known(model: nn.Module) -> dict[int, str] | None:
     """Return the names of a known model's modules; `None` of one that is to be followed in full.
 
-    A model of which a part was exchanged, compiled or given another `forward` is not known.
+    A model of which a part was exchanged, compiled or given another `forward` is not known, nor one
+    that attends by another implementation than before.
     """
     found = _KNOWN.get(model)
     if found is None:
@@ -39,7 +41,8 @@ def known(model: nn.Module) -> dict[int, str] | None:
     same = len(modules) == len(found.modules) and all(
         ref() is module for ref, module in zip(found.modules, modules, strict=True)
     )
-    return found.names if same and all(map(_as_written, modules)) else None
+    same = same and all(map(_as_written, modules))
+    return found.names if same and _implementations(modules) == found.implementations else None
 
 
 def learn(net: Net) -> None:
@@ -49,12 +52,19 @@ def learn(net: Net) -> None:
         return
     modules = tuple(model.modules())
     if set(attending(model)) <= set(net.heard) and all(map(_as_written, modules)):
-        _KNOWN[model] = _Known(tuple(map(weakref.ref, modules)), net.names.names)
+        parts = tuple(map(weakref.ref, modules))
+        _KNOWN[model] = _Known(parts, net.names.names, _implementations(modules))
 
 
 def forget(model: nn.Module) -> None:
     """Let the next watch follow a model in full."""
     _KNOWN.pop(model, None)
+
+
+def _implementations(modules: tuple[nn.Module, ...]) -> tuple[str, ...]:
+    """Return by which implementations the configurations of a model let it attend."""
+    configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
+    return tuple(str(getattr(one, "_attn_implementation", None)) for one in configs.values())
 
 
 def _as_written(module: nn.Module) -> bool:

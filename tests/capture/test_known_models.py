@@ -1,0 +1,123 @@
+"""Models that were watched before: what is seen of them, without hooks and a function mode."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+import headwise as hw
+from headwise.capture import known
+from headwise.capture.private_torch import modes
+from hugging_cases import CASES
+
+STATISTICS = (hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.First()), hw.Distance(absolute=True))
+
+
+def is_known(model: nn.Module) -> bool:
+    return known.known(model) is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_the_second_watch_sees_what_the_first_saw(name: str) -> None:
+    model = CASES[name].model()
+    for padded in (False, True):
+        inputs = CASES[name].inputs(padded)
+        known.forget(model)
+        with hw.watch(model, *STATISTICS) as first:
+            plain = model(**inputs)[0]
+        with hw.watch(model, *STATISTICS) as second:
+            assert torch.equal(model(**inputs)[0], plain)
+        assert first.table() == second.table()
+        assert first.left_out == second.left_out
+
+
+@torch.no_grad()
+def test_a_known_model_runs_as_if_nobody_watched() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+    assert not is_known(model)
+    with hw.watch(model) as seen:
+        model(**inputs)
+        assert modes()
+    assert is_known(model)
+    with hw.watch(model) as again:
+        assert not modes()
+        assert not hooks._global_forward_pre_hooks
+        model(**inputs)
+    assert again.modules == seen.modules
+    with hw.watch(model.layers[0], gradients=True):
+        assert modes()
+
+
+@torch.no_grad()
+def test_what_has_changed_is_followed_in_full() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+
+    def watched() -> hw.Watched:
+        with hw.watch(model, hw.Entropy()) as seen:
+            model(**inputs)
+        return seen
+
+    before = watched().table()
+    model.set_attn_implementation("eager")
+    assert not is_known(model)
+    after = watched().table()
+    assert is_known(model)
+    assert after[0]["entropy"] == pytest.approx(before[0]["entropy"], abs=1e-5)
+    model.layers[1] = CASES["llama"].model().layers[1]
+    assert not is_known(model)
+    watched()
+    model.layers[1].self_attn.forward = model.layers[1].self_attn.forward
+    assert not is_known(model)
+
+
+@torch.no_grad()
+def test_modules_that_attend_otherwise_keep_a_model_unknown() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = CASES["llama"].model()
+            width = self.model.config.hidden_size
+            self.own_attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+        def forward(self, also: bool, **inputs: torch.Tensor) -> torch.Tensor:
+            out = self.model(**inputs)[0]
+            return self.own_attention(out, out, out)[0] if also else out
+
+    both, inputs = Both().eval(), CASES["llama"].inputs(False)
+    with hw.watch(both):
+        both(False, **inputs)
+    assert not is_known(both)  # its own attention may be called next time
+    with hw.watch(both) as seen:
+        both(True, **inputs)
+    assert "own_attention" in seen.modules
+    assert not is_known(both)
+
+
+@torch.no_grad()
+def test_another_thread_is_refused_and_a_part_is_heard() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+    for _ in range(2):
+        found: list[BaseException] = []
+
+        def run(found: list[BaseException] = found) -> None:
+            try:
+                model(**inputs)
+            except RuntimeError as error:
+                found.append(error)
+
+        with hw.watch(model) as seen:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            model(**inputs)
+        assert "another thread" in str(found[0])
+        assert len(seen[seen.modules[0]].calls) == 1
+    with hw.watch(model) as seen:
+        pass
+    with pytest.raises(ValueError, match="the model was not called"):
+        seen.table()
