@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
+from ..core.modes import no_graph
 from ..core.numbers import whole
 from ..core.shapes import Extent, extent_of
-from ..stats.base import Statistic, all_needs, needs_of
+from ..stats.base import Statistic, Statistics, needs_of
 from ..stats.needs import HEAD_OUTPUT
 from ..stats.observe import observe_call
 from ..stats.patterns import KeyRanges, Pattern
@@ -140,7 +141,7 @@ class AttentionCall(ABC):
         """
 
     @abstractmethod
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
+    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
         """Statistics of the call's heads, by name. The model's own output is not touched.
 
         Queries that are padding count as such that may attend to nothing, if `looking` says so.
@@ -217,15 +218,16 @@ class HeadsCall(AttentionCall):
         extent = extent_of(self.q, self.k, self.v, self.road, first)
         return without_padding(mask, extent, self.q.device)
 
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
+    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
+        statistics = Statistics.of(statistics)
         keywords = {**self.keywords, "mask": self.counted(looking)}
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
-            statistics = [_among_positions(one, self.behind) for one in statistics]
+            statistics = Statistics(_among_positions(one, self.behind) for one in statistics)
         backend = keywords.pop("backend", "auto")
-        wanted = HEAD_OUTPUT in all_needs(statistics)
+        wanted = HEAD_OUTPUT in statistics.needs
         output = self.out if wanted else False  # here, where it has its graph
-        with nullcontext() if looking.gradients else torch.no_grad():
+        with nullcontext() if looking.gradients else no_graph():
             seen = observe_call(
                 Call.of(self.q, self.k, self.v, function="observe", **keywords),
                 statistics,

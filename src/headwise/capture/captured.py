@@ -278,13 +278,14 @@ class WatchedModule:
         return tuple(self.calls[0]) if self.calls else ()
 
     def _must_continue(self, heads: int, statistics: tuple[str, ...], first_head: int) -> None:
-        before = self.heads, self.first_head, set(self.statistics)
-        if self.heads and before != (heads, first_head, set(statistics)):
+        known = self.statistics
+        same = statistics == known or set(statistics) == set(known)
+        if self.heads and not (same and (self.heads, self.first_head) == (heads, first_head)):
             own, others = (
                 f"{', '.join(names) or 'nothing'} of {count} heads{f' from {first}' * (first > 0)}"
                 for names, count, first in (
                     (statistics, heads, first_head),
-                    (self.statistics, self.heads, self.first_head),
+                    (known, self.heads, self.first_head),
                 )
             )
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,15 +32,16 @@ class _Quiet(threading.local):
 
 
 _QUIET = _Quiet()
+_NOTHING = nullcontext()
 
 
-@contextmanager
-def silence() -> Iterator[None]:
+class silence:
     """What is called while this lasts is part of a call that is told, and noticed by nobody."""
-    _QUIET.depth += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _QUIET.depth += 1
+
+    def __exit__(self, *_: object) -> None:
         _QUIET.depth -= 1
 
 
@@ -220,7 +221,7 @@ class Net:
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):
             call.first_head, call.layer_heads = place
-        with silence(), self.functions.off():
+        with silence(), self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)
         if waiting is not None:
             waiting.made = waiting.made if new is None else new

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -184,7 +184,7 @@ class ServedCall(HeadsCall):
 
     served: Served
 
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
+    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
         mask = self.counted(looking)
         apart = self.behind > 0 or isinstance(self.made, Tensor)
         if apart or not self.served.one_pass(self.k, mask):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.numbers import fault_of_flags, whole
-from ..stats.base import Statistic, check_statistics
+from ..stats.base import Statistic, Statistics, check_statistics
 from ..stats.patterns import First, Previous, Self
 from ..stats.per_query import Entropy, Mass
 from ..stats.sampling import check_queries
@@ -103,6 +103,7 @@ def watch(
         )
     if queries is not None:
         check_queries(queries)
+    asked = Statistics(statistics)
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
     with_graph: set[str] = set()  # the modules of which a call was seen with its graph
@@ -124,7 +125,7 @@ def watch(
         drawn = looking if gradients else looking.of_call(calls[call.name])
         calls[call.name] += 1
         try:
-            readings = call.observe(statistics, drawn)
+            readings = call.observe(asked, drawn)
         except ValueError as error:
             raise ValueError(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "

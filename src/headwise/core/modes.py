@@ -34,7 +34,9 @@ def no_graph() -> AbstractContextManager[object]:
 
     A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
     """
-    return nullcontext() if torch.compiler.is_exporting() else torch.no_grad()
+    if torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return nullcontext()
+    return torch.no_grad()
 
 
 def transformed() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..core.reference import Definition
 from .execute import Pass
+from .lazy import Lazy
 from .needs import Need
 from .results import Reading
 
@@ -41,9 +42,62 @@ def needs_of(statistic: Statistic) -> Mapping[str, Need]:
     return getattr(statistic, "needs", {})
 
 
-def all_needs(statistics: Sequence[Statistic]) -> tuple[Need, ...]:
-    """What several statistics need, each need once."""
-    return tuple(dict.fromkeys(n for s in statistics for n in needs_of(s).values()))
+class Statistics:
+    """Statistics that are asked for together, and what is known of all of them."""
+
+    def __init__(self, each: Iterable[Statistic]) -> None:
+        self.each = tuple(each)
+
+    @classmethod
+    def of(cls, statistics: Iterable[Statistic]) -> Statistics:
+        """Return these statistics, or the same object if they are asked for together already."""
+        return statistics if isinstance(statistics, Statistics) else cls(statistics)
+
+    def __iter__(self) -> Iterator[Statistic]:
+        return iter(self.each)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statistics) and self.each == other.each
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @Lazy
+    def _hash(self) -> int:
+        return hash(self.each)
+
+    @Lazy
+    def owner(self) -> dict[str, int]:
+        """The number of the statistic that each name is of.
+
+        Raises:
+            ValueError: two have the same name.
+        """
+        found: dict[str, int] = {}
+        for number, statistic in enumerate(self.each):
+            for name in statistic.names:
+                if name in found:
+                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                found[name] = number
+        return found
+
+    @Lazy
+    def needs(self) -> tuple[Need, ...]:
+        """What they need, each need once."""
+        return tuple(dict.fromkeys(n for s in self.each for n in needs_of(s).values()))
+
+    @Lazy
+    def free(self) -> bool:
+        """Whether none holds tensors, as each says itself: equal ones then need the same."""
+        return all("free" in vars(type(s)) and s.free for s in self.each)  # type: ignore[attr-defined]
+
+    @Lazy
+    def formulas(self) -> tuple[bool, ...]:
+        """Which of them are formulas on what they need, and may be worked out later."""
+        return tuple(getattr(statistic, "formula", False) for statistic in self.each)
 
 
 _STATISTICS: set[type] = set()

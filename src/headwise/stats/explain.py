@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import Call, Choice, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.unknown import refuse_unknown
-from .base import Statistic, needs_of
+from .base import Statistic, Statistics, needs_of
 from .engine import Engine
 from .observe import planned
 from .results import VIA
@@ -116,7 +116,7 @@ def explain(
         output=output,
         projection=projection,
     )
-    routes = planned(engine, statistics, "explain").routes
+    routes = planned(engine, Statistics(statistics), "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
         said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")

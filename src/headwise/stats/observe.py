@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
 from ..core.unknown import refuse_unknown
-from .base import Statistic, all_needs, check_statistics
+from .base import Statistic, Statistics, check_statistics
 from .engine import Engine, nonlinear
 from .execute import execute
 from .needs import Need, Setting
@@ -124,7 +124,7 @@ def observe(
 
 def observe_call(
     call: Call,
-    statistics: Sequence[Statistic],
+    statistics: Iterable[Statistic],
     *,
     backend: str = "auto",
     queries: int | Sequence[int] | Tensor | None = None,
@@ -143,6 +143,7 @@ def observe_call(
         ValueError: a statistic given twice, or one that does not fit the call; with `strict`,
             scores of finite q and k that are not finite.
     """
+    statistics = Statistics.of(statistics)
     made = output if isinstance(output, Tensor) else None
     device = call.q.device
     sample = None if queries is None else draw(queries, call.extent.queries, seed, device)
@@ -161,7 +162,7 @@ def observe_call(
             projection=projection,
             strict=strict,
         )
-        found = execute(planned(engine, tuple(statistics), "observe"), engine)
+        found = execute(planned(engine, statistics, "observe"), engine)
         with nullcontext() if engine.view.gradients else no_graph():
             readings = Readings(found, statistics)
     out = made if found.out is None else found.out
@@ -190,14 +191,14 @@ def _changes(call: Call) -> tuple[int, ...]:
     return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
 
 
-def planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
+def planned(engine: Engine, statistics: Statistics, function: str) -> Plan:
     """The plan of a call; it is known where a call of the same kind was planned before.
 
     Raises:
         ValueError: what was given for a statistic is none.
     """
     view, kind = engine.view, engine.view.asked.kind
-    if kind is None or not all(map(_is_free, statistics)):
+    if kind is None or not statistics.free:
         return _plan(engine, statistics, function)
     some = None if view.rows is None else len(view.rows)
     about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
@@ -207,15 +208,9 @@ def planned(engine: Engine, statistics: tuple[Statistic, ...], function: str) ->
     return known
 
 
-def _plan(engine: Engine, statistics: tuple[Statistic, ...], function: str) -> Plan:
-    check_statistics(statistics, function)
-    needs = all_needs(statistics)
-    return plan(_setting_of(engine, needs), needs)
-
-
-def _is_free(statistic: Statistic) -> bool:
-    """Whether a statistic holds no tensors and says so itself: equal ones then need the same."""
-    return "free" in vars(type(statistic)) and statistic.free  # type: ignore[attr-defined]
+def _plan(engine: Engine, statistics: Statistics, function: str) -> Plan:
+    check_statistics(statistics.each, function)
+    return plan(_setting_of(engine, statistics.needs), statistics.needs)
 
 
 def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:

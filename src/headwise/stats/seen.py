@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ from .._tables import HeadTable
 from ..backends import BACKENDS, Call
 from ..core.modes import no_graph, traced
 from ..core.shapes import as_given
-from .base import Statistic, needs_of
+from .base import Statistic, Statistics, needs_of
 from .detached import without_graph
 from .engine import Engine
 from .entries import Which, entries
@@ -34,18 +34,14 @@ class Readings(Mapping[str, Reading]):
     _found: Pass | None
     """What they are worked out of; `None` of a copy, in which all are."""
 
-    def __init__(self, found: Pass, statistics: Sequence[Statistic]) -> None:
-        self._found, self._statistics = found, statistics
+    def __init__(self, found: Pass, statistics: Statistics) -> None:
+        self._found, self._statistics = found, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
-        self._owner: dict[str, int] = {}
+        self._owner = statistics.owner
         view = found.view
-        whole = view.gradients or traced() or not view.mask.free
-        for number, statistic in enumerate(statistics):
-            for name in statistic.names:
-                if name in self._owner:
-                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
-                self._owner[name] = number
-            if whole or not getattr(statistic, "formula", False):
+        whole = view.gradients or not view.mask.free or traced()
+        for number, formula in enumerate(statistics.formulas):
+            if whole or not formula:
                 self._part(number)
 
     def let_go(self) -> Readings:
@@ -81,7 +77,8 @@ class Readings(Mapping[str, Reading]):
 
     def __getitem__(self, name: str) -> Reading:
         if name not in self._owner:  # such as the contribution, where a projection is known
-            self._owner |= {x: n for n in range(len(self._parts)) for x in self._part(n)}
+            every = range(len(self._parts))
+            self._owner = self._owner | {x: n for n in every for x in self._part(n)}
         return self._part(self._owner[name])[name]
 
     def values_of(self, name: str) -> Tensor | None:

@@ -42,9 +42,8 @@ class View:
 
     def without_tensors(self) -> View:
         """Return what is known of the call beside its numbers; for masks that hold none."""
-        kept = object.__new__(View)
-        for name in _SIZES:
-            setattr(kept, name, getattr(self, name))
+        kept, known = object.__new__(View), vars(self)
+        vars(kept).update({name: known[name] for name in _SIZES})
         return kept
 
     @Lazy
@@ -68,7 +67,7 @@ class View:
         """
         own = self.device.type == "cuda"
         call = self._in(self.asked.q.dtype, "statistics of a kernel") if own else self.call
-        return call.with_(sinks=self.sinks)
+        return call.with_(sinks=self.sinks) if self.has_sinks else call
 
     @Lazy
     def scored_constant(self) -> Call:

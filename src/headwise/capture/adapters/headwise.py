@@ -4,7 +4,7 @@ call them in modules of their own."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ class OwnCall(HeadsCall):
     def all_heads(self) -> int:
         return self.layer.all_heads
 
-    def observe(self, statistics: Sequence[Statistic], looking: Looking) -> Mapping[str, Reading]:
+    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
         if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
             return super().observe(statistics, looking)
         seen = observe(
