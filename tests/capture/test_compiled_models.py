@@ -26,17 +26,25 @@ def entered(context: AbstractContextManager[Any]) -> None:
         pass
 
 
-def own_scan(model: nn.Module) -> None:
-    hw.ablation_scan(model.eval(), loss, [batch(0)])
+def watched(model: nn.Module) -> object:
+    with hw.watch(model, hw.Entropy()) as seen:
+        model(batch(0))
+    return seen.table()
 
 
-FUNCTIONS: dict[str, Callable[[Any], object]] = {
-    "watch": lambda model: entered(hw.watch(model)),
-    "ablate": lambda model: entered(hw.ablate(model, {"no such": [0]})),
-    "importance": lambda model: hw.importance(model, loss, [batch(0)]),
-    "ablation_scan": own_scan,
-    "head_outputs": lambda model: hw.head_outputs(model, loss, [batch(0)]),
-    "attention_of": lambda model: hw.attention_of(model, batch(0), layer="no such"),
+def ablated(model: nn.Module) -> object:
+    with hw.ablate(model, {LAYERS[0]: [0]}):
+        return model(batch(0)).tolist()
+
+
+WATCH: dict[str, Callable[[Any], object]] = {
+    "watch": watched,
+    "ablate": ablated,
+    "importance": lambda model: hw.importance(model, loss, [batch(0)]).table(),
+    "ablation_scan": lambda model: hw.ablation_scan(model, loss, [batch(0)]).table(),
+    "attention_of": lambda model: hw.attention_of(model, batch(0), layer=LAYERS[0]).tolist(),
+}
+REFUSE: dict[str, Callable[[Any], object]] = {
     "accelerate": lambda model: entered(hw.accelerate(model)),
     "EntropyFloor": lambda model: entered(hw.EntropyFloor(model)),
 }
@@ -59,13 +67,28 @@ def in_part() -> Model:
     return model
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", WATCH)
+@pytest.mark.parametrize("build", [whole, in_part])
+def test_a_compiled_model_is_watched_as_it_is_written(name: str, build: Callable[[], Any]) -> None:
+    model, plain = build().eval(), made()[0].eval()
+    frames = torch._dynamo.utils.counters["frames"]
+    with torch.no_grad():
+        before = model(batch(0))
+    graphs = dict(frames)
+    assert graphs["ok"] > 0
+    assert WATCH[name](model) == WATCH[name](plain)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), before)
+    assert dict(frames) == graphs  # no graph was made anew
+
+
+@pytest.mark.parametrize("name", REFUSE)
 def test_whoever_refuses_a_compiled_model_names_itself_first_of_all(name: str) -> None:
     done = "accelerated" if name == "accelerate" else "watched"
     for model, where in ((whole(), "the model"), (in_part(), "'blocks.0'")):
         said = f"{name}({type(model).__name__}): {where} is compiled by torch.compile, and compiled"
         with pytest.raises(ValueError, match=re.escape(f"{said} code cannot be {done};")):
-            FUNCTIONS[name](model)
+            REFUSE[name](model)
 
 
 def test_the_monitor_refuses_a_traced_part_by_its_own_name() -> None:

@@ -597,8 +597,10 @@ def test_a_narrow_screen_hides_nothing(browser: Any, run: Timeline, tmp_path: Pa
 
     def shown(width: int) -> list[str]:
         tab.page.set_viewport_size({"width": width, "height": 900})
-        # Drawn anew in the next frame: until then, a picture keeps the width that it had.
-        tab.page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+        until = time.monotonic() + 10  # drawn anew in the next frame, it keeps its width till then
+        while tab.width() > width and time.monotonic() < until:
+            tab.page.wait_for_timeout(20)
+        assert tab.width() <= width
         return tab.page.evaluate(
             "[...document.querySelectorAll('[id], #facts li, .chips label')]"
             ".filter((one) => one.checkVisibility()).map((one) => one.id || one.textContent)"

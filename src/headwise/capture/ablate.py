@@ -14,7 +14,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .adapters.compiled import refuse_compiled
 from .call import AttentionCall, seed_of_call
 from .head_outputs import HeadOutputs, drawn, valid_queries
 from .modules import as_written, attending, check_model
@@ -66,7 +65,6 @@ def ablate(
     True
     """
     check_model("ablate", model)
-    refuse_compiled("ablate", model)
     said = f"ablate({type(model).__name__}, {reprlib.repr(heads)}, how={how!r})"
     if not isinstance(heads, Mapping) or not all(isinstance(name, str) for name in heads):
         raise ValueError(

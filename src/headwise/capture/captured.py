@@ -15,7 +15,16 @@ from .._io import check_suffix
 from .._tables import HeadTable, frame_of
 from ..stats.accumulate import Running
 from ..stats.detached import without_graph
-from ..stats.results import Reading, Sums, check_texts, summarise, table_rows, unavailable
+from ..stats.results import (
+    Figure,
+    Reading,
+    Sums,
+    check_texts,
+    figure_rows,
+    summarise,
+    summarise_each,
+    unavailable,
+)
 from .io import read_tree, write_tree
 from .modules import as_written
 
@@ -141,7 +150,25 @@ class Watched(HeadTable):
         """
         check_texts(texts)
         self.must_not_be_empty()
-        return [row for module in self._modules.values() for row in module.table(texts)]
+        figures = self._figures(texts)
+        return [row for name, module in self._modules.items() for row in module.rows(figures[name])]
+
+    def _figures(self, texts: bool = False) -> dict[str, dict[str, Figure | None]]:
+        """Return each module's metrics in a number per head, those of all modules in one go."""
+        if self._running:
+            return {name: module.figures(texts) for name, module in self._modules.items()}
+        found: dict[str, dict[str, Figure | None]] = {name: {} for name in self._modules}
+        metrics = dict.fromkeys(x for module in self._modules.values() for x in module.statistics)
+        for metric in metrics:
+            readings = {
+                name: [call[metric] for call in module.calls]
+                for name, module in self._modules.items()
+                if metric in module.statistics
+            }
+            figures = summarise_each([*readings.values()], texts)
+            for name, figure in zip(readings, figures, strict=True):
+                found[name][metric] = figure
+        return found
 
     @property
     def unavailable(self) -> dict[str, dict[str, str]]:
@@ -158,8 +185,11 @@ class Watched(HeadTable):
         >>> seen.unavailable
         {'': {'entropy_share': 'heads 0, 1, 2: no query counts in its mean'}}
         """
-        every = {name: module.unavailable for name, module in self._modules.items()}
-        return {name: reasons for name, reasons in every.items() if reasons}
+        found = {
+            name: unavailable(figures, self._modules[name].first_head)
+            for name, figures in self._figures().items()
+        }
+        return {name: reasons for name, reasons in found.items() if reasons}
 
     def to_pandas(self, texts: bool = False) -> DataFrame:
         """`table()` as a pandas `DataFrame`, a row per (layer, head); NaN where a row omits one.
@@ -241,6 +271,7 @@ class WatchedModule:
         self.calls: list[Mapping[str, Reading]] = []
         self.running = Running() if running else None
         self.queries: tuple[int, int] | None = (0, 0)
+        self._names: tuple[str, ...] = ()
         self.lost = False  # whether calls had a graph, and their statistics were taken without
 
     def __repr__(self) -> str:
@@ -262,7 +293,9 @@ class WatchedModule:
         Raises:
             ValueError: other heads or statistics than the calls before.
         """
-        self._must_continue(heads, tuple(readings), first_head)
+        names = tuple(readings)
+        self._must_continue(heads, names, first_head)
+        self._names = self._names or names
         self.heads, self.first_head = heads, first_head
         self.queries = _both(self.queries, queries)
         if self.running is not None:
@@ -275,7 +308,7 @@ class WatchedModule:
         """The names of what was observed."""
         if self.running is not None:
             return self.running.names
-        return tuple(self.calls[0]) if self.calls else ()
+        return self._names
 
     def _must_continue(self, heads: int, statistics: tuple[str, ...], first_head: int) -> None:
         known = self.statistics
@@ -299,7 +332,7 @@ class WatchedModule:
         total = WatchedModule(self.name)
         total.heads, total.first_head = other.heads, other.first_head
         total.queries = _both(self.queries, other.queries)
-        total.calls = [*self.calls, *other.calls]
+        total.calls, total._names = [*self.calls, *other.calls], self._names or other._names
         if self.running is not None and other.running is not None:
             total.running = self.running + other.running
         return total
@@ -346,24 +379,27 @@ class WatchedModule:
     def table(self, texts: bool = False) -> list[dict[str, Any]]:
         """A row per head."""
         check_texts(texts)
-        if self.running is not None:
-            calls, rows = self.running.calls, self.running.table(texts)
-        else:
-            readings = {name: [call[name] for call in self.calls] for name in self.statistics}
-            calls, rows = len(self.calls), table_rows(readings, self.heads, texts)
+        return self.rows(self.figures(texts))
+
+    def rows(self, figures: dict[str, Figure | None]) -> list[dict[str, Any]]:
+        """Return a row per head of these metrics of the module."""
+        calls = len(self.calls) if self.running is None else self.running.calls
         counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
             {"layer": self.name, "head": head, "calls": calls, **counts, **row}
-            for head, row in enumerate(rows, self.first_head)
+            for head, row in enumerate(figure_rows(figures, self.heads), self.first_head)
         ]
+
+    def figures(self, texts: bool = False) -> dict[str, Figure | None]:
+        """Return each metric in a number per head; `None` of maps."""
+        if self.running is not None:
+            return self.running.figures(texts)
+        return {n: summarise([call[n] for call in self.calls], texts) for n in self.statistics}
 
     @property
     def unavailable(self) -> dict[str, str]:
         """Return the reason for each metric that heads lack in the table, by its name."""
-        if self.running is not None:
-            return unavailable(self.running.figures(), self.first_head)
-        figures = {n: summarise([call[n] for call in self.calls]) for n in self.statistics}
-        return unavailable(figures, self.first_head)
+        return unavailable(self.figures(), self.first_head)
 
     def state(self) -> dict[str, Any]:
         """All of it as plain values and tensors."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from .adapters.compiled import compiled_functions, refuse_compiled
+from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
 from .adapters.flex import flex_calls
 from .adapters.headwise import own_calls, own_layers
 from .adapters.mha import functions as composite_functions
@@ -45,10 +45,10 @@ def catch(
     another thread; by default that is an error. Errors name the public `function` that listens.
     Everything is restored on exit, also after an exception. With `in_full`, modules are followed
     while they run; else only if it is not known that the model attends through transformers'
-    interface alone.
+    interface alone. What `torch.compile` has compiled runs as it is written while this lasts.
 
     Raises:
-        ValueError: a model, or a part of one, that is compiled.
+        ValueError: a model, or a part of one, that is compiled by `torch.jit`.
     """
     names = None if in_full else known(model)
     if names is not None:
@@ -56,18 +56,18 @@ def catch(
         with net.names.marked(), attention_functions(net):
             yield net
         return
-    refuse_compiled(function, model)
     always = backward_passes()
     roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
     roads |= varlen_attention()
     net = Net(function, model, listener, roads, always, begin, elsewhere)
     with ExitStack() as stack:
+        stack.enter_context(run_as_written())
+        refuse_compiled(function, model)
         stack.enter_context(net.names.following())
         stack.enter_context(own_layers(net))
         stack.enter_context(own_calls(net))
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
-        stack.enter_context(compiled_functions(net))
         stack.enter_context(_FUSED_LAYERS.heard_by(net))
         stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
         stack.enter_context(net.functions.on())

@@ -41,7 +41,7 @@ def watch(
     of transformers under any `attn_implementation`, headwise's own layer, `attend` and `observe`
     in any module, and a softmax over the last axis that values are multiplied with. Only the
     statistics are kept. On exit, also after an exception, everything is as it was. Calls in the
-    thread that watches are seen.
+    thread that watches are seen. What `torch.compile` has compiled runs as it is written meanwhile.
 
     Where queries and keys are of one sequence, a key that no query may attend to is padding; the
     query at its position counts as one that may attend to nothing, and stays out of every mean.
@@ -67,8 +67,8 @@ def watch(
             unattended keys from padding.
 
     Raises:
-        ValueError: a model that is compiled, or a part that is; a statistic twice; flags that are
-            neither True nor False; queries that no call could have; `running` together with
+        ValueError: a model that `torch.jit` has compiled, or a part; a statistic twice; flags that
+            are neither True nor False; queries that no call could have; `running` together with
             `gradients`; while the model runs, statistics that do not fit a call, with the name of
             the module, or a transform of `torch.func`; `gradients` of what reentrant activation
             checkpointing computes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,6 +165,61 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     ]
     error = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else None
     return Figure(mean, coverage, error, count=count, unknown=unknown)
+
+
+TOGETHER = 1 << 22
+"""The most numbers that are copied to stand side by side."""
+
+
+def summarise_each(each: Sequence[list[Reading]], texts: bool = False) -> list[Figure | None]:
+    """Return `summarise()` of the readings of each of several modules.
+
+    Modules whose readings are alike are summed up together, as if their heads were those of one: a
+    table of many layers takes as few operations, and copies to the host, as that of a single one.
+    """
+    alike: dict[object, list[int]] = {}
+    for place, readings in enumerate(each):
+        alike.setdefault(tuple(map(_form, readings)), []).append(place)
+    found: list[Figure | None] = [None] * len(each)
+    for places in alike.values():
+        calls = zip(*(each[place] for place in places), strict=True)
+        figure = summarise([_side_by_side(call) for call in calls], texts)
+        if figure is None:
+            continue
+        sizes = [each[place][0].values.shape[1] for place in places]
+        parts = (
+            [None] * len(places) if x is None else x.split(sizes)
+            for x in (figure.mean, figure.coverage, figure.error, figure.count)
+        )
+        for place, mean, coverage, error, count in zip(places, *parts, strict=True):
+            found[place] = Figure(mean, coverage, error, figure.sampled, count, figure.unknown)
+    return found
+
+
+def _form(reading: Reading) -> object:
+    """Return what must be equal in readings that stand side by side; of some, nothing is."""
+    x = reading.values
+    apart = reading.weights is not None or reading.whole is not None or reading.over is not None
+    if apart or reading.per_key or reading.unknown or x.dim() < 2 or x.numel() > TOGETHER // 8:
+        return object()
+    none = tuple(part is None for part in (reading.rows, reading.among, reading.error))
+    return x.shape[0], x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, none
+
+
+def _side_by_side(readings: Sequence[Reading]) -> Reading:
+    """Return the heads of several readings of one form as those of a single one."""
+    if len(readings) == 1:
+        return readings[0]
+    values = torch.cat([one.values for one in readings], 1)
+    flags: list[Tensor | None] = []
+    for parts in ([one.rows for one in readings], [one.among for one in readings]):
+        known = [
+            x.expand(r.values.shape) for x, r in zip(parts, readings, strict=True) if x is not None
+        ]
+        flags.append(torch.cat(known, 1) if known else None)
+    errors = [one.error for one in readings if one.error is not None]
+    error = torch.cat(errors) if errors else None
+    return replace(readings[0], values=values, rows=flags[0], among=flags[1], error=error)
 
 
 def check_texts(texts: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -118,7 +117,6 @@ class StepCapture:
         if self._stack is not None:
             return
         with ExitStack() as stack:
-            stack.enter_context(_AS_WRITTEN)
             found = catch(
                 self.model, self._listen, self._begin, self._elsewhere, function="Monitor"
             )
@@ -277,26 +275,3 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class _AsWritten:
-    """Has compiled code run as it is written, while any capture is open, in whatever order."""
-
-    def __init__(self) -> None:
-        self._lock, self._open = threading.Lock(), 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._open -= 1
-            if not self._open:
-                self._stance.__exit__(None, None, None)
-
-
-_AS_WRITTEN = _AsWritten()

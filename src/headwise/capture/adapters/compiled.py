@@ -1,22 +1,53 @@
-"""Compiled models, which are refused by name: what is compiled cannot be watched.
+"""Compiled models: while somebody watches, they run as they are written, and no graph is made anew.
 
 A compiled function is made for the function modes that are on, so that with the mode that watches
-it would be compiled anew, to other last bits.
+it would be compiled anew, to other last bits. What cannot run as it is written is refused by name.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..modules import as_written, called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
 from ..private_torch import compiler, forced_eager, modes, replace, skipped
+
+
+class _AsWritten:
+    """Has compiled code run as it is written, while anybody watches, in whatever order."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
+
+
+def run_as_written() -> AbstractContextManager[None]:
+    """Let compiled code run as it is written while this lasts; without a compiler there is none."""
+    return nullcontext() if compiler() is None else _AS_WRITTEN
+
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
 _CURE = {
