@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -227,7 +227,12 @@ def _side(place: Place, drawing: Drawing) -> int:
 
 
 def _layer(
-    place: Place, kind: str, queries: int, keys: int, readings: dict[str, Reading], drawing: Drawing
+    place: Place,
+    kind: str,
+    queries: int,
+    keys: int,
+    readings: Mapping[str, Reading],
+    drawing: Drawing,
 ) -> Layer:
     side = _side(place, drawing)
     maps = _first_row(readings["map"])[:, : min(side, place.queries), : min(side, place.keys)]
@@ -254,7 +259,7 @@ def _layer(
     )
 
 
-def _offsets(readings: dict[str, Reading]) -> np.ndarray:
+def _offsets(readings: Mapping[str, Reading]) -> np.ndarray:
     """`[H, 2 · bins − 1]`: what lies ahead, from afar to near, then the query, then behind."""
     ahead, behind = (_first_row(readings[name]) for name in ("offsets_ahead", "offsets"))
     return np.concatenate([ahead[:, :0:-1], behind], axis=1)
