@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [--rounds N] [--no-record]
 
-B 1, H 4, T 1, S 64, D 32, float32, on the CPU, one thread, no gradients. All contenders take turns
-in every round; equality is asserted before the clock starts. Importing is timed in fresh processes,
-in turns too.
+B 1, H 4, T 1, S 64, D 32, float32, on the CPU, one thread, no gradients. And a GPT-2 of
+transformers, 6 layers of width 32, 16 tokens: its forward, plain and watched, and its training
+step, plain and recorded by a monitor. All contenders take turns in every round; equality is
+asserted before the clock starts. Importing is timed in fresh processes, in turns too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from statistic_sets import six
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, KEYS = 4, 32, 64
+LAYERS, FORWARD, STEP = 6, "a GPT-2's forward", "a GPT-2's training step"
 NAMES = ("entropy", "max_logit", "distance", "first", "previous", "self")
 IMPORTS = {"import torch": "import torch", "import headwise": "import torch, headwise"}
 
@@ -80,6 +84,53 @@ def contenders() -> dict[str, Callable[[], Any]]:
     }
 
 
+def models(folder: str, stack: ExitStack) -> dict[str, Callable[[], Any]]:
+    """A GPT-2 alone and seen, by the name in the table."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # only for this part
+
+    sizes: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+    ids = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
+
+    def made(train: bool) -> nn.Module:
+        torch.manual_seed(0)
+        config = GPT2Config(n_layer=LAYERS, bos_token_id=0, eos_token_id=1, **sizes)
+        return GPT2LMHeadModel(config).train(train)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        with torch.enable_grad():
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    model, seeing = made(False), []
+
+    def watched() -> Tensor:
+        with hw.watch(model) as seen:
+            logits = model(ids).logits
+        seeing[:] = [seen]
+        return logits
+
+    torch.testing.assert_close(watched(), model(ids).logits, rtol=0, atol=0)
+    trained = [made(True) for _ in range(2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in trained]
+    stack.enter_context(
+        hw.Monitor(trained[1], optimizers[1], 1, history=f"{folder}/history.sqlite")
+    )
+    torch.manual_seed(1)
+    plain = step(trained[0], optimizers[0])
+    torch.manual_seed(1)
+    torch.testing.assert_close(step(trained[1], optimizers[1]), plain, rtol=0, atol=0)
+    return {
+        FORWARD: lambda: model(ids).logits,
+        "a forward under watch": watched,
+        "its table": lambda: seeing[0].table(),
+        STEP: lambda: step(trained[0], optimizers[0]),
+        "a step that a monitor records": lambda: step(trained[1], optimizers[1]),
+    }
+
+
 def import_seconds(rounds: int) -> dict[str, list[float]]:
     """How long imports take in fresh processes."""
     taken: dict[str, list[float]] = {name: [] for name in IMPORTS}
@@ -102,6 +153,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.no_grad():
         taken = timing.interleaved(contenders(), rounds=chosen.rounds)
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            seen = timing.interleaved(models(folder, stack), rounds=chosen.rounds)
     sdpa, by_hand = "F.scaled_dot_product_attention", "a fused layer by hand"
     pairs = zip(taken["attend"], taken["attend, told the backend"], strict=True)
     choosing = timing.Spread.of([a - b for a, b in pairs])
@@ -112,11 +165,27 @@ def main() -> None:
         rows.append({"contender": name, "seconds": time, "beside": beside, "ratio": times})
         spread = f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})"
         lines.append([name, f"{1e6 * time.median:.1f}", f"{spread} × {beside}"])
+    above = []
+    for name, seconds in seen.items():
+        beside = {"a forward under watch": FORWARD, "a step that a monitor records": STEP}.get(name)
+        row: dict[str, Any] = {"contender": name, "seconds": timing.Spread.of(seconds)}
+        words = ""
+        if beside is not None:
+            pairs = zip(seconds, seen[beside], strict=True)
+            row["above, seconds a layer"] = a = timing.Spread.of(
+                [(x - y) / LAYERS for x, y in pairs]
+            )
+            words = (
+                f"{1e3 * a.median:.3f} ({1e3 * a.low:.3f} to {1e3 * a.high:.3f}) ms a layer above"
+            )
+        rows.append(row)
+        above.append([name, f"{1e3 * row['seconds'].median:.2f}", words])
     imports = import_seconds(9)
     over = [b - a for a, b in zip(*imports.values(), strict=True)]
     rows.append({"import headwise, over torch's": timing.Spread.of(over)})
     rows.append({"choosing the backend, seconds": choosing})
     timing.show(f"B 1, H {HEADS}, T 1, S {KEYS}, D {DIM}, one thread", ["", "µs", ""], lines)
+    timing.show(f"GPT-2, {LAYERS} layers of width 32, T 16", ["", "ms", ""], above)
     print(f"import headwise takes {timing.Spread.of(over).median:.2f} s over import torch")
     print(f"choosing the backend takes {1e6 * choosing.median:.1f} µs of attend")
     if not chosen.no_record:

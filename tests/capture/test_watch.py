@@ -632,14 +632,17 @@ def test_watches_that_end_in_the_order_in_which_they_began() -> None:
     assert model.own.observer is None
 
 
-def test_a_compiler_that_was_watched_in_turns_is_given_back() -> None:
+def test_compiled_code_runs_as_written_until_the_last_watch_ends() -> None:
     from torch._dynamo import eval_frame
 
-    before = eval_frame._callback_from_stance
+    def stance() -> str:
+        return eval_frame._stance.stance
+
+    before = stance()
     one, two = hw.watch(Fused(), hw.Entropy()), hw.watch(Fused(), hw.Entropy())
     one.__enter__()
     two.__enter__()
     one.__exit__(None, None, None)
-    assert eval_frame._callback_from_stance is not before
+    assert stance() == "force_eager"
     two.__exit__(None, None, None)
-    assert eval_frame._callback_from_stance is before
+    assert stance() == before

@@ -18,7 +18,7 @@ from torch import nn
 from ..modules import as_written, called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
-from ..private_torch import compiler, forced_eager, modes, replace, skipped
+from ..private_torch import compiler, forced_eager, modes, replace
 
 
 class _AsWritten:
@@ -88,12 +88,12 @@ def _compiled(module: nn.Module) -> str:
 
 
 def compiled_functions(net: Net) -> AbstractContextManager[None]:
-    """Refuse compiled functions by name when the model calls one; none is without a compiler."""
+    """Refuse a graph that calls the model and must not end, by name; none is without a compiler."""
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
 def _watch_the_compiler() -> Callable[[], None]:
-    """Let PyTorch's compiler ask who watches; gives what undoes it."""
+    """Let PyTorch's compiler say whose model its graph may not call; gives what undoes it."""
     before = compiler()._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
@@ -102,9 +102,6 @@ def _watch_the_compiler() -> Callable[[], None]:
             return found
 
         def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
-            net = None if skipped(frame.f_code) else _watching()
-            if net is not None:
-                raise _refused(net, frame.f_code)
             try:
                 return found(frame, *args, **kwargs)
             except Exception as error:  # of a graph that must not end
@@ -123,13 +120,11 @@ _COMPILER = Replaced(_watch_the_compiler)
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:
-    """The error for a function that is compiled: the model calls it, or it calls the model."""
-    names, function = net.names, f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
-    what = f"the model is called by {function}"
-    if names.inside:
-        what = f"{repr(names.current) if names.current else 'the model'} calls {function}"
+    """The error for a function that is compiled and calls the model."""
+    function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
     return ValueError(
-        f"{net.said}: {what}, compiled by torch.compile, and {_cannot(net.function)}; {_EAGER}."
+        f"{net.said}: the model is called by {function}, compiled by torch.compile, and "
+        f"{_cannot(net.function)}; {_EAGER}."
     )
 
 
@@ -137,8 +132,3 @@ def _out_here() -> Iterator[Net]:
     """The nets of this thread, innermost first."""
     stack = modes()
     return (net for net in reversed(_COMPILER.everyone) if net.functions in stack)
-
-
-def _watching() -> Net | None:
-    """The innermost net that watches a model which is running here."""
-    return next((x for x in _out_here() if x.function != "accelerate" and x.names.inside), None)
