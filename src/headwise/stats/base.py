@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from ..core.kept import Kept
 from ..core.reference import Definition
 from .execute import Pass
 from .lazy import Lazy
@@ -50,8 +52,21 @@ class Statistics:
 
     @classmethod
     def of(cls, statistics: Iterable[Statistic]) -> Statistics:
-        """Return these statistics, or the same object if they are asked for together already."""
-        return statistics if isinstance(statistics, Statistics) else cls(statistics)
+        """Return the statistics as one: equal ones that hold no tensors are the same object."""
+        if isinstance(statistics, Statistics):
+            return statistics
+        each = tuple(statistics)
+        if torch.compiler.is_compiling():
+            return cls(each)
+        try:
+            known = _KNOWN.get(each)
+        except TypeError:  # one of somebody's own has no hash
+            return cls(each)
+        if known is None:
+            known = cls(each)
+            if known.free:
+                _KNOWN[each] = known
+        return known
 
     def __iter__(self) -> Iterator[Statistic]:
         return iter(self.each)
@@ -100,6 +115,8 @@ class Statistics:
         return tuple(getattr(statistic, "formula", False) for statistic in self.each)
 
 
+_KNOWN: Kept[tuple[Statistic, ...], Statistics] = Kept()
+"""Those that were asked for before."""
 _STATISTICS: set[type] = set()
 """Types that were found to be statistics: looking a protocol through takes its time."""
 

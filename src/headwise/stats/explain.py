@@ -116,7 +116,7 @@ def explain(
         output=output,
         projection=projection,
     )
-    routes = planned(engine, Statistics(statistics), "explain").routes
+    routes = planned(engine, Statistics.of(statistics), "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
         said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
