@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise as hw
 from headwise.capture import known
@@ -121,3 +123,38 @@ def test_another_thread_is_refused_and_a_part_is_heard() -> None:
         pass
     with pytest.raises(ValueError, match="the model was not called"):
         seen.table()
+
+
+@torch.no_grad()
+def test_another_way_to_attend_is_left_out_and_followed_next_time() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+    with hw.watch(model):
+        model(**inputs)
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        return 2 * function(*args, **kwargs)[0], None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled
+    try:
+        with hw.watch(model) as seen:
+            model(**inputs)
+        assert len(seen) == 0
+        assert "watch the model once more" in seen.left_out["layers.0.self_attn"]
+        assert not is_known(model)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = function
+    for _ in range(2):
+        with hw.watch(model) as seen:
+            model(**inputs)
+        assert len(seen) == 2
+
+
+@torch.no_grad()
+def test_transforms_of_functions_are_refused_by_name() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+    with hw.watch(model):
+        model(**inputs)
+    embedded = model.embed_tokens(inputs["input_ids"])
+    with hw.watch(model), pytest.raises(ValueError, match=r"'layers\.0\.self_attn' runs inside"):
+        torch.func.vmap(lambda x: model(inputs_embeds=x[None])[0])(embedded)

@@ -132,8 +132,9 @@ class Names:
         return self.crosses_in(self.stack[-1].module)
 
     def crosses_in(self, module: nn.Module) -> bool:
-        """Whether the name of a module says so."""
-        return _CROSS.search(self.names[id(module)]) is not None
+        """Whether the name of a module, or of that which runs if it has none, says so."""
+        name = self.names.get(id(module))
+        return _CROSS.search(self.current if name is None else name) is not None
 
     def common(self, running: Sequence[Forward]) -> list[Forward]:
         """The forwards that are running and were so then; all, if none was."""

@@ -217,7 +217,7 @@ class Net:
         self.noticed.append(call.name)
         self.heard[call.name] = by_interface and self.heard.get(call.name, True)
         among.told = True
-        self.refuse_transforms()
+        self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):
             call.first_head, call.layer_heads = place
@@ -228,11 +228,12 @@ class Net:
             among.waiting.append(waiting)
         return new
 
-    def refuse_transforms(self) -> None:
+    def refuse_transforms(self, name: str | None = None) -> None:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
         if torch._C._are_functorch_transforms_active():
+            name = self.names.current if name is None else name
             raise ValueError(
-                f"{self.said}: {self.names.current!r} runs inside a transform of torch.func (vmap, "
+                f"{self.said}: {name!r} runs inside a transform of torch.func (vmap, "
                 f"grad, jacrev, jvp, …), and cannot be watched there; watch a call without it."
             )
 

@@ -114,6 +114,7 @@ def _attend(
     run = partial(function, module, query, key, value, attention_mask, *rest)
     # A paged cache holds the keys itself; other shapes are nobody's habit.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
+        _follow_in_full(nets, module)
         return run(**options)
     net = nets[-1]
     tensors = (query, key, value, attention_mask)
@@ -125,10 +126,8 @@ def _attend(
         if meaning is not None:
             first = _KEPT.first if key is kept or behind else 0
             return _tell(nets, given, meaning, partial(run, **options), first)
+    _follow_in_full(nets, module)
     if not net.in_full:
-        forget(net.names.model)
-        name = net.names.names[id(module)]
-        net.names.left_out[name] = f"{given.named} was called in another way than before"
         return run(**options)
     told = len(net.noticed)
     result = run(**options)
@@ -139,6 +138,15 @@ def _attend(
             f"inside it; choose another attn_implementation."
         )
     return result
+
+
+def _follow_in_full(nets: tuple[Net, ...], module: nn.Module) -> None:
+    """Leave out a call that only the functions inside it tell of, where no net hears these."""
+    for net in nets:
+        if not net.in_full:
+            forget(net.names.model)
+            reason = "it attends in another way than before; watch the model once more"
+            net.names.left_out[net.names.names[id(module)]] = reason
 
 
 def _behind(kept: Tensor | None, key: Tensor) -> int:
