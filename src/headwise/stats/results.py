@@ -167,8 +167,8 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     return Figure(mean, coverage, error, count=count, unknown=unknown)
 
 
-TOGETHER = 1 << 22
-"""The most numbers that are copied to stand side by side."""
+TOGETHER = 1 << 19
+"""The most numbers in a reading that is copied, to be summed up together with others."""
 
 
 def summarise_each(each: Sequence[list[Reading]], texts: bool = False) -> list[Figure | None]:
@@ -200,7 +200,8 @@ def _form(reading: Reading) -> object:
     """Return what must be equal in readings that stand side by side; of some, nothing is."""
     x = reading.values
     apart = reading.weights is not None or reading.whole is not None or reading.over is not None
-    if apart or reading.per_key or reading.unknown or x.dim() < 2 or x.numel() > TOGETHER // 8:
+    apart = apart or x.dim() != (2 if reading.rows is None else 3) or x.numel() > TOGETHER
+    if apart or reading.per_key or reading.unknown:
         return object()
     none = tuple(part is None for part in (reading.rows, reading.among, reading.error))
     return x.shape[0], x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, none
