@@ -664,3 +664,19 @@ def test_a_file_is_not_named_as_one_of_another_format(tmp_path: Path, name: str)
     for fine in ("y", "y.safetensors", "lr0.01"):
         seen.save(tmp_path / fine)
         assert hw.load_seen(tmp_path / fine).table() == seen.table()
+
+
+def test_a_table_takes_one_copy_to_the_host_for_each_metric(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = torch.nn.Sequential(*(hw.MultiHeadAttention(24, num_heads=3) for _ in range(4)))
+    statistics = (hw.Entropy(), hw.Mass(hw.First()), hw.Mass(hw.Previous()), hw.Distance())
+    with hw.watch(layers, *statistics) as seen:
+        layers(torch.randn(2, 7, 24))
+    copies, cpu = [], Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda x: copies.append(x) or cpu(x))
+    rows = seen.table()
+    assert len(rows) == 12
+    assert len(copies) == 5  # entropy and its share, two masses, distance
+    monkeypatch.undo()
+    assert rows == [row for name in seen for row in seen[name].table()]

@@ -88,6 +88,12 @@ class Sums(Brief):
         """Of each head `[H]`; 0 without a valid query."""
         return self.total.sum(0) / self.count.sum(0).clamp(min=1)
 
+    @property
+    def packed(self) -> Tensor:
+        """Total, count and among (the count, without) over all batch rows, `[3, H]`."""
+        among = self.count if self.among is None else self.among
+        return torch.stack([self.total, self.count, among]).sum(1)
+
 
 def of_some(reading: Reading, every: Reading | None, weights: Tensor | None) -> Reading:
     """Say of a reading of some queries, drawn if they have weights, how its mean is that of all.
@@ -146,12 +152,10 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
     if first.values.dim() != (2 if first.rows is None else 3):
         return None
     parts = [reading.sums for reading in readings]
-    total = torch.stack([part.total.sum(0).cpu() for part in parts]).sum(0)
-    count = torch.stack([part.count.sum(0).cpu() for part in parts]).sum(0)
-    coverage = None
-    among = [part.among.sum(0).cpu() for part in parts if part.among is not None]
-    if len(among) == len(parts):
-        coverage = count / torch.stack(among).sum(0).clamp(min=1)
+    covered = all(part.among is not None for part in parts)
+    counted = torch.stack([part.packed for part in parts]).cpu()  # in one copy to the host
+    total, count, among = counted.sum(0)
+    coverage = count / among.clamp(min=1) if covered else None
     mean = total / count
     if texts:
         every = Texts.about(mean.nan_to_num(0.0, 0.0, 0.0))
@@ -159,8 +163,8 @@ def summarise(readings: list[Reading], texts: bool = False) -> Figure | None:
             every = every.joined(part.total.cpu(), part.count.cpu())
         return Figure(mean, coverage, every.error(mean), count=count, unknown=unknown)
     each = [
-        part.count.sum(0).cpu() / count.clamp(min=1) * reading.error.cpu()
-        for part, reading in zip(parts, readings, strict=True)
+        part[1] / count.clamp(min=1) * reading.error.cpu()
+        for part, reading in zip(counted, readings, strict=True)
         if reading.error is not None
     ]
     error = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else None
