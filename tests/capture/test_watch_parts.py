@@ -675,3 +675,65 @@ def test_gates_and_temperatures_are_not_taken_for_attention() -> None:
     with hw.watch(model, hw.Entropy()) as seen:
         model(torch.randn(B, T + 1, H * D))
     assert (len(seen), seen.left_out) == (0, {})
+
+
+# ── what somebody tells of the heads ────────────────────────────────────────────────────────────
+
+
+def folded(attend: Attend) -> Attend:
+    """Batch rows and heads in one axis."""
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(*(heads(x).flatten(0, 1) for x in (q, k, v)))
+        return heads(out.unflatten(0, (-1, q.shape[2])))
+
+    return local
+
+
+def rows_second(attend: Attend) -> Attend:
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(*(x.permute(2, 0, 1, 3) for x in (q, k, v))).permute(1, 2, 0, 3)
+
+    return local
+
+
+@pytest.mark.parametrize("attend", [hand, fused])
+@pytest.mark.parametrize(
+    ("local", "told"),
+    [(folded, H), (folded, {"": H}), (rows_second, H), (rows_second, -4), (rows_second, {"*": -4})],
+)
+@pytest.mark.parametrize("number", [H, B])
+def test_the_number_of_heads_or_their_axis_can_be_told(
+    attend: Attend, local: Callable[[Attend], Attend], told: Any, number: int
+) -> None:
+    torch.manual_seed(0)
+    if number == B and told not in (-4, {"*": -4}):
+        told = {"": B} if isinstance(told, dict) else B
+    model, x = (
+        Attends(local(attend), number, says=False, joins=False),
+        torch.randn(B, T, number * D),
+    )
+    plain = model(x)
+    with hw.watch(model, *ASKED, heads=told) as seen:
+        assert torch.equal(model(x), plain)
+    if number == B and local is rows_second and told == B:
+        left_out_or_right(model, seen)  # as many batch rows as heads: the axis would tell
+    else:
+        assert_seen_rightly(model, seen)
+    if told == -4:
+        with hw.watch(model, *ASKED) as seen:
+            model(x)
+        left_out_or_right(model, seen)
+
+
+def test_heads_that_cannot_be_are_refused() -> None:
+    model, x = (
+        Attends(lambda q, k, v: heads(fused(*map(heads, (q, k, v))))),
+        torch.randn(B, T, H * D),
+    )
+    for told in (0, -1, -2, 2.5, True, "3", {"": 0}, {3: 3}):
+        with pytest.raises(ValueError, match=r"heads=.*give a number of heads, such as 12"):
+            hw.watch(model, heads=told).__enter__()  # type: ignore[arg-type]
+    for told, words in ((7, "no axis of 7 heads"), (-5, "no axis -5 before its last two")):
+        with hw.watch(model, heads=told), pytest.raises(ValueError, match=words):
+            model(x)

@@ -74,6 +74,7 @@ def leading(
     running: Sequence[Forward],
     values: Tensor | None = None,
     shared: Sequence[bool] = (),
+    told: int | None = None,
 ) -> Leading | None:
     """Where batch rows and heads stand; `None` where nothing tells heads from blocks.
 
@@ -82,8 +83,15 @@ def leading(
         running: the modules that run, innermost last.
         values: what is multiplied, with the same axes: in memory heads lie inside of rows.
         shared: which axes share their values, as the heads of a group do.
+        told: how many heads somebody says that there are, or the axis of `shape` that is heads,
+            counted from the end and negative.
+
+    Raises:
+        ValueError: there is no such axis, and none of so many.
     """
     sizes, (queries, width) = tuple(shape[:-2]), shape[-2:]
+    if told is not None:
+        return _as_told(shape, told)
     read = {pair for forward in running[-3:] for pair in forward.read}
     rows = {number // queries for number, _ in read if queries and number % queries == 0}
     if len(sizes) < 2:
@@ -101,6 +109,21 @@ def leading(
     order = (*(axis for axis in range(len(sizes)) if axis not in places), *places)
     count = prod(sizes[axis] for axis in places)
     return Leading(sizes, order, count, count == heads)
+
+
+def _as_told(shape: torch.Size, told: int) -> Leading:
+    """Where they stand by the word of somebody: a number of heads, or their axis."""
+    sizes = tuple(shape[:-2])
+    axes = [axis for axis, size in enumerate(sizes) if size == told]
+    if told < 0:
+        axes = [axis for axis in range(len(sizes)) if axis - len(shape) == told]
+    if axes:
+        order = (*(axis for axis in range(len(sizes)) if axis != axes[-1]), axes[-1])
+        return Leading(sizes, order, sizes[axes[-1]], sure=True)
+    if told > 0 and len(sizes) == 1 and sizes[0] % told == 0:
+        return Leading((sizes[0] // told, told), (0, 1), told, sure=True)
+    what = f"no axis {told} before its last two" if told < 0 else f"no axis of {told} heads"
+    raise ValueError(f"heads={told}: an attention that gives {list(shape)} has {what}")
 
 
 def _of_one_axis(

@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from .._text import and_more
+from ..core.numbers import whole
 from .parts import Waiting
 from .private_torch import in_backward, outside_graphs
 
@@ -308,6 +309,32 @@ def chosen(modules: Modules) -> Callable[[str], bool]:
         )
     written = [as_written(pattern) for pattern in patterns]
     return lambda name: any(fnmatchcase(name, pattern) for pattern in written)
+
+
+Heads = int | Mapping[str, int] | None
+"""How many heads there are, or their axis, negative; or either by patterns of modules' names."""
+
+
+def told_heads(heads: Heads) -> Callable[[str], int | None]:
+    """What is told of the heads of each module: how many there are, or their axis, from the end.
+
+    Raises:
+        ValueError: something else than whole numbers other than 0 and -1 and -2.
+
+    >>> told = told_heads({"vision.*": 4})
+    >>> told("vision.attn"), told("text.attn")
+    (4, None)
+    """
+    given = heads if isinstance(heads, Mapping) else {"*": heads}
+    for name, number in given.items() if heads is not None else ():
+        if not isinstance(name, str) or whole(number) is None or number in (0, -1, -2):
+            raise ValueError(
+                f"heads={heads!r:.80}: give a number of heads, such as 12; their axis counted from "
+                f"the end, such as -3 of [batch, heads, length, width]; or a dict of either by "
+                f"patterns of modules' names."
+            )
+    patterns = {as_written(name): number for name, number in given.items()}
+    return lambda name: next((n for one, n in patterns.items() if fnmatchcase(name, one)), None)
 
 
 def why_left_out(modules: Modules, attended: Iterable[str]) -> str:

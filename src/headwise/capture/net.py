@@ -53,7 +53,8 @@ class Net:
     `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
     order; `heard` those that were told, and whether all their calls came through transformers'
     interface. Of a model that is `known` to attend there alone, its modules are not followed.
-    Errors name the public `function` that spread it out.
+    `heads` says what somebody has told of a module's heads. Errors name the public `function` that
+    spread it out.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Net:
         self.functions = Functions(self)
         self.noticed: list[str] = []
         self.heard: dict[str, bool] = {}
+        self.heads: Callable[[str], int | None] = lambda name: None
 
     @property
     def said(self) -> str:

@@ -16,7 +16,7 @@ from ..stats.per_query import Entropy, Mass
 from ..stats.sampling import check_queries
 from .call import AttentionCall, Looking, seed_of_rank
 from .captured import Watched
-from .modules import Modules, check_model, chosen, why_left_out
+from .modules import Heads, Modules, check_model, chosen, told_heads, why_left_out
 from .session import catch
 
 DEFAULT: tuple[Statistic, ...] = (Entropy(), Mass(First()), Mass(Previous()), Mass(Self()))
@@ -33,6 +33,7 @@ def watch(
     gradients: bool = False,
     modules: Modules = None,
     padding: bool = True,
+    heads: Heads = None,
 ) -> Iterator[Watched]:
     """See every head of a model while it runs; its outputs stay bit for bit the same.
 
@@ -65,6 +66,9 @@ def watch(
         padding: False counts every query; strictly causal masks, sparse graphs, and
             cross-attention by sdpa with as many keys as queries need that, as nothing tells their
             unattended keys from padding.
+        heads: where nothing tells which axis of a function's tensors is the heads: how many there
+            are, such as 12; or the axis from the end, such as -3 of `[batch, heads, length,
+            width]`; or a dict of either by patterns of modules' names.
 
     Raises:
         ValueError: a model that `torch.jit` has compiled, or a part; a statistic twice; flags that
@@ -106,6 +110,7 @@ def watch(
     asked = Statistics(statistics)
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
+    told = told_heads(heads)
     with_graph: set[str] = set()  # the modules of which a call was seen with its graph
     calls: Counter[str] = Counter()
 
@@ -157,7 +162,7 @@ def watch(
 
     watched = Watched(running, why)
     with catch(model, listen, in_full=gradients) as net:
-        names = net.names
+        names, net.heads = net.names, told
         watched.left_out = names.left_out
         try:
             yield watched

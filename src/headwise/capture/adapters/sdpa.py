@@ -38,7 +38,8 @@ def scaled_dot_product_attention(
         asked |= _causal(asked["attn_mask"], asked["query"].device)
     if out.is_nested:
         return _of_nested(net, asked, out)
-    axes = leading(out.shape, net.names.stack, asked["value"])
+    told = net.heads(net.names.current)
+    axes = leading(out.shape, net.names.stack, asked["value"], told=told)
     if instead is not None and (axes is None or not axes.last):
         instead, out = None, instead.out()
     said = f"scaled_dot_product_attention giving {list(out.shape)}"

@@ -317,7 +317,8 @@ def _tell(
     name = net.names.name(running[-1])
     wide = next((s for s in (shape, *reversed(found.shapes)) if len(s) > 3), shape)
     shared = shared if wide is shape else ()
-    axes = leading(torch.Size((*wide[:-2], *out.shape[-2:])), running, values, shared)
+    outputs = torch.Size((*wide[:-2], *out.shape[-2:]))
+    axes = leading(outputs, running, values, shared, net.heads(name))
     said = f"the softmax of {list(wide)}"
     if axes is None:
         reason = f"{said}: nothing tells which axis is heads, and which is blocks"
