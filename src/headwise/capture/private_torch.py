@@ -118,6 +118,11 @@ def forced_eager() -> bool:
     return loaded is not None and loaded._stance.stance == "force_eager"
 
 
+def skipped(code: types.CodeType) -> bool:
+    """Whether PyTorch's compiler leaves this code alone."""
+    return bool(sys.modules["torch._dynamo.trace_rules"].check(code))
+
+
 def outside_graphs(function: _F) -> _F:
     """Decorate a function that a graph ends before, and that one which must not end refuses.
 

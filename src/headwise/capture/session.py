@@ -45,7 +45,7 @@ def catch(
     another thread; by default that is an error. Errors name the public `function` that listens.
     Everything is restored on exit, also after an exception. With `in_full`, modules are followed
     while they run; else only if it is not known that the model attends through transformers'
-    interface alone. What `torch.compile` has compiled runs as it is written while this lasts.
+    interface alone. Parts that `torch.compile` has compiled run as they are written meanwhile.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled by `torch.jit`.
@@ -61,13 +61,14 @@ def catch(
     roads |= varlen_attention()
     net = Net(function, model, listener, roads, always, begin, elsewhere)
     with ExitStack() as stack:
-        stack.enter_context(run_as_written())
+        stack.enter_context(run_as_written(model))
         refuse_compiled(function, model)
         stack.enter_context(net.names.following())
         stack.enter_context(own_layers(net))
         stack.enter_context(own_calls(net))
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
+        stack.enter_context(compiled_functions(net))
         stack.enter_context(_FUSED_LAYERS.heard_by(net))
         stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
         stack.enter_context(net.functions.on())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._text import and_more
+from ..capture.adapters.compiled import AS_WRITTEN
 from ..capture.call import AttentionCall, Looking, seed_of_call
 from ..capture.modules import Modules, chosen, why_left_out
 from ..capture.net import Net
@@ -117,6 +118,7 @@ class StepCapture:
         if self._stack is not None:
             return
         with ExitStack() as stack:
+            stack.enter_context(AS_WRITTEN)
             found = catch(
                 self.model, self._listen, self._begin, self._elsewhere, function="Monitor"
             )

@@ -1,7 +1,8 @@
-"""Compiled models: while somebody watches, they run as they are written, and no graph is made anew.
+"""Compiled models: they run as they are written while they are watched, and no graph is made anew.
 
 A compiled function is made for the function modes that are on, so that with the mode that watches
-it would be compiled anew, to other last bits. What cannot run as it is written is refused by name.
+it would be compiled anew, to other last bits. Compiled functions that a model calls, or that call
+it, are refused by name: run as written they may be no use (`flex_attention` makes a T×T matrix).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import nn
 from ..modules import as_written, called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
-from ..private_torch import compiler, forced_eager, modes, replace
+from ..private_torch import compiler, forced_eager, modes, replace, skipped
 
 
 class _AsWritten:
-    """Has compiled code run as it is written, while anybody watches, in whatever order."""
+    """Has compiled code run as it is written while anybody watches, in whatever order they end."""
 
     def __init__(self) -> None:
         self._lock, self._open = threading.Lock(), 0
@@ -41,18 +42,23 @@ class _AsWritten:
                 self._stance.__exit__(None, None, None)
 
 
-_AS_WRITTEN = _AsWritten()
+AS_WRITTEN = _AsWritten()
 
 
-def run_as_written() -> AbstractContextManager[None]:
-    """Let compiled code run as it is written while this lasts; without a compiler there is none."""
-    return nullcontext() if compiler() is None else _AS_WRITTEN
+def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a model of which `torch.compile` has compiled a part run as it is written."""
+    compiled = compiler() is not None and any("torch.compile" in x for x in _ways(model))
+    return AS_WRITTEN if compiled else nullcontext()
+
+
+def _ways(model: nn.Module) -> Iterator[str]:
+    return (_compiled(module) for module in model.modules())
 
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
 _CURE = {
     "compiled by torch.compile": f"{_EAGER}, or take and call the module inside, _orig_mod",
-    "compiled in place": _EAGER,
+    "compiled in place by torch.compile": _EAGER,
     "compiled by torch.jit": "take the module that it was made from",
 }
 
@@ -81,19 +87,19 @@ def _compiled(module: nn.Module) -> str:
         return "compiled by torch.compile"
     forward = vars(module).get("forward")
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return "compiled in place"
+        return "compiled in place by torch.compile"
     if hasattr(forward, "_torchdynamo_orig_callable"):
-        return "compiled in place"
+        return "compiled in place by torch.compile"
     return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
 
 
 def compiled_functions(net: Net) -> AbstractContextManager[None]:
-    """Refuse a graph that calls the model and must not end, by name; none is without a compiler."""
+    """Refuse compiled functions by name when the model calls one; none is without a compiler."""
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
 def _watch_the_compiler() -> Callable[[], None]:
-    """Let PyTorch's compiler say whose model its graph may not call; gives what undoes it."""
+    """Let PyTorch's compiler ask who watches; gives what undoes it."""
     before = compiler()._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
@@ -102,6 +108,9 @@ def _watch_the_compiler() -> Callable[[], None]:
             return found
 
         def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+            net = None if skipped(frame.f_code) else _watching()
+            if net is not None:
+                raise _refused(net, frame.f_code)
             try:
                 return found(frame, *args, **kwargs)
             except Exception as error:  # of a graph that must not end
@@ -120,11 +129,13 @@ _COMPILER = Replaced(_watch_the_compiler)
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:
-    """The error for a function that is compiled and calls the model."""
-    function = f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+    """The error for a function that is compiled: the model calls it, or it calls the model."""
+    names, function = net.names, f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+    what = f"the model is called by {function}"
+    if names.inside:
+        what = f"{repr(names.current) if names.current else 'the model'} calls {function}"
     return ValueError(
-        f"{net.said}: the model is called by {function}, compiled by torch.compile, and "
-        f"{_cannot(net.function)}; {_EAGER}."
+        f"{net.said}: {what}, compiled by torch.compile, and {_cannot(net.function)}; {_EAGER}."
     )
 
 
@@ -132,3 +143,8 @@ def _out_here() -> Iterator[Net]:
     """The nets of this thread, innermost first."""
     stack = modes()
     return (net for net in reversed(_COMPILER.everyone) if net.functions in stack)
+
+
+def _watching() -> Net | None:
+    """The innermost net that watches a model which is running here."""
+    return next((x for x in _out_here() if x.function != "accelerate" and x.names.inside), None)
