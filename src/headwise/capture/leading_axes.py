@@ -112,7 +112,7 @@ def leading(
 
 
 def _as_told(shape: torch.Size, told: int) -> Leading:
-    """Where they stand by the word of somebody: a number of heads, or their axis."""
+    """Return where they stand, of a number of heads or their axis that somebody told."""
     sizes = tuple(shape[:-2])
     axes = [axis for axis, size in enumerate(sizes) if size == told]
     if told < 0:

@@ -133,7 +133,7 @@ class Names:
         return self.crosses_in(self.stack[-1].module)
 
     def crosses_in(self, module: nn.Module) -> bool:
-        """Whether the name of a module, or of that which runs if it has none, says so."""
+        """Return True if the name of a module says so; without one, that of the one that runs."""
         name = self.names.get(id(module))
         return _CROSS.search(self.current if name is None else name) is not None
 
@@ -177,7 +177,7 @@ class Names:
             self.stack.clear()
 
     def hears(self, module: nn.Module) -> bool:
-        """Whether a module, which is not followed, is the model's and called by who watches."""
+        """Return True if a module is the model's, and this thread and task watch it."""
         if id(module) not in self.names:
             return False
         if threading.get_ident() not in self._threads:
@@ -312,11 +312,11 @@ def chosen(modules: Modules) -> Callable[[str], bool]:
 
 
 Heads = int | Mapping[str, int] | None
-"""How many heads there are, or their axis, negative; or either by patterns of modules' names."""
+"""A number of heads, their axis (negative), or a dict of either by patterns of modules' names."""
 
 
 def told_heads(heads: Heads) -> Callable[[str], int | None]:
-    """What is told of the heads of each module: how many there are, or their axis, from the end.
+    """Return what `heads` tells of each module: a number of heads, or their axis from the end.
 
     Raises:
         ValueError: something else than whole numbers other than 0 and -1 and -2.

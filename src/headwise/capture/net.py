@@ -36,7 +36,7 @@ _NOTHING = nullcontext()
 
 
 class silence:
-    """What is called while this lasts is part of a call that is told, and noticed by nobody."""
+    """Let nobody notice what is called while this lasts: it is part of a call that is told."""
 
     def __enter__(self) -> None:
         _QUIET.depth += 1
@@ -198,7 +198,7 @@ class Net:
         return not _QUIET.depth and self.names.inside
 
     def hears(self, module: nn.Module) -> bool:
-        """Whether calls of this module are to be noticed now."""
+        """Return True if calls of this module are to be noticed now."""
         if self.in_full:
             return self.open
         return not _QUIET.depth and self.names.hears(module)

@@ -73,7 +73,8 @@ def catch(
         stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
-    learn(net)
+    if not in_full:
+        learn(net)
 
 
 @contextmanager

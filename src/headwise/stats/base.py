@@ -86,7 +86,7 @@ class Statistics:
 
     @Lazy
     def owner(self) -> dict[str, int]:
-        """The number of the statistic that each name is of.
+        """Return the number of the statistic that each name is of.
 
         Raises:
             ValueError: two have the same name.
@@ -101,17 +101,17 @@ class Statistics:
 
     @Lazy
     def needs(self) -> tuple[Need, ...]:
-        """What they need, each need once."""
+        """Return what they need, each need once."""
         return tuple(dict.fromkeys(n for s in self.each for n in needs_of(s).values()))
 
     @Lazy
     def free(self) -> bool:
-        """Whether none holds tensors, as each says itself: equal ones then need the same."""
+        """Return True if none holds tensors, as each says: equal ones then need the same."""
         return all("free" in vars(type(s)) and s.free for s in self.each)  # type: ignore[attr-defined]
 
     @Lazy
     def formulas(self) -> tuple[bool, ...]:
-        """Which of them are formulas on what they need, and may be worked out later."""
+        """Tell which of them are formulas on what they need, and may be worked out later."""
         return tuple(getattr(statistic, "formula", False) for statistic in self.each)
 
 

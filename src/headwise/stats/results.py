@@ -90,7 +90,7 @@ class Sums(Brief):
 
     @property
     def packed(self) -> Tensor:
-        """Total, count and among (the count, without) over all batch rows, `[3, H]`."""
+        """Return total, count and among over the batch, `[3, H]`; without an among, count again."""
         among = self.count if self.among is None else self.among
         return torch.stack([self.total, self.count, among]).sum(1)
 

@@ -47,12 +47,10 @@ AS_WRITTEN = _AsWritten()
 
 def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
     """Let a model of which `torch.compile` has compiled a part run as it is written."""
-    compiled = compiler() is not None and any("torch.compile" in x for x in _ways(model))
+    if compiler() is None:
+        return nullcontext()
+    compiled = any("torch.compile" in _compiled(module) for module in model.modules())
     return AS_WRITTEN if compiled else nullcontext()
-
-
-def _ways(model: nn.Module) -> Iterator[str]:
-    return (_compiled(module) for module in model.modules())
 
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
