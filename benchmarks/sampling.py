@@ -25,8 +25,9 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.models import gpt
 from headwise.models.data import encode, manual, manual_passage
-from headwise.stats.results import Reading, of_some, summarise
+from headwise.stats.record import Reading
 from headwise.stats.sampling import draw
+from headwise.stats.tables import summarise
 
 ROUND = 2e-5
 """By how much a mean of all queries may differ by rounding, as a share of itself and one."""
@@ -139,7 +140,7 @@ def _drawn(every: Reading, queries: int, seed: int) -> tuple[Tensor, Tensor]:
     assert every.rows is not None
     rows = every.rows.expand(every.values.shape)[:, :, sample.rows]
     some = Reading(every.values[:, :, sample.rows], rows)
-    figure = summarise([of_some(some, None, sample.weights)])
+    figure = summarise([some.of_some(None, sample.weights)])
     assert figure is not None
     assert figure.error is not None
     return figure.mean, figure.error

@@ -29,16 +29,25 @@ from .layers.rope import RoPE
 from .report import look
 from .report.head_labels import HeadName, Label, is_delimiter, name_heads, naming_statistics
 from .report.page.timeline import timeline
-from .stats.accumulate import Running
-from .stats.base import Statistic
+from .stats.distance import Distance
+from .stats.entropy import Entropy
 from .stats.explain import Explanation, explain
-from .stats.needs import RowSum
+from .stats.lse import LSE, Sink
+from .stats.map import Map
+from .stats.mass import Mass
+from .stats.max_logit import MaxLogit, Norms
 from .stats.observe import observe
+from .stats.offsets import OffsetHistogram
+from .stats.output_norm import OutputNorm
 from .stats.patterns import At, First, Induction, Previous, SameToken, Self
-from .stats.per_head import Map, MaxLogit, Norms, OffsetHistogram, Received, Similarity
-from .stats.per_query import LSE, Distance, Entropy, Mass, OutputNorm, Sink, TopKeys
-from .stats.results import Reading
+from .stats.plan import RowSum
+from .stats.received import Received
+from .stats.record import Reading
+from .stats.running import Running
 from .stats.seen import Seen
+from .stats.similarity import Similarity
+from .stats.statistic import Statistic
+from .stats.top_keys import TopKeys
 from .telemetry import (
     Alarm,
     History,

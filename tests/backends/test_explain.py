@@ -10,12 +10,12 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import BACKENDS
-from headwise.stats import engine
-from headwise.stats.base import Statistic
-from headwise.stats.execute import Pass
-from headwise.stats.pattern_mass import Masses
-from headwise.stats.results import PAIRS, PASS, ROWS
-from headwise.stats.scores import Scores
+from headwise.stats import run
+from headwise.stats.blocks import Scores
+from headwise.stats.mass import _Masses
+from headwise.stats.plan import CALL, PAIRS, PASS
+from headwise.stats.record import Record
+from headwise.stats.statistic import Statistic
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
 
 FEW = "of few queries it costs less than a call, which pads and copies all keys"
@@ -34,12 +34,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return spy
 
-    monkeypatch.setattr(engine, "sweep", spied("pass", engine.sweep))
+    monkeypatch.setattr(run, "sweep", spied("pass", run.sweep))
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "run", spied("call", type(backend).run))
-    monkeypatch.setattr(Scores, "in_blocks", spied("in_blocks", Scores.in_blocks))
-    for name in ("_of_rows", "_of_pairs", "_of_one_key"):
-        monkeypatch.setattr(Masses, name, spied(f"_mass{name}", getattr(Masses, name)))
+    monkeypatch.setattr(Scores, "row_figures", spied("in_rows", Scores.row_figures))
+    for name in ("_within", "_of_pairs", "_of_one_key"):
+        monkeypatch.setattr(_Masses, name, spied(f"_mass{name}", getattr(_Masses, name)))
     return count
 
 
@@ -95,7 +95,7 @@ def test_it_is_done_as_it_is_said(
     calls -= ways.get("entropy", "").endswith(together)
     assert done["call"] == calls
     by_rows = [name for name, way in ways.items() if "a gradient is wanted" in way]
-    assert bool(done["in_blocks"]) == bool(by_rows)
+    assert bool(done["in_rows"]) == bool(by_rows)
 
 
 def test_without_an_output_the_lse_is_one_more_call(done: Counter[str]) -> None:
@@ -112,14 +112,14 @@ def test_without_an_output_the_lse_is_one_more_call(done: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
-def test_crowded_patterns_are_said_to_be_read_in_rows(share: float, done: Counter[str]) -> None:
+def test_crowded_patterns_are_said_to_be_read_by_a_call(share: float, done: Counter[str]) -> None:
     q, k, v = (torch.randn(1, 2, 200, 4) for _ in range(3))
     ids = torch.arange(200) % round(1 / share)
     statistic = hw.Mass(hw.SameToken(ids))
     way = hw.explain(q, k, v, statistic, backend="sdpa").statistics["same_token"]
     hw.observe(q, k, v, statistic, backend="sdpa")
-    assert way.startswith(ROWS if share == 0.5 else PAIRS)
-    assert (done["_mass_of_rows"], done["_mass_of_pairs"]) == ((1, 0) if share == 0.5 else (0, 1))
+    assert way.startswith(CALL if share == 0.5 else PAIRS)
+    assert (done["_mass_within"], done["_mass_of_pairs"]) == ((1, 0) if share == 0.5 else (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_the_roads_in_words(
 
 
 def test_a_statistic_of_ones_own_need_not_say() -> None:
-    class Agreement:
+    class Agreement(hw.Statistic):
         names = ("agreement",)
 
-        def read(self, found: Pass) -> dict[str, hw.Reading]:
+        def metric(self, record: Record) -> dict[str, hw.Reading]:
             raise AssertionError("nothing is computed")
 
         def define(self, full: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import fresh
 import headwise as hw
 from headwise.backends import tiles
 from headwise.core.reference import attention
-from headwise.stats.base import Statistic
+from headwise.stats.statistic import Statistic
 from support import (
     BACKENDS,
     MASKS_WITH_POSITIONS,

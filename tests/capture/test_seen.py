@@ -21,7 +21,7 @@ import headwise as hw
 from ci import in_ci
 from headwise.capture import io as seen_file
 from headwise.capture.captured import Watched, load_seen
-from headwise.stats.results import Reading
+from headwise.stats.record import Reading
 
 HEADS = 3
 

@@ -115,7 +115,7 @@ def test_rows_are_the_callers_own() -> None:
     before = seen.table()
     again = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal())
     again.rows.zero_()
-    again.found.counts.zero_()
+    again.record.counts.zero_()
     assert hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal()).table() == before
 
 

@@ -35,7 +35,7 @@ from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import torch_ops as cpu_ops
 from headwise.kernels.interface import FAR
-from headwise.stats.base import Statistic
+from headwise.stats.statistic import Statistic
 from support import EPS, assert_as_good
 
 LIBRARY = cpu.library()

@@ -25,8 +25,8 @@ from headwise.report.head_labels import (
     naming_statistics,
     unevaluated_labels,
 )
-from headwise.stats.base import Statistic
 from headwise.stats.patterns import At
+from headwise.stats.statistic import Statistic
 
 PERIOD = 23
 IDS = torch.randperm(PERIOD).repeat(2)  # each token comes twice

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.stats import per_head, per_query
 from headwise.tutorial import timing
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +37,9 @@ def test_pages_are_what_the_runs_on_record_say() -> None:
 def test_every_statistic_has_a_picture_and_a_cost() -> None:
     classes = {
         name
-        for name in (*vars(per_query), *vars(per_head))
-        if not name.startswith("_") and getattr(getattr(hw, name, None), "names", None) is not None
+        for name in hw.__all__
+        if isinstance(kind := getattr(hw, name), type) and issubclass(kind, hw.Statistic)
+        if kind is not hw.Statistic
     }
     shown = " ".join(line.statistic for line in (*costs.PER_QUERY, *costs.PER_KEY_AND_HEAD))
     assert {name for name in classes if f"`{name}(" not in shown} == set()

@@ -18,7 +18,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.backends import blocked
 from headwise.core.reference import Definition, attention
-from headwise.stats.base import Statistic
+from headwise.stats.statistic import Statistic
 
 EXACT = 1e-10
 
@@ -260,12 +260,12 @@ def test_one_query_reads_a_far_distance_exactly() -> None:
 
 @pytest.mark.parametrize("scores", [5, 60, 1 << 22])
 def test_small_blocks_are_as_exact(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.stats import score_sweep as sweep
+    from headwise.stats import blocks
 
     monkeypatch.setattr(blocked, "SCORES_AT_A_TIME", scores)
-    monkeypatch.setattr(sweep, "SCORES", scores)
-    monkeypatch.setattr(sweep, "ROWS", max(1, scores % 7))
-    monkeypatch.setattr(sweep, "KEYS", max(1, scores % 11))
+    monkeypatch.setattr(blocks, "SCORES", scores)
+    monkeypatch.setattr(blocks, "ROWS", max(1, scores % 7))
+    monkeypatch.setattr(blocks, "KEYS", max(1, scores % 11))
     b, h, t, s = 2, 2, 7, 9
     q, k = torch.randn(b, h, t, 3).double(), torch.randn(b, 1, s, 3).double()
     for kind in MASKS:

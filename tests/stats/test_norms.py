@@ -12,7 +12,7 @@ import torch
 import headwise as hw
 from headwise.backends import BACKENDS as ALL_BACKENDS
 from headwise.core.reference import attention
-from headwise.stats import norms
+from headwise.stats import max_logit
 from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
 
 
@@ -124,13 +124,13 @@ def some_large() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many heads scores were computed, call by call."""
     heads: list[int] = []
-    real = norms._largest_scores
+    real = max_logit._largest_scores
 
     def spy(call: Any, engine: Any) -> torch.Tensor:
         heads.append(call.extent.heads)
         return real(call, engine)
 
-    monkeypatch.setattr(norms, "_largest_scores", spy)
+    monkeypatch.setattr(max_logit, "_largest_scores", spy)
     return heads
 
 

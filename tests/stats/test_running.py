@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.stats.base import Statistic
+from headwise.stats.statistic import Statistic
 from support import B, D, G, H, S, T, qkv
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}

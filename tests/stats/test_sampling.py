@@ -22,8 +22,9 @@ import headwise as hw
 from headwise.capture.captured import Watched
 from headwise.models import gpt
 from headwise.models.data import encode, manual_passage
-from headwise.stats.results import Reading, of_some, summarise
+from headwise.stats.record import Reading
 from headwise.stats.sampling import draw, standard_error, stretches
+from headwise.stats.tables import summarise
 from support import BACKENDS, MASKS_WITH_POSITIONS, B, H, S, T, qkv
 
 CPU = torch.device("cpu")
@@ -161,7 +162,7 @@ def drawn(whole: Reading, queries: int, seed: int) -> tuple[Tensor, Tensor]:
     assert sample is not None
     rows = whole.rows.expand(whole.values.shape)[:, :, sample.rows]
     figure = summarise(
-        [of_some(Reading(whole.values[:, :, sample.rows], rows), None, sample.weights)]
+        [Reading(whole.values[:, :, sample.rows], rows).of_some(None, sample.weights)]
     )
     assert figure is not None
     assert figure.error is not None

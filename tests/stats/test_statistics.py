@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise.backends import blocked
 from headwise.core.reference import attention
+from headwise.stats import mass as masses
 from headwise.stats import max_logit
-from headwise.stats import pattern_mass as masses
-from headwise.stats.base import Statistic
 from headwise.stats.patterns import At
+from headwise.stats.statistic import Statistic
 from support import (
     BACKENDS,
     MASKS_WITH_POSITIONS,
@@ -238,8 +238,8 @@ def test_patterns_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for scores, crowded in itertools.product((1, 50, 10_000), (0.0, 2.0)):
         for module in (max_logit, masses):
             monkeypatch.setattr(module, "SCORES_AT_A_TIME", scores)
-            monkeypatch.setattr(module, "SCORES_IN_CACHE", scores)
-        monkeypatch.setattr(masses, "CROWDED", crowded)  # whole rows always, or never
+        monkeypatch.setattr(max_logit, "SCORES_IN_CACHE", scores)
+        monkeypatch.setattr(masses, "CROWDED", crowded)  # a call of their own always, or never
         for statistic in everything(ids):
             seen = hw.observe(q, k, v, statistic)
             for key, want in statistic.define(exact).items():

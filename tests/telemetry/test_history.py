@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.stats.results import Reading
+from headwise.stats.record import Reading
 from headwise.telemetry.figures import Figures, joined, kept_of, merged
 from headwise.telemetry.file_systems import _is_remote
 from headwise.telemetry.history import HistoryWriter

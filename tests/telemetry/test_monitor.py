@@ -638,10 +638,10 @@ def test_a_compiled_optimizer_tells_of_its_steps() -> None:
 
 
 def test_a_statistic_that_fails_costs_a_warning() -> None:
-    class Failing:
+    class Failing(hw.Statistic):
         names = ("failing",)
 
-        def read(self, found: Any) -> dict[str, Any]:
+        def metric(self, record: Any) -> dict[str, Any]:
             raise RuntimeError("no such thing")
 
         def define(self, full: Any) -> dict[str, Any]:

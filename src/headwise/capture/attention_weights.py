@@ -14,8 +14,10 @@ from .._text import and_more, brief
 from ..core.numbers import whole, whole_numbers
 from ..core.reference import Definition
 from ..stats.entries import entries
-from ..stats.execute import Pass
-from ..stats.results import Reading
+from ..stats.lse import LOG_SUM_EXP
+from ..stats.plan import Need
+from ..stats.record import Reading, Record
+from ..stats.statistic import Statistic
 from .call import AttentionCall, Looking
 from .modules import as_written, check_model
 from .session import catch
@@ -121,14 +123,18 @@ def attention_of(
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _Weights(Statistic):
     """The attention weights of some heads, `[B, h, T, S]`, as a statistic."""
 
     heads: tuple[int, ...]
     names = ("weights",)
 
-    def read(self, found: Pass) -> dict[str, Reading]:
-        return {"weights": Reading(entries(found.view, found.of_rows, self.heads, None, None))}
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        return {"weights": LOG_SUM_EXP}
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        return {"weights": Reading(entries(record, self.heads))}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"weights": full.weights[:, list(self.heads)]}

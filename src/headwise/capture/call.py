@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -18,13 +17,13 @@ from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
 from ..core.modes import no_graph
 from ..core.numbers import whole
-from ..core.shapes import Extent, extent_of
-from ..stats.base import Statistic, Statistics, needs_of
-from ..stats.needs import HEAD_OUTPUT
+from ..core.shapes import extent_of
+from ..stats.mass import Mass
 from ..stats.observe import observe_call
-from ..stats.patterns import KeyRanges, Pattern
-from ..stats.per_query import Mass
-from ..stats.results import Reading
+from ..stats.output_norm import HEAD_OUTPUT
+from ..stats.patterns import AmongPositions
+from ..stats.record import Reading
+from ..stats.statistic import Statistic, Statistics
 from .mask_import import with_padding, without_padding
 from .parts import Waiting
 from .ranks import rank_of_all
@@ -241,7 +240,7 @@ class HeadsCall(AttentionCall):
             return seen.readings.let_go()
         readings = dict(seen.readings)
         for statistic in statistics:
-            for name, need in needs_of(statistic).items():
+            for name, need in statistic.needs.items():
                 if need.vectors:
                     readings[name] = readings[name].without_values(self.hidden)
         return readings
@@ -249,35 +248,6 @@ class HeadsCall(AttentionCall):
 
 def _among_positions(statistic: Statistic, behind: int) -> Statistic:
     """Return the same statistic of a call in which so many keys at the end have no position."""
-    if not isinstance(statistic, Mass) or isinstance(statistic.keys, Mask):
+    if not isinstance(statistic, Mass) or not hasattr(statistic.keys, "name"):
         return statistic
-    return Mass(_OfPositions(statistic.keys, behind), *statistic.names)
-
-
-@dataclass(frozen=True)
-class _OfPositions:
-    """A pattern among the keys that have a position; those behind them have none."""
-
-    pattern: Pattern
-    behind: int
-
-    @property
-    def name(self) -> str:
-        return self.pattern.name
-
-    @property
-    def figure(self) -> str | None:
-        return getattr(self.pattern, "figure", None)
-
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        found = self.pattern.ranges(self._positions(extent), device)
-        rest = torch.arange(extent.keys - self.behind, extent.keys, device=device)
-        order = torch.cat([found.order, rest.expand(len(found.order), -1)], dim=1)
-        return replace(found, order=order)
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        return F.pad(self.pattern.keys(self._positions(extent), device), (0, self.behind))
-
-    def _positions(self, extent: Extent) -> Extent:
-        keys = extent.keys - self.behind
-        return replace(extent, keys=keys, first_query=extent.offset)
+    return Mass(AmongPositions(statistic.keys, behind), *statistic.names)

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from .._io import check_suffix
 from .._tables import HeadTable, frame_of
-from ..stats.accumulate import Running
 from ..stats.detached import without_graph
-from ..stats.results import (
-    Figure,
-    Reading,
-    Sums,
+from ..stats.moments import Moments
+from ..stats.record import Reading
+from ..stats.running import Running
+from ..stats.tables import (
+    HeadSummary,
     check_texts,
-    figure_rows,
     summarise,
     summarise_each,
+    summary_rows,
     unavailable,
 )
 from .io import read_tree, write_tree
@@ -153,11 +153,11 @@ class Watched(HeadTable):
         figures = self._figures(texts)
         return [row for name, module in self._modules.items() for row in module.rows(figures[name])]
 
-    def _figures(self, texts: bool = False) -> dict[str, dict[str, Figure | None]]:
+    def _figures(self, texts: bool = False) -> dict[str, dict[str, HeadSummary | None]]:
         """Return each module's metrics in a number per head, those of all modules in one go."""
         if self._running:
             return {name: module.figures(texts) for name, module in self._modules.items()}
-        found: dict[str, dict[str, Figure | None]] = {name: {} for name in self._modules}
+        found: dict[str, dict[str, HeadSummary | None]] = {name: {} for name in self._modules}
         metrics = dict.fromkeys(x for module in self._modules.values() for x in module.statistics)
         for metric in metrics:
             readings = {
@@ -381,19 +381,19 @@ class WatchedModule:
         check_texts(texts)
         return self.rows(self.figures(texts))
 
-    def rows(self, figures: dict[str, Figure | None]) -> list[dict[str, Any]]:
+    def rows(self, figures: dict[str, HeadSummary | None]) -> list[dict[str, Any]]:
         """Return a row per head of these metrics of the module."""
         calls = len(self.calls) if self.running is None else self.running.calls
         counts = {} if self.queries is None else dict(zip(_COUNTS, self.queries, strict=True))
         return [
             {"layer": self.name, "head": head, "calls": calls, **counts, **row}
-            for head, row in enumerate(figure_rows(figures, self.heads), self.first_head)
+            for head, row in enumerate(summary_rows(figures, self.heads), self.first_head)
         ]
 
-    def figures(self, texts: bool = False) -> dict[str, Figure | None]:
+    def figures(self, texts: bool = False) -> dict[str, HeadSummary | None]:
         """Return each metric in a number per head; `None` of maps."""
         if self.running is not None:
-            return self.running.figures(texts)
+            return self.running.summaries(texts)
         return {n: summarise([call[n] for call in self.calls], texts) for n in self.statistics}
 
     @property
@@ -450,7 +450,7 @@ def _reading_of(state: dict[str, Any]) -> Reading:
     """What `_state_of()` gave; older files lack some of it."""
     whole = state.get("whole")
     reading = Reading(**{name: value for name, value in state.items() if name != "whole"})
-    return reading if whole is None else replace(reading, whole=Sums(**whole))
+    return reading if whole is None else replace(reading, whole=Moments(**whole))
 
 
 def _check_reading(reading: Reading, heads: int) -> None:
@@ -474,7 +474,7 @@ def _check_reading(reading: Reading, heads: int) -> None:
     if reading.whole is not None:
         rows, of_head = reading.values.shape[:2], reading.values.shape[1:2]
         for name, sums in vars(reading.whole).items():
-            wanted = of_head if name in ("squares", "largest") else rows
+            wanted = of_head if name in ("squares", "largest", "errors") else rows
             if sums is not None and sums.shape != wanted:
                 raise ValueError(f"sums of other heads than {heads}")
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ..core.numbers import fault_of_flags
-from ..stats.per_query import LSE
+from ..stats.lse import LSE
 from .call import AttentionCall, Looking
 from .modules import check_model
 from .session import catch

@@ -21,9 +21,9 @@ from ..backends import Call, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
-from ..stats.base import Statistic
 from ..stats.observe import observe_call
-from ..stats.results import Reading
+from ..stats.record import Reading
+from ..stats.statistic import Statistic
 from .call import HeadsCall, Looking
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
 from .net import Functions, Net, Road

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.numbers import fault_of_flags, whole
-from ..stats.base import Statistic, Statistics, check_statistics
+from ..stats.entropy import Entropy
+from ..stats.mass import Mass
 from ..stats.patterns import First, Previous, Self
-from ..stats.per_query import Entropy, Mass
 from ..stats.sampling import check_queries
+from ..stats.statistic import Statistic, Statistics, check_statistics
 from .call import AttentionCall, Looking, seed_of_rank
 from .captured import Watched
 from .modules import Heads, Modules, check_model, chosen, told_heads, why_left_out

@@ -11,7 +11,7 @@ import torch
 
 from ..capture.captured import Watched
 from ..capture.effects import HeadEffects, concatenated
-from ..stats.accumulate import Running
+from ..stats.running import Running
 from .group import current
 
 _T = TypeVar("_T")

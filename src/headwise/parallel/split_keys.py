@@ -14,13 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.mask_algebra import Mask
 from ..core.numbers import said
-from ..stats.base import Statistic
+from ..stats.distance import Distance
+from ..stats.entropy import Entropy
+from ..stats.lse import LSE, Sink
+from ..stats.mass import Mass
+from ..stats.max_logit import MaxLogit, Norms
 from ..stats.observe import observe
 from ..stats.patterns import At, First, Previous, Self
-from ..stats.per_head import MaxLogit, Norms
-from ..stats.per_query import LSE, Distance, Entropy, Mass, Sink
-from ..stats.results import Reading, table_rows
+from ..stats.record import Reading
 from ..stats.seen import Seen
+from ..stats.statistic import Statistic
+from ..stats.tables import table_rows
 
 _MAXIMA, _LINEAR = (MaxLogit, Norms), (Mass, Sink, Distance)
 
@@ -51,8 +55,7 @@ class SeenOfAll:
 
     def table(self) -> list[dict[str, float | int]]:
         """A row per head: the mean over batch and valid queries; of `max_logit` the maximum."""
-        readings = {name: [reading] for name, reading in self.readings.items()}
-        rows = table_rows(readings, self.lse.shape[1])
+        rows = table_rows(self.readings, self.lse.shape[1])
         return [{"head": head, **row} for head, row in enumerate(rows)]
 
 
@@ -148,7 +151,7 @@ def _merged(
     total = torch.logsumexp(every, 0)
     base = torch.where(alive, total, 0.0)
     weight = torch.exp(lse - base)  # 0 where this rank has no key in sight
-    parts = {"out": weight[..., None] * seen.out, "outcomes": seen.found.counts.expand_as(lse)}
+    parts = {"out": weight[..., None] * seen.out, "outcomes": seen.record.counts.expand_as(lse)}
     for one, own in statistics:
         for name in () if isinstance(one, _MAXIMA) else one.names:
             parts |= _part(name, None if own is None else seen.reading(name), seen, weight)

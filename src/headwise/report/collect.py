@@ -15,12 +15,16 @@ from ..capture.call import AttentionCall, Looking
 from ..capture.captured import Watched
 from ..capture.session import Net, catch
 from ..core.reference import Definition
-from ..stats.base import Statistic
-from ..stats.execute import Pass
+from ..stats.entropy import Entropy
+from ..stats.map import Map
+from ..stats.mass import Mass
+from ..stats.max_logit import MaxLogit
+from ..stats.offsets import OffsetHistogram
 from ..stats.patterns import First, Induction, Previous, SameToken
-from ..stats.per_head import Map, MaxLogit, OffsetHistogram, Received
-from ..stats.per_query import Entropy, Mass, TopKeys
-from ..stats.results import Reading
+from ..stats.received import Received
+from ..stats.record import Reading, Record
+from ..stats.statistic import Statistic
+from ..stats.top_keys import TopKeys
 from .head_labels import naming_statistics
 from .sample import LookError, Part, Sample, told_if_it_fails
 from .schema import Layer
@@ -81,14 +85,14 @@ def survey(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
 
 
 @dataclass(frozen=True)
-class VisibleKeys:
+class VisibleKeys(Statistic):
     """Count the keys that each query may attend to, `[B, H, T]`."""
 
     names = ("visible",)
 
-    def read(self, found: Pass) -> dict[str, Reading]:
-        extent = found.view.extent
-        return {"visible": Reading(found.counts.expand(extent.batch, extent.heads, -1))}
+    def metric(self, record: Record) -> dict[str, Reading]:
+        extent = record.extent
+        return {"visible": Reading(record.counts.expand(extent.batch, extent.heads, -1))}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         return {"visible": full.allowed.sum(-1)}

@@ -27,9 +27,11 @@ from torch import Tensor
 
 from ..capture.captured import Watched
 from ..core.masks import Dense
-from ..stats.base import Statistic
+from ..stats.distance import Distance
+from ..stats.entropy import Entropy
+from ..stats.mass import Mass
 from ..stats.patterns import At, First, Induction, Previous, SameToken, Self
-from ..stats.per_query import Distance, Entropy, Mass
+from ..stats.statistic import Statistic
 
 __all__ = [
     "NOT_EVALUATED",

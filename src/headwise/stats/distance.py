@@ -1,6 +1,8 @@
-"""How far the keys are that a query looks at, on either side, and how far those that it could."""
+"""`Distance`: attention with the key's position as the value, and its absolute and spread."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -8,18 +10,130 @@ from torch import Tensor
 
 from ..backends.blocked import blocks
 from ..core.index import grid
-from .engine import Engine
-from .needs import POSITION, Reduced, Setting
-from .results import PASS, VIA, Route
-from .score_sweep import Block, RowSums
+from ..core.reference import Definition
+from . import identities
+from .blocks import Block, RowFigure, ahead_of
+from .plan import CALL, KERNEL, PASS, VIA, Need, OfPass, Route, Setting
+from .record import Reading, Record
+from .run import Work
+from .statistic import Statistic
 from .view import View
 
+_ABSOLUTE = ("distance_absolute", "distance_share")
 
-class _DistanceEitherWay(Reduced):
-    """`E|i + S − T − j|` among the keys `[B, H, n]`, so that a sink does not count. No gradient.
 
-    Where nothing ahead is in sight it is the mean distance, so `POSITION` has it; else it takes a
-    pass over the scores. 0 in dead rows.
+@dataclass(frozen=True)
+class Distance(Statistic):
+    """How far back each query looks on average, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
+
+    Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
+    position as the value. What a learned sink takes adds nothing to the distance.
+
+    Args:
+        spread: also the standard deviation of the key's position, `distance_spread`, among the
+            keys, from a pass over the scores (no gradient).
+        absolute: also `distance_absolute`, `E|i + S − T − j|` among the keys, ahead and behind; and
+            `distance_share`, the same as a share of what uniform attention over the visible keys
+            would have (1 as far, over 1 farther), of queries that see more than their own
+            position. From a pass over the scores where keys ahead are visible (no gradient).
+
+    Source: Dosovitskiy et al. 2020, §4.5 (mean attention distance).
+    """
+
+    spread: bool = False
+    absolute: bool = False
+    free = deferred = True
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self.needs)
+
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        needs: dict[str, Need] = {"distance": POSITION}
+        if self.spread:
+            needs["distance_spread"] = _SPREAD
+        if self.absolute:
+            needs |= dict.fromkeys(_ABSOLUTE, _EITHER_WAY)
+        return needs
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        alive, ahead = record.valid_rows, record[POSITION]
+        readings = {"distance": Reading(-ahead, alive)}
+        if self.spread:
+            readings["distance_spread"] = Reading(record[_SPREAD], alive)
+        if self.absolute:
+            away, uniform = record[_EITHER_WAY]
+            away = -ahead.detach() if away is None else away
+            far = uniform > 0
+            share = torch.where(far, away / torch.where(far, uniform, 1.0), 0.0)
+            readings["distance_absolute"] = Reading(away, alive)
+            readings["distance_share"] = Reading(share, far)
+        return readings
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        extent, device = full.extent, full.weights.device
+        i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
+        back = i - torch.arange(extent.keys, device=device)
+        metrics = {"distance": (full.weights * back).sum(-1)}
+        alive = full.allowed.any(-1, keepdim=True)
+        among = torch.softmax(full.logits.masked_fill(~alive, 0.0), dim=-1) * alive
+        if self.spread:
+            mean = (among * back).sum(-1, keepdim=True)
+            metrics["distance_spread"] = (among * (back - mean).square()).sum(-1).sqrt()
+        if self.absolute:
+            away = (among * back.abs()).sum(-1)
+            total, count = (full.allowed * back.abs()).sum(-1), full.allowed.sum(-1)
+            far = torch.where(total > 0, total, 1)
+            metrics["distance_absolute"] = away
+            metrics["distance_share"] = torch.where(total > 0, away * count / far, 0.0)
+        return metrics
+
+
+class _Position(Need):
+    """`E[j − position of i]` `[B, H, n]`, 0 in dead rows: attention with positions as values.
+
+    What a sink takes adds 0.
+    """
+
+    name, kernel = "position", "ahead"
+    flexible = True
+
+    def route(self, setting: Setting) -> Route:
+        return Route(KERNEL if setting.kernel else CALL)
+
+    def row_figure(self, work: Work) -> RowFigure:
+        return ahead_of(work.view.positions)
+
+    def answer(self, route: Route, work: Work) -> Tensor:
+        view = work.view
+        if route.kind == KERNEL:
+            assert work.given is not None
+            assert work.given.ahead is not None
+            return work.given.ahead
+        if route.kind == PASS:
+            ahead = work.by_head(work.reduced(self).total)
+            return torch.where(view.valid_rows, ahead, 0.0)
+        if work.plan.together:
+            width = view.call.q.shape[-1]
+            columns, of_keys = work.keys_seen[0][..., width : width + 2], work.lse_of_moved_keys
+        else:
+            columns, of_keys = work.mean_among_keys(work.position_columns)
+        ahead = identities.ahead(columns, view.positions)
+        if view.sinks is not None:
+            ahead = work.left(of_keys) * ahead
+        return torch.where(view.valid_rows, ahead, 0.0)
+
+
+POSITION = _Position()
+
+
+class _EitherWay(OfPass):
+    """`E|i + S − T − j|` among the keys `[B, H, n]`, so that a sink does not count, 0 in dead rows;
+    and the same of uniform attention. No gradient.
+
+    Where nothing ahead is visible the first is the mean distance, so `POSITION` has it, and it is
+    `None`; else it takes a pass over the scores.
     """
 
     name = "apart"
@@ -29,35 +143,28 @@ class _DistanceEitherWay(Reduced):
     def route(self, setting: Setting) -> Route:
         return Route(VIA if setting.behind else PASS)
 
-    def make(self, engine: Engine) -> RowSums:
-        return RowSums(_Away(engine.view), engine.view.zeros(engine.view.extent.queries))
+    def row_figure(self, work: Work) -> RowFigure:
+        positions = work.view.positions
 
-    def answer(self, route: Route, engine: Engine) -> Tensor | None:
+        def away(block: Block) -> Tensor:
+            j = torch.arange(block.keys.start, block.keys.stop, device=block.p.device)
+            far = (positions[block.rows, None] - j).abs().to(block.p.dtype)
+            return torch.linalg.vecdot(block.p, far)
+
+        return away
+
+    def answer(self, route: Route, work: Work) -> tuple[Tensor | None, Tensor]:
+        uniform = _uniform_distance(work.view)
         if route.kind == VIA:
-            return None
-        view = engine.view
-        away = view.by_head(engine.reduced(self).total)
-        return torch.where(view.valid_rows, away, 0.0)
+            return None, uniform
+        return torch.where(work.view.valid_rows, super().answer(route, work), 0.0), uniform
 
 
-DISTANCE_EITHER_WAY = _DistanceEitherWay()
+_EITHER_WAY = _EitherWay()
 
 
-class _Away:
-    """`Σ p |i − j|` of a block, with p among the keys."""
-
-    def __init__(self, view: View) -> None:
-        self.positions = view.positions
-
-    def __call__(self, block: Block) -> Tensor:
-        p = block.p
-        j = torch.arange(block.keys.start, block.keys.stop, device=p.device)
-        away = (self.positions[block.rows, None] - j).abs().to(p.dtype)
-        return torch.linalg.vecdot(p, away)
-
-
-def even_distance(view: View) -> Float[Tensor, "#B #H n"]:
-    """The mean of `|i + S − T − j|` over the keys in sight: what even attention would have.
+def _uniform_distance(view: View) -> Float[Tensor, "#B #H n"]:
+    """Return the mean of `|i + S − T − j|` over the visible keys: that of uniform attention.
 
     0 where there are none, or the query's own alone.
     """
@@ -67,20 +174,66 @@ def even_distance(view: View) -> Float[Tensor, "#B #H n"]:
         low, high = found
         total = _away_before(high, view.positions) - _away_before(low, view.positions)
     else:
-        i, _ = grid(extent, view.device)
-        here = view.positions[:, None]
-        j = torch.arange(extent.keys, device=view.device)
+        i, j = grid(extent, view.device)
         parts = []
         for block in blocks(mask, extent, view.device):
-            away = (here[block.rows] - j).abs()
-            allowed = mask.allowed(i[block.rows], j[None], extent)
+            away = (view.positions[block.rows, None] - j).abs()
+            allowed = mask.allowed(i[block.rows], j, extent)
             parts.append((away if allowed is None else away * allowed).sum(-1))
         total = torch.cat(parts, dim=-1) if parts else torch.zeros_like(view.counts)
     return total.to(view.dtype) / view.counts.clamp(min=1)
 
 
 def _away_before(key: Tensor, here: Tensor) -> Tensor:
-    """`Σ |here − j|` over keys `j < key`, up to what depends on `here` alone."""
+    """Return `Σ |here − j|` over keys `j < key`, up to what depends on `here` alone."""
     behind = key * here - key * (key - 1) // 2
     ahead = here * (here + 1) // 2 + (key - 1 - here) * (key - here) // 2
     return torch.where(key <= here + 1, behind, ahead)
+
+
+class _Spread(OfPass):
+    """The standard deviation of the position of the key, in tokens, `[B, H, n]`; 0 in dead rows.
+
+    Among the keys: what a sink takes has no position.
+    """
+
+    name = "spread"
+    among_keys = True
+
+    def accumulator(self, work: Work) -> _Variance:
+        return _Variance(work.view.zeros(work.view.extent.queries))
+
+    def answer(self, route: Route, work: Work) -> Tensor:
+        variance = work.reduced(self).variance.clamp(min=0)
+        return work.by_head(variance.sqrt().to(work.view.dtype))
+
+
+_SPREAD = _Spread()
+
+
+class _Variance:
+    """Running weight, mean and variance of key positions (Chan et al. 1979), for p among the keys.
+
+    A row's blocks come with very different weights; all of it is kept in float64.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.weight, self.mean, self.variance = (
+            torch.zeros_like(zeros, dtype=torch.float64) for _ in "wmv"
+        )
+
+    def add(self, block: Block) -> None:
+        p, tiny = block.p, torch.finfo(block.p.dtype).tiny
+        step = torch.arange(p.shape[-1], dtype=p.dtype, device=p.device)
+        weight = p.sum(-1)
+        mean = (p @ step) / weight.clamp(min=tiny)
+        squares = ((step - mean[..., None]).square_() * p).sum(-1).double()
+        place = block.heads, block.rows
+        before, new = self.weight[place], weight.double()
+        total = before + new
+        share = new / total.clamp(min=tiny)
+        apart = mean.double() + block.keys.start - self.mean[place]
+        joined = before * self.variance[place] + squares + before * share * apart.square()
+        self.variance[place] = joined / total.clamp(min=tiny)
+        self.mean[place] += apart * share
+        self.weight[place] = total

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..core.numbers import said, whole, whole_numbers
 from ..core.reference import finish_scores
-from .engine import rows_of_p
-from .scores import near, probability
+from .blocks import near, probability
+from .record import Record
+from .run import rows_of_p
 from .view import View
 
 Which = int | Sequence[int] | Tensor | slice | None
@@ -19,20 +20,21 @@ Which = int | Sequence[int] | Tensor | slice | None
 
 
 def entries(
-    view: View,
-    lse: Float[Tensor, "B H n"],
+    record: Record,
     heads: Which = None,
     queries: Which = None,
     keys: Which = None,
     changed: bool = False,
 ) -> Float[Tensor, "B h t s"]:
-    """Exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
+    """Return exactly these entries of P, `exp(s_ij − lse_i)`; `queries` counts those looked at.
 
     Where tensors of the call may have `changed` since, whole rows are held to the log-sum-exp.
 
     Raises:
         ValueError: a number that there is not, or none; tensors that have changed.
     """
+    view, lse = record.view, record.lse
+    assert lse is not None
     e, device = view.extent, view.device
     h, i, j = (
         torch.arange(size, device=device)[_index(wanted, size, name)]
@@ -45,12 +47,12 @@ def entries(
     if changed:
         _must_hold(view, lse, h, i)
     if not near(lse):
-        return rows_of_p(view, i)[0][:, h][..., j]
+        return view.by_head(rows_of_p(view, i).p)[:, h][..., j]
     return probability(_scores(view, h, i, j), lse.detach()[:, h][:, :, i, None])
 
 
 def _scores(view: View, h: Tensor, i: Tensor, j: Tensor) -> Float[Tensor, "B h t s"]:
-    """The scores of these heads, queries and keys, −∞ where the mask forbids."""
+    """Return the scores of these heads, queries and keys, −∞ where the mask forbids."""
     e, call = view.extent, view.constant
     q = call.q[:, h][:, :, i]
     k = call.k[:, h // e.group][:, :, j]

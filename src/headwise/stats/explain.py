@@ -11,11 +11,12 @@ from torch import Tensor
 from ..backends import Call, Choice, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.unknown import refuse_unknown
-from .base import Statistic, Statistics, needs_of
-from .engine import Engine
 from .observe import planned
-from .results import VIA
+from .plan import VIA
+from .run import Work
 from .sampling import draw
+from .statistic import Statistic, Statistics
+from .view import View
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,8 +84,8 @@ def explain(
       sdpa     softcap is not linear in the scores
     → blocked  can serve this call
       eager    can serve this call
-    >>> from headwise.stats.per_head import MaxLogit
-    >>> from headwise.stats.per_query import Entropy
+    >>> from headwise.stats.entropy import Entropy
+    >>> from headwise.stats.max_logit import MaxLogit
     >>> for name, way in explain(q, k, v, Entropy(), MaxLogit(), softcap=30.0).statistics.items():
     ...     print(f"{name}: {way}")
     entropy: a pass over the scores: softcap is not linear in the scores
@@ -107,23 +108,17 @@ def explain(
     )
     chosen, choices = choose(call, backend), tuple(consider(call))
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
-    engine = Engine(
-        call,
-        chosen,
-        call.needs_grad,
-        sample=sample,
-        gradients=gradients,
-        output=output,
-        projection=projection,
-    )
-    routes = planned(engine, Statistics.of(statistics), "explain").routes
+    keeps_graph = call.needs_grad
+    view = View.of(call, sample, gradients and keeps_graph)
+    work = Work(view, chosen, keeps_graph, output=output, projection=projection)
+    routes = planned(work, Statistics.of(statistics), "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
         said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
-        for name, need in needs_of(statistic).items():
+        for name, need in statistic.needs.items():
             route = routes[need]
             if route.kind == VIA and need.via is not None:
                 route = routes[need.via]
-            said[name] = str(need.told(route, engine))
+            said[name] = str(need.shown(route, work))
     native = next(choice for choice in choices if choice.name == "native")
     return Explanation(chosen.name, choices, said, "" if native.reasons else measured(call))

@@ -1,22 +1,124 @@
-"""The largest score of each head, from the few rows whose log-sum-exp can still win."""
+"""`MaxLogit` and `Norms`: the largest score of each head, and the norms that bound it.
+
+The score is found in the few rows whose log-sum-exp can still win. `|scale · q_i·k_j| ≤ |scale| ·
+max ‖q‖ · max ‖k‖` needs O(T·D) in place of O(T²·D). Norms and scores above a limit are those of all
+queries of a call, also where only some are looked at: a maximum over a sample decides nothing.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..backends import OnePass, choose
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.call import Call
 from ..core.index import grid
-from ..core.modes import readable
-from .scores import Scores
+from ..core.modes import no_graph, readable
+from ..core.numbers import real, said
+from ..core.reference import Definition
+from .blocks import Scores
+from .plan import KERNEL, ROWS, Need, Route, Setting
+from .record import Reading, Record
+from .run import Work
+from .statistic import Statistic
+from .view import View, keys_in_sight, visible_keys
+
+ABOVE = "max_logit_above_"
+"""The name of the largest score above a limit, before the limit."""
 
 
-def largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Float[Tensor, "B H"]:
-    """The largest score of each head, exactly; −inf where no query sees a key.
+class _OfHeads(Statistic):
+    """A statistic that keeps the largest number of each head."""
+
+    free = deferred = True
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        return {name: Reading(record[need], largest=True) for name, need in self.needs.items()}
+
+
+@dataclass(frozen=True)
+class MaxLogit(_OfHeads):
+    """The largest score of each head: `[B, H]`, −inf where no query sees a key.
+
+    The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score. Of
+    some of the queries (`queries=`) it is a lower bound, and tables call it `max_logit_sampled`,
+    unless the kernel's own pass has that of all.
+
+    Args:
+        above: only where it is above this, −inf elsewhere; then it is called `max_logit_above_…`.
+            Most heads of a healthy model cost O(T·D) then, for `scale · max ‖q‖ · max ‖k‖` is no
+            larger. Of all queries of the call, also where only some are looked at.
+
+    >>> import torch, headwise as hw
+    >>> k = v = torch.eye(2).view(1, 2, 1, 2) * 12.0  # two heads, one query, one key
+    >>> q = k * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    >>> hw.observe(q, k, v, hw.MaxLogit(above=150.0))["max_logit_above_150"].round()
+    tensor([[-inf, 204.]])
+
+    Source: Kimi K2 2025 (QK-clip), Dehghani et al. 2023 (logit growth).
+    """
+
+    above: float | None = None
+    free = True
+
+    def __post_init__(self) -> None:
+        if self.above is None:
+            return
+        limit = real(self.above)
+        if limit is None or not math.isfinite(limit):
+            raise ValueError(f"MaxLogit(above={said(self.above)}): a limit is a finite number.")
+        object.__setattr__(self, "above", limit)
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.above is None:
+            return ("max_logit",)
+        return (f"{ABOVE}{str(self.above).removesuffix('.0')}",)
+
+    @property
+    def raw(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.names
+
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        return {self.names[0]: _MAX_LOGIT if self.above is None else _MaxLogitAbove(self.above)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        largest = full.logits.amax((-1, -2))
+        return {self.names[0]: largest if self.above is None else _above(largest, self.above)}
+
+
+class _MaxLogit(Need):
+    """The largest score of each head `[B, H]`; −inf where no query sees a key. No gradient."""
+
+    name, kernel = "max_logit", "max"
+
+    def route(self, setting: Setting) -> Route:
+        if setting.kernel:
+            return Route(KERNEL)
+        return Route(ROWS, "those whose log-sum-exp can still win")
+
+    def answer(self, route: Route, work: Work) -> Tensor:
+        if route.kind != KERNEL:
+            return _largest_score(work.scores, work.view.constant, work.lse)
+        assert work.given is not None
+        assert work.given.max is not None
+        # No score is above the log-sum-exp, which is no number where scores are none.
+        return torch.minimum(work.given.max.detach(), work.lse.detach()).amax(-1)
+
+
+_MAX_LOGIT = _MaxLogit()
+
+
+def _largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Float[Tensor, "B H"]:
+    """Return the largest score of each head, exactly; −inf where no query sees a key.
 
     `lse_i − log n_i ≤ max_j s_ij ≤ lse_i`: the rows with the largest LSE come first, and then
     only blocks with a row whose LSE can still win. A few rows on peaked heads, all on flat.
@@ -33,7 +135,7 @@ def largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Fl
     j = torch.arange(extent.keys, device=device).view(1, 1, 1, -1)
 
     def largest_of(i: Tensor) -> Tensor:
-        """The largest score of the queries i `[B, H, m]`, each head's own."""
+        """Return the largest score of the queries i `[B, H, m]`, each head's own."""
         q = call.q.gather(2, i[..., None].expand(-1, -1, -1, call.q.shape[-1]))
         return scores.logits(q, call.k, i[..., None], j)[0].amax((-1, -2))
 
@@ -53,7 +155,7 @@ def largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Fl
 
 
 def _largest_in(scores: Scores, call: Call, cut: Any) -> Float[Tensor, "B H"]:
-    """The largest score of a block of rows."""
+    """Return the largest score of a block of rows."""
     if cut.keys.stop == cut.keys.start:
         return call.q.new_full((call.extent.batch, call.extent.heads), -torch.inf)
     i, j = grid(call.extent, call.q.device, cut.rows, cut.keys)
@@ -63,7 +165,7 @@ def _largest_in(scores: Scores, call: Call, cut: Any) -> Float[Tensor, "B H"]:
 def _no_score_above(
     lse: Float[Tensor, "B H n"], sinks: Float[Tensor, " H"] | None
 ) -> Float[Tensor, "B H n"]:
-    """A number that no score of the row exceeds: the LSE of its keys, −inf in dead rows."""
+    """Return a number that no score of the row exceeds: the LSE of its keys, −inf in dead rows."""
     # Rounding of the LSE itself must not shut out the winner.
     dead = lse == -torch.inf
     bound = (lse + 1e-5 * (1 + lse.abs())).masked_fill(dead, -torch.inf)
@@ -71,3 +173,147 @@ def _no_score_above(
         return bound
     taken = sinks.detach()[:, None] - bound.masked_fill(dead, torch.inf)
     return bound + torch.log(-torch.expm1(taken))
+
+
+class _LargestNorm(Need):
+    """The largest ‖q_i‖ or ‖k_j‖ of each head `[B, H]`; 0 where none counts. No gradient.
+
+    Of queries that may attend to something and keys that one of them may attend to.
+    """
+
+    scores, vectors = False, True
+
+    def __init__(self, of: str) -> None:
+        self.name, self.of = {"q": "query_norm", "k": "key_norm"}[of], of
+
+    def route(self, setting: Setting) -> Route:
+        return Route(f"from {self.of} alone")
+
+    def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
+        return self.exactly(work.view).to(work.view.dtype)
+
+    def exactly(self, view: View) -> Float[Tensor, "B H"]:
+        """Return the same in float64, where no square of a float32 is too large."""
+        asked, extent = view.asked, view.whole
+        x = asked.q if self.of == "q" else asked.k
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
+        if self.of == "k":
+            norms = norms.repeat_interleave(extent.group, dim=1)
+            counts = keys_in_sight(asked.mask, extent, view.device)
+        elif view.rows is None:
+            counts = view.valid_rows
+        else:
+            counts = visible_keys(asked.mask, extent, view.device) > 0
+        if norms.shape[-1] == 0:
+            return norms.new_zeros(norms.shape[:2])
+        return torch.where(counts, norms, 0.0).amax(-1)
+
+
+_QUERY_NORM, _KEY_NORM = _LargestNorm("q"), _LargestNorm("k")
+
+
+@dataclass(frozen=True)
+class Norms(_OfHeads):
+    """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
+
+    `max ‖q_i‖` over the queries that may attend to something and `max ‖k_j‖` over the keys that
+    some query may attend to, those of the head's own key/value head; 0 where there are none. As
+    they enter the scores, with rotation and norms. Of all queries of the call, also where only
+    some are looked at. No score, before softcap and bias, is larger than
+    `scale · query_norm · key_norm`.
+
+    Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
+    """
+
+    names = raw = ("query_norm", "key_norm")
+    needs = MappingProxyType({"query_norm": _QUERY_NORM, "key_norm": _KEY_NORM})
+    free = True
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        k = full.k.repeat_interleave(full.extent.group, dim=1)
+        norms = (
+            torch.where(full.allowed.any(axis), x.double().norm(dim=-1), 0.0).amax(-1)
+            for x, axis in ((full.q, -1), (k, -2))
+        )
+        return dict(zip(self.names, (x.to(full.weights.dtype) for x in norms), strict=True))
+
+
+@dataclass(frozen=True)
+class _MaxLogitAbove(Need):
+    """The largest score of each head where it is above a limit, else −inf: `[B, H]`. No gradient.
+
+    Heads that their norms keep under the limit have no score computed.
+    """
+
+    limit: float
+    name = "max_logit"
+    kernel = "max"
+    scores = False
+
+    def route(self, setting: Setting) -> Route:
+        if setting.kernel and setting.output and setting.whole:
+            return Route(KERNEL)
+        return Route("norms", "and scores of the heads that these do not keep under the limit")
+
+    def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
+        if route.kind == KERNEL:
+            return _above(_MAX_LOGIT.answer(route, work), self.limit)
+        view = work.view
+        call = view.asked.with_(sinks=None, dropout=0.0)
+        sizes = view.whole.batch, view.whole.heads
+        largest = torch.full(sizes, -torch.inf, dtype=view.dtype, device=view.device)
+        heads = self._in_question(view) if readable(view.asked.q) else None
+        if heads is None:
+            return _above(_largest_scores(call, work), self.limit)
+        if len(heads):
+            largest[:, heads] = _largest_scores(_with_heads(call, heads), work)
+        return _above(largest, self.limit)
+
+    def _in_question(self, view: View) -> Tensor | None:
+        """Return the heads that may have a score above the limit; `None` for all."""
+        call = view.asked
+        if call.mask.biased:  # what is added to the scores is not in the bound
+            return None
+        bound = abs(call.scale) * _QUERY_NORM.exactly(view) * _KEY_NORM.exactly(view)
+        # Scores are sums of D products, rounded.
+        room = 1 + (call.q.shape[-1] + 4) * torch.finfo(view.dtype).eps
+        asks = (~(bound * room <= self.limit)).any(0)  # NaN asks too
+        if asks.all() or (asks.any() and _by_head(call)):
+            return None
+        return asks.nonzero()[:, 0]
+
+
+def _above(largest: Tensor, limit: float) -> Tensor:
+    """Replace what is not above the limit by −inf; NaN stays."""
+    return largest.masked_fill(largest <= limit, -torch.inf)
+
+
+def _by_head(call: Call) -> bool:
+    """Return True if the mask is another one for each head."""
+    i, j = grid(call.extent, call.q.device, slice(0, 1))
+    allowed = call.mask.allowed(i, j, call.extent)
+    return allowed is not None and allowed.dim() == 4 and allowed.shape[1] > 1
+
+
+def _with_heads(call: Call, heads: Tensor) -> Call:
+    """Return the call with some of its query heads, each with keys of its own."""
+    extent, of_keys = call.extent, heads // call.extent.group
+    return call.with_(
+        q=call.q[:, heads],
+        k=call.k[:, of_keys],
+        v=call.v[:, of_keys],
+        extent=replace(extent, heads=len(heads), kv_heads=len(heads)),
+    )
+
+
+def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
+    """Return `MaxLogit` of another call with the backend of this one, where that runs it."""
+    chosen = choose(call) if work.chosen.refuse(call) else work.chosen
+    view = View(call, None, False)
+    other = Work(view, chosen, work.keeps_graph, output=False, strict=work.strict)
+    one_pass = isinstance(other.backend, OnePass)
+    route = Route(KERNEL if one_pass else ROWS)
+    other.plan = replace(work.plan, fields=("max",) if one_pass else (), together=False)
+    other.make_call()
+    with no_graph():
+        return _MAX_LOGIT.answer(route, other)

@@ -17,13 +17,13 @@ from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
 from ..core.unknown import refuse_unknown
-from .base import Statistic, Statistics, check_statistics
-from .engine import Engine, nonlinear
-from .execute import execute
-from .needs import Need, Setting
-from .plan import Plan, plan
-from .sampling import draw
+from .lse import LSE
+from .plan import Need, Plan, Setting, plan
+from .record import Record
+from .run import Work, nonlinear, run
+from .sampling import Sample, draw
 from .seen import Readings, Seen
+from .statistic import Statistic, Statistics, check_statistics
 from .view import View
 
 
@@ -78,7 +78,7 @@ def observe(
         TypeError: as `attend()`.
 
     >>> from headwise.core.masks import Causal
-    >>> from headwise.stats.per_query import Entropy
+    >>> from headwise.stats.entropy import Entropy
     >>> q = k = v = torch.zeros(1, 2, 4, 8)
     >>> seen = observe(q, k, v, Entropy(), mask=Causal())
     >>> seen["entropy"][0, 0].exp()  # equal scores: query i sees i + 1 keys alike
@@ -103,9 +103,9 @@ def observe(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
         )
-    made = isinstance(output, Tensor)
+    precomputed = isinstance(output, Tensor)
     if not (isinstance(output, (bool, Tensor)) and isinstance(gradients, bool)):
-        fault = fault_of_flags(output=made or output, gradients=gradients)
+        fault = fault_of_flags(output=precomputed or output, gradients=gradients)
         raise ValueError(f"{quote(q, k, v, 'observe')}: {fault}.")
     seen = observe_call(
         call,
@@ -117,9 +117,9 @@ def observe(
         gradients=gradients,
         projection=projection,
     )
-    if torch.compiler.is_compiling() or not observers or seen.found.out is None:
+    if torch.compiler.is_compiling() or not observers or seen.record.out is None:
         return seen
-    return replace(seen, output=observers[0](seen.found.view.asked, seen.found.out))
+    return replace(seen, output=observers[0](seen.record.view.asked, seen.record.out))
 
 
 def observe_call(
@@ -144,37 +144,58 @@ def observe_call(
             scores of finite q and k that are not finite.
     """
     statistics = Statistics.of(statistics)
-    made = output if isinstance(output, Tensor) else None
+    precomputed = output if isinstance(output, Tensor) else None
     device = call.q.device
     sample = None if queries is None else draw(queries, call.extent.queries, seed, device)
     if output is True and call.dropout:
         call = call.drawn()
     keeps_graph = call.needs_grad
+    view = View.of(call, sample, gradients and keeps_graph)
     with as_given(device) if torch._C._is_any_autocast_enabled() else nullcontext():
-        engine = Engine(
-            call,
-            choose(call, backend, keeps_graph),
+        chosen = choose(call, backend, keeps_graph)
+        work = Work(
+            view,
+            chosen,
             keeps_graph,
-            sample=sample,
-            gradients=gradients,
             output=output is True,
-            made=made,
+            precomputed=precomputed,
             projection=projection,
             strict=strict,
         )
-        found = execute(planned(engine, statistics, "observe"), engine)
-        with nullcontext() if engine.view.gradients else no_graph():
-            readings = Readings(found, statistics)
-    out = made if found.out is None else found.out
-    lost = keeps_graph and not engine.view.gradients
+        record = run(work, planned(work, statistics, "observe"))
+        with nullcontext() if view.gradients else no_graph():
+            readings = Readings(record, statistics)
+    out = precomputed if record.out is None else record.out
+    lost = keeps_graph and not view.gradients
     if torch.compiler.is_compiling():
-        return Seen(found, readings, out, lost)
-    return Seen(found, readings, out, lost, _Changed(call, _changes(call)))
+        return Seen(record, readings, out, lost)
+    again = None
+    if record.lse is None:
+        again = _Again(call, sample, chosen.name, gradients, strict)
+    return Seen(record, readings, out, lost, _Changed(call, _changes(call)), again)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Makes a call for its log-sum-exp alone."""
+
+    call: Call
+    sample: Sample | None
+    backend: str
+    gradients: bool
+    strict: bool
+
+    def __call__(self) -> Record:
+        keeps_graph = self.call.needs_grad
+        view = View.of(self.call, self.sample, self.gradients and keeps_graph)
+        chosen = choose(self.call, self.backend, keeps_graph)
+        work = Work(view, chosen, keeps_graph, output=False, strict=self.strict)
+        return run(work, planned(work, Statistics.of((LSE(),)), "observe"))
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """Says whether a call's tensors may hold other numbers than they did."""
+    """Returns True if a call's tensors may hold other numbers than before."""
 
     call: Call
     before: tuple[int, ...]
@@ -184,58 +205,59 @@ class _Changed:
 
 
 def _changes(call: Call) -> tuple[int, ...]:
-    """How often each tensor of a call was changed in place; −1 where PyTorch does not count."""
+    """Return how often each tensor of a call was changed in place; −1 where nobody counts."""
     tensors = [call.q, call.k, call.sinks]
     if call.kind is None:  # else its mask holds none
         tensors += call.mask.tensors()
     return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
 
 
-def planned(engine: Engine, statistics: Statistics, function: str) -> Plan:
-    """The plan of a call; it is known where a call of the same kind was planned before.
+def planned(work: Work, statistics: Statistics, function: str) -> Plan:
+    """Return the plan of a call; it is known where a call of the same kind was planned before.
 
     Raises:
         ValueError: what was given for a statistic is none.
     """
-    view, kind = engine.view, engine.view.asked.kind
+    view, kind = work.view, work.view.asked.kind
     if kind is None or not statistics.free:
-        return _plan(engine, statistics, function)
+        return _plan(work, statistics, function)
     some = None if view.rows is None else len(view.rows)
-    about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
+    about = (work.chosen, work.output, view.gradients, some, view.asked.sinks is None)
     known = kind.known.get((statistics, *about))
     if known is None:
-        known = kind.known[statistics, *about] = _plan(engine, statistics, function)
+        known = kind.known[statistics, *about] = _plan(work, statistics, function)
     return known
 
 
-def _plan(engine: Engine, statistics: Statistics, function: str) -> Plan:
+def _plan(work: Work, statistics: Statistics, function: str) -> Plan:
     check_statistics(statistics.each, function)
-    return plan(_setting_of(engine, statistics.needs), statistics.needs)
+    return plan(_setting_of(work, statistics.needs), statistics.needs)
 
 
-def _setting_of(engine: Engine, needs: Sequence[Need]) -> Setting:
-    """What the routes of a call's needs depend on."""
-    view = engine.view
+def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
+    """Return what the routes of a call's needs depend on."""
+    view = work.view
     call = view.asked
-    by_call = engine.chosen if engine.output else engine.backend
-    passes = any(need.passes for need in needs)
+    by_call = work.chosen if work.output else work.backend
+    can_read = readable(call.q)
     return Setting(
         extent=view.extent,
         dim=call.q.shape[-1],
-        output=engine.output,
+        output=work.output,
         kernel=isinstance(by_call, OnePass),
-        kernel_pass=passes and isinstance(engine.backend, OnePass),
+        kernel_pass=any(need.passes for need in needs) and isinstance(work.backend, OnePass),
         nonlinear=nonlinear(call),
         gradients=view.gradients,
         sinks=call.sinks is not None,
         behind=any(need.via is not None for need in needs) and _only_behind(view),
-        readable=readable(call.q),
+        readable=can_read,
         whole=view.rows is None,
+        near=can_read,
     )
 
 
 def _only_behind(view: View) -> bool:
-    """Whether each query sees a range of keys that ends before those ahead of it, and no sink."""
+    """Return True if each query sees a range of keys that ends at its own position, and no sink."""
     if view.asked.sinks is not None or view.mask.looks_ahead(view.extent):
         return False
     found = view.mask.key_ranges(view.extent, view.device)

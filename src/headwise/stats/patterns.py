@@ -1,7 +1,7 @@
-"""Which keys: the patterns that heads are known for, each as a range of keys in some ordering.
+"""Masks that choose the keys which heads are known to attend to.
 
 Positions are key positions; query `i` stands at `i + S − T`. A pattern says what a head following
-it would look at; the call's mask still decides what may be looked at.
+it would attend to; the call's mask still decides what may be attended to.
 
 Sources: Clark et al. 2019 and Voita et al. 2019 (positional heads), Olsson et al. 2022 (induction,
 previous token), Xiao et al. 2023 (first-token sinks), Wang et al. 2022 (duplicate tokens).
@@ -9,14 +9,14 @@ previous token), Xiao et al. 2023 (first-token sinks), Wang et al. 2022 (duplica
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .._text import Brief
+from ..core.index import take
+from ..core.mask_algebra import Interval, Mask
 from ..core.numbers import check_whole
 from ..core.shapes import Extent
 
@@ -35,107 +35,97 @@ class KeyRanges:
     stop: Int[Tensor, "#B T"]
     omit: Int[Tensor, "#B T"] | None = None
 
-
-@runtime_checkable
-class Pattern(Protocol):
-    """Which keys a head that follows the pattern looks at.
-
-    It may also have a `figure`: the field of `Figures` that holds the mass on its keys.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges: ...
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        """The pattern as a boolean matrix `[B or 1, T, S]`, for the definition."""
-        ...
+    def of(self, rows: Tensor | None) -> KeyRanges:
+        """Return the ranges of some queries; of all, if that is `None`."""
+        if rows is None:
+            return self
+        omit = None if self.omit is None else self.omit[:, rows]
+        return KeyRanges(self.order, self.start[:, rows], self.stop[:, rows], omit)
 
 
-def _positions(extent: Extent, device: torch.device) -> Tensor:
-    return torch.arange(extent.queries, device=device)[None] + extent.offset
-
-
-def _in_order(extent: Extent, device: torch.device) -> Tensor:
-    return torch.arange(extent.keys, device=device)[None]
-
-
-def _one_key(offset: int, extent: Extent, device: torch.device) -> KeyRanges:
-    """The key that stands so far after the query; none where that is outside the keys."""
-    key = _positions(extent, device) + offset
-    start = key.clamp(0, extent.keys)
-    stop = torch.where((key >= 0) & (key < extent.keys), start + 1, start)
-    return KeyRanges(_in_order(extent, device), start, stop)
+def ranges_of(mask: Mask, extent: Extent, device: torch.device) -> KeyRanges | None:
+    """Return a mask's keys as ranges, in their own order or another; `None` if they are none."""
+    if isinstance(mask, _OfTokens | AmongPositions):
+        return mask.ranges(extent, device)
+    found = mask.key_ranges(extent, device)
+    if found is None:
+        return None
+    start, stop = (edge[:, 0] for edge in found)
+    return KeyRanges(torch.arange(extent.keys, device=device)[None], start, stop)
 
 
 @dataclass(frozen=True)
-class First:
+class First(Mask):
     """The first `count` keys, where attention sinks form."""
 
     count: int = 1
     name = "first"
-
-    free = True
-
-    @property
-    def figure(self) -> str | None:
-        return "first" if self.count == 1 else None
+    free = from_first_key = True
 
     def __post_init__(self) -> None:
         check_whole(self, "count", 1)
 
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        start = torch.zeros(1, extent.queries, dtype=torch.long, device=device)
-        return KeyRanges(_in_order(extent, device), start, start + min(self.count, extent.keys))
+    @property
+    def kernel(self) -> str | None:
+        """The field of `Figures` that holds the mass on these keys."""
+        return "first" if self.count == 1 else None
 
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        j = torch.arange(extent.keys, device=device)
-        return (j < self.count).expand(1, extent.queries, -1)
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j < self.count
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        return torch.zeros_like(i), torch.full_like(i, min(self.count, extent.keys))
+
+
+class _OneKey(Mask):
+    """The key at a fixed offset from the query's own position."""
+
+    behind: int
+    """How far before the query's own position the key is; negative for ahead."""
+
+    @property
+    def kernel(self) -> str | None:
+        """The field of `Figures` that holds the mass on this key."""
+        return {0: "self", 1: "previous"}.get(self.behind)
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        return j == i + extent.offset - self.behind
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval:
+        key = i + extent.offset - self.behind
+        return key.clamp(0, extent.keys), (key + 1).clamp(0, extent.keys)
+
+    def looks_ahead(self, extent: Extent) -> bool:
+        return self.behind < 0
 
 
 @dataclass(frozen=True)
-class Previous:
+class Previous(_OneKey):
     """The key `distance` before the query's own position."""
 
     distance: int = 1
     name = "previous"
-
     free = True
-
-    @property
-    def figure(self) -> str | None:
-        return "previous" if self.distance == 1 else None
 
     def __post_init__(self) -> None:
         check_whole(self, "distance", 1)
 
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        return _one_key(-self.distance, extent, device)
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        j = torch.arange(extent.keys, device=device)
-        return j == (_positions(extent, device) - self.distance)[..., None]
+    @property
+    def behind(self) -> int:  # type: ignore[override]
+        return self.distance
 
 
 @dataclass(frozen=True)
-class Self:
+class Self(_OneKey):
     """The query's own position."""
 
     name = "self"
-    figure = "self"
-
     free = True
-
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        return _one_key(0, extent, device)
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        return torch.arange(extent.keys, device=device) == _positions(extent, device)[..., None]
+    behind = 0
 
 
 @dataclass(frozen=True)
-class At:
+class At(_OneKey):
     """The key at a fixed offset from the query's own position: ahead where it is positive.
 
     It is called `next` and `ahead_2`, `ahead_3`, …; `previous` and `back_2`, `back_3`, …; `self`.
@@ -147,11 +137,14 @@ class At:
     """
 
     offset: int
-
     free = True
 
     def __post_init__(self) -> None:
         check_whole(self, "offset")
+
+    @property
+    def behind(self) -> int:  # type: ignore[override]
+        return -self.offset
 
     @property
     def name(self) -> str:
@@ -159,40 +152,69 @@ class At:
             return {-1: "previous", 0: "self", 1: "next"}[self.offset]
         return f"{'ahead' if self.offset > 0 else 'back'}_{abs(self.offset)}"
 
-    @property
-    def figure(self) -> str | None:
-        return self.name if self.offset in (-1, 0) else None
-
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        return _one_key(self.offset, extent, device)
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        j = torch.arange(extent.keys, device=device)
-        return j == (_positions(extent, device) + self.offset)[..., None]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SameToken(Brief):
-    """Other positions with the query's own token. `ids` is `[B, S]` or `[S]`."""
+class _OfTokens(Mask):
+    """Keys that are chosen by token ids, `[B, S]` or `[S]`: all that carry the query's token,
+    except the one at a fixed offset from the query's own position."""
 
     ids: Int[Tensor, "*B S"]
-    name = "same_token"
+
+    omitted = 0
+    """The offset of the key that is left out."""
 
     def __post_init__(self) -> None:
-        _check_ids(self, self.ids)
+        dtype = self.ids.dtype if isinstance(self.ids, Tensor) else None
+        if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise ValueError(
+                f"{type(self).__name__}({dtype or type(self.ids).__name__}): ids must be a tensor "
+                f"of whole numbers, [S] or [B, S], one token per key; give torch.tensor(ids) of a "
+                f"list."
+            )
+
+    def check(self, extent: Extent) -> None:
+        said = f"{type(self).__name__}(ids {list(self.ids.shape)}) in a call with {extent}"
+        if self.ids.dim() not in (1, 2) or self.ids.shape[-1] != extent.keys:
+            raise ValueError(f"{said}: ids must be [S] or [B, S], one token per key.")
+        if self.ids.dim() == 2 and self.ids.shape[0] not in (1, extent.batch):
+            raise ValueError(f"{said}: give one row of ids, or one per batch row.")
+        if not extent.inside:
+            raise ValueError(f"{said}: every query needs the token at its key position.")
+
+    def carried(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what keys carry and what queries at their positions look for: both `[B, S]`."""
+        ids = self.ids.to(device).long()
+        ids = ids[None] if ids.dim() == 1 else ids
+        return ids, ids
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        keys, tokens = self.carried(i.device)
+        here = i + extent.offset
+        return (take(keys, j) == take(tokens, here)) & (j != here + self.omitted)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids,)
 
     def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        ids, own = _tokens(self, self.ids, extent, device)
-        return _sorted_ranges(ids, own, omit=_positions(extent, device))
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        ids, own = _tokens(self, self.ids, extent, device)
-        j = torch.arange(extent.keys, device=device)
-        return (ids[:, None] == own[..., None]) & (j != _positions(extent, device)[..., None])
+        """Return the keys as ranges: those sorted by what they carry are one for each token."""
+        self.check(extent)
+        keys, tokens = self.carried(device)
+        own = tokens[:, extent.offset :][:, : extent.queries].contiguous()
+        ordered, order = keys.sort(dim=1, stable=True)
+        start, stop = (torch.searchsorted(ordered, own, right=right) for right in (False, True))
+        here = torch.arange(extent.queries, device=device)[None] + extent.offset
+        return KeyRanges(order, start, stop, here + self.omitted)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Induction(Brief):
+class SameToken(_OfTokens):
+    """Other positions with the query's own token. `ids` is `[B, S]` or `[S]`."""
+
+    name = "same_token"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Induction(_OfTokens):
     """Followers of earlier occurrences: keys `j` with `token[j−1] == token[i]`.
 
     What followed this token before. The query's own follower (where the mask lets it be seen) is
@@ -201,55 +223,51 @@ class Induction(Brief):
     Source: Olsson et al. 2022, "prefix matching".
     """
 
-    ids: Int[Tensor, "*B S"]
     name = "induction"
+    omitted = 1
 
-    def __post_init__(self) -> None:
-        _check_ids(self, self.ids)
-
-    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges:
-        ids, own = _tokens(self, self.ids, extent, device)
+    def carried(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        ids, _ = super().carried(device)
         before = torch.roll(ids, 1, dims=1)
         before[:, :1] = torch.iinfo(before.dtype).min  # key 0 follows nothing
-        return _sorted_ranges(before, own, omit=_positions(extent, device) + 1)
-
-    def keys(self, extent: Extent, device: torch.device) -> Tensor:
-        ids, own = _tokens(self, self.ids, extent, device)
-        follows = torch.zeros(ids.shape[0], *own.shape[1:], extent.keys, dtype=torch.bool)
-        follows = follows.to(device)
-        follows[..., 1:] = ids[:, None, :-1] == own[..., None]
-        j = torch.arange(extent.keys, device=device)
-        return follows & (j != _positions(extent, device)[..., None] + 1)
+        return before, ids
 
 
-def _check_ids(pattern: object, ids: object) -> None:
-    dtype = ids.dtype if isinstance(ids, Tensor) else None
-    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise ValueError(
-            f"{type(pattern).__name__}({dtype or type(ids).__name__}): ids must be a tensor of "
-            f"whole numbers, [S] or [B, S], one token per key; give torch.tensor(ids) of a list."
-        )
+@dataclass(frozen=True, eq=False, repr=False)
+class AmongPositions(Mask):
+    """The keys of another mask among those that have a position; `without` at the end have none."""
 
+    mask: Mask
+    without: int
 
-def _tokens(
-    pattern: object, ids: Tensor, extent: Extent, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Token ids of keys `[B or 1, S]` and of queries `[B or 1, T]`."""
-    said = f"{type(pattern).__name__}(ids {list(ids.shape)}) in a call with {extent}"
-    table = ids.to(device).view(1, -1) if ids.dim() == 1 else ids.to(device)
-    if table.dim() != 2 or table.shape[1] != extent.keys:
-        raise ValueError(f"{said}: ids must be [S] or [B, S], one token per key.")
-    if table.shape[0] not in (1, extent.batch):
-        raise ValueError(f"{said}: give one row of ids, or one per batch row.")
-    if not extent.inside:
-        raise ValueError(f"{said}: every query needs the token at its key position.")
-    table = table.long()
-    return table, table[:, extent.offset :][:, : extent.queries]
+    @property
+    def name(self) -> str:
+        return getattr(self.mask, "name", "mass")
 
+    @property
+    def kernel(self) -> str | None:
+        """The field of `Figures` that holds the mass on these keys."""
+        return getattr(self.mask, "kernel", None)
 
-def _sorted_ranges(of_keys: Tensor, of_queries: Tensor, omit: Tensor) -> KeyRanges:
-    """Keys sorted by what they carry: those that match a query are one range of that order."""
-    ordered, order = of_keys.sort(dim=1, stable=True)
-    queries = of_queries.contiguous()
-    start = torch.searchsorted(ordered, queries)
-    return KeyRanges(order, start, torch.searchsorted(ordered, queries, right=True), omit)
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        most = extent.keys - self.without - 1
+        allowed = self.mask.allowed(i, j.clamp(max=most), self._among(extent))
+        return j <= most if allowed is None else allowed & (j <= most)
+
+    def check(self, extent: Extent) -> None:
+        self.mask.check(self._among(extent))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.mask.tensors()
+
+    def ranges(self, extent: Extent, device: torch.device) -> KeyRanges | None:
+        """Return the keys as ranges in an order that ends with the keys without a position."""
+        found = ranges_of(self.mask, self._among(extent), device)
+        if found is None:
+            return None
+        rest = torch.arange(extent.keys - self.without, extent.keys, device=device)
+        order = torch.cat([found.order, rest.expand(len(found.order), -1)], dim=1)
+        return replace(found, order=order)
+
+    def _among(self, extent: Extent) -> Extent:
+        return replace(extent, keys=extent.keys - self.without, first_query=extent.offset)

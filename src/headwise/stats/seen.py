@@ -12,68 +12,66 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .._tables import HeadTable
-from ..backends import BACKENDS, Call
 from ..core.modes import no_graph, traced
 from ..core.shapes import as_given
-from .base import Statistic, Statistics, needs_of
 from .detached import without_graph
-from .engine import Engine
 from .entries import Which, entries
-from .execute import Pass
-from .results import Reading, of_some, summarise, table_rows, unavailable
-from .sampling import Sample
+from .record import Reading, Record
+from .statistic import Statistic, Statistics
+from .tables import summarise, table_rows, unavailable
 
 
 class Readings(Mapping[str, Reading]):
-    """What statistics make of a pass, by name.
+    """What statistics make of a record, by name.
 
-    Those that are formulas on its figures are worked out when somebody asks, the others at once;
-    all at once where a graph is kept, or where the mask's tensors may have changed by then.
+    Those that are deferred are worked out when somebody reads them, the others at once; all at once
+    where a graph is kept.
     """
 
-    _found: Pass | None
+    _record: Record | None
     """What they are worked out of; `None` of a copy, in which all are."""
 
-    def __init__(self, found: Pass, statistics: Statistics) -> None:
-        self._found, self._statistics = found, statistics.each
+    def __init__(self, record: Record, statistics: Statistics) -> None:
+        self._record, self._statistics = record, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner = statistics.owner
-        view = found.view
-        whole = view.gradients or not view.mask.free or traced()
-        for number, formula in enumerate(statistics.formulas):
-            if whole or not formula:
+        for one in (record, record.every):
+            if one is not None:
+                one.view.settle()
+        whole = record.view.gradients or traced()
+        for number, statistic in enumerate(statistics.each):
+            if whole or not statistic.deferred:
                 self._part(number)
 
     def let_go(self) -> Readings:
         """Return the same readings without the call: what is left to work out needs none of it."""
-        if self._found is not None:
+        if self._record is not None:
             left = any(part is None for part in self._parts)
-            self._found = self._found.without_tensors() if left else None
+            self._record = self._record.without_tensors() if left else None
         return self
 
     def _part(self, number: int) -> dict[str, Reading]:
-        """The readings of one statistic."""
-        part, found = self._parts[number], self._found
+        """Return the readings of one statistic."""
+        part, record = self._parts[number], self._record
         if part is None:
-            assert found is not None
+            assert record is not None
             statistic = self._statistics[number]
-            part = statistic.read(found)
-            needs = needs_of(statistic).values()
-            of_some_queries = not needs or any(need.scores for need in needs)
-            if found.view.rows is not None and of_some_queries:
-                every = self._of_every_query(found.every, statistic)
-                drawn = found.view.drawn
-                part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
+            part = statistic.metric(record)
+            needs = statistic.needs.values()
+            if record.view.rows is not None and (not needs or any(need.scores for need in needs)):
+                every = self._of_every_query(record.every, statistic)
+                drawn = record.view.drawn
+                part = {name: x.of_some(every.get(name), drawn) for name, x in part.items()}
             self._parts[number] = part
         return part
 
-    def _of_every_query(self, every: Pass | None, statistic: Statistic) -> dict[str, Reading]:
-        """The readings of all queries, where drawn ones are looked at and those are at hand."""
-        needs = needs_of(statistic).values()
+    def _of_every_query(self, every: Record | None, statistic: Statistic) -> dict[str, Reading]:
+        """Return the readings of all queries, where some are drawn and those of all are known."""
+        needs = statistic.needs.values()
         if every is None or not needs or not all(need in every.answers for need in needs):
             return {}
         with no_graph():
-            return statistic.read(every)
+            return statistic.metric(every)
 
     def __getitem__(self, name: str) -> Reading:
         if name not in self._owner:  # such as the contribution, where a projection is known
@@ -82,34 +80,33 @@ class Readings(Mapping[str, Reading]):
         return self._part(self._owner[name])[name]
 
     def values_of(self, name: str) -> Tensor | None:
-        """A figure's values, where they are the answer to a need as it stands."""
-        number = self._owner.get(name)
-        if number is None or self._found is None:
+        """Return a metric's values, where they are the answer to a need as it stands."""
+        number, record = self._owner.get(name), self._record
+        if number is None or record is None:
             return None
         statistic = self._statistics[number]
-        if name not in getattr(statistic, "as_found", ()):
+        if name not in statistic.raw:
             return None
-        need = statistic.needs[name]  # type: ignore[attr-defined]
-        found = self._found
-        if found.every and need in found.every.answers:
+        need = statistic.needs[name]
+        if record.every and need in record.every.answers:
             return None
-        answer = found.answers[need]
+        answer = record.answers[need]
         return answer[0] if isinstance(answer, tuple) else answer
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The names that were asked for; none is worked out."""
+        """The names that were requested; none is worked out."""
         return tuple(self._owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy holds: every reading, and no graph."""
+        """Return what a copy holds: every reading, and no graph."""
         parts = [self._part(number) for number in range(len(self._parts))]
         ready = [
             {name: replace(x, values=x.values.detach()) for name, x in part.items()}
             for part in parts
         ]
         nothing = (None,) * len(parts)
-        return {"_found": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
+        return {"_record": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
 
     def __repr__(self) -> str:
         return f"<Readings: {', '.join(self.known)}>"
@@ -122,9 +119,9 @@ class Readings(Mapping[str, Reading]):
         return sum(1 for _ in self)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Seen(HeadTable):
-    """What one call gave: the output, its log-sum-exp, and every statistic asked for.
+    """What one call gave: the output, its log-sum-exp, and every statistic requested.
 
     `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
     queries, n of them stand in place of T. The first and the last of drawn queries stand for
@@ -133,41 +130,47 @@ class Seen(HeadTable):
     where the output was computed with it, else of those looked at.
     """
 
-    found: Pass = field(repr=False)
+    record: Record = field(repr=False)
     readings: Readings = field(repr=False)
     output: Float[Tensor, "B H T Dv"] | None = None
     lost: bool = False
-    """Whether statistics could have had a gradient, and were asked for without."""
+    """Statistics could have had a gradient, and were requested without."""
     changed: Callable[[], bool] = bool  # which says no
-    """Whether the call's tensors may hold other numbers than when they were observed."""
+    """Returns True if the call's tensors may hold other numbers than when they were observed."""
+    again: Callable[[], Record] | None = None
+    """Makes the call that no statistic needed, for its log-sum-exp."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What copies and pickles take along: numbers of which no graph is kept."""
-        engine, view = self.found.engine, self.found.view
-        assert engine is not None
-        lse = {
-            name: x.detach()
-            for name in ("_lse_of_call", "lse")
-            if isinstance(x := vars(engine).get(name), Tensor)
-        }
-        sample = None if view.rows is None else Sample(view.rows, view.drawn)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles take along: numbers of which no graph is kept."""
         with self._as_given():
+            record = self._scored.detached()
             readings = self.readings.__getstate__()
+        kept = object.__new__(Readings)
+        vars(kept).update(readings)
         output = None if self.output is None else self.output.detach()
-        lost = self.lost or view.gradients
-        made = (view.asked, engine.chosen.name, sample, engine.output)
-        return _copied, (*made, lse, readings, output, lost)
+        lost = self.lost or self.record.view.gradients
+        return {"record": record, "readings": kept, "output": output, "lost": lost, "again": None}
 
     def __repr__(self) -> str:
-        e = self.found.extent
+        e = self.record.extent
         sizes = f"batch {e.batch}, {e.heads} heads, {e.queries} queries, {e.keys} keys"
         return f"<Seen: {sizes}; {', '.join(('lse', *self.readings.known))}>"
+
+    @property
+    def _scored(self) -> Record:
+        """The record, with the log-sum-exp."""
+        if self.record.whole_lse is None and self.again is not None:
+            made = self.again()
+            self.record = replace(self.record, whole_lse=made.whole_lse, lse=made.lse)
+        return self.record
 
     @property
     def lse(self) -> Float[Tensor, "B H _"]:
         """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
         with self._as_given():
-            return self.found.lse
+            lse = self._scored.whole_lse
+        assert lse is not None
+        return lse
 
     @property
     def out(self) -> Float[Tensor, "B H T Dv"]:
@@ -183,18 +186,18 @@ class Seen(HeadTable):
     def _as_given(self) -> AbstractContextManager[object]:
         """What is worked out later is so without autocast too."""
         if torch._C._is_any_autocast_enabled():
-            return as_given(self.found.view.device)
+            return as_given(self.record.view.device)
         return nullcontext()
 
     @property
     def rows(self) -> Tensor:
-        """Which of the queries looked at may attend to anything; broadcasts to `[B, H, n]`."""
-        return self.found.valid_rows
+        """The queries looked at that may attend to anything; broadcasts to `[B, H, n]`."""
+        return self.record.valid_rows
 
     @property
     def queries(self) -> Int[Tensor, " n"]:
         """The numbers of the queries looked at, in order."""
-        return self.found.view.queries
+        return self.record.view.queries
 
     def weights(
         self,
@@ -202,7 +205,7 @@ class Seen(HeadTable):
         queries: Which = None,
         keys: Which = None,
     ) -> Float[Tensor, "B h t s"]:
-        """Exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
+        """Return exactly these entries of P, from q, k and the log-sum-exp: O(D) an entry.
 
         Args:
             heads, queries, keys: numbers, lists of them or slices; default all. Of sampled queries,
@@ -218,10 +221,8 @@ class Seen(HeadTable):
         >>> seen.weights(heads=[1], queries=[299]).sum().round(decimals=4)
         tensor(1.)
         """
-        with torch.no_grad(), as_given(self.found.view.device):
-            return entries(
-                self.found.view, self.found.of_rows, heads, queries, keys, self.changed()
-            )
+        with torch.no_grad(), as_given(self.record.view.device):
+            return entries(self._scored, heads, queries, keys, self.changed())
 
     def __getitem__(self, name: str) -> Tensor:
         values = self.readings.values_of(name)
@@ -230,15 +231,16 @@ class Seen(HeadTable):
         return without_graph(values) if self.lost else values
 
     def reading(self, name: str) -> Reading:
-        """A statistic with the rows that count in its mean.
+        """Return a metric with the rows that count in its mean.
 
         Raises:
             KeyError: a name that was not asked for; the message lists those that were.
         """
         if name == "lse" and name not in self.readings:
             with self._as_given():
-                some = self.found.view.rows is not None
-                return Reading(self.found.of_rows, self.rows, sampled=some)
+                lse = self._scored.lse
+            assert lse is not None
+            return Reading(lse, self.rows, sampled=self.record.view.rows is not None)
         if name not in self.readings:
             known = ", ".join(dict.fromkeys(["lse", *self.readings]))
             raise KeyError(f"{name!r} was not observed; there are: {known}")
@@ -246,11 +248,11 @@ class Seen(HeadTable):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The statistics at hand."""
+        """The names of the metrics."""
         return tuple(self.readings)
 
     def table(self) -> list[dict[str, float | int]]:
-        """A row per head: the mean over batch and valid queries; of `max_logit` the maximum.
+        """Return a row per head: the mean over batch and valid queries; of `max_logit` the maximum.
 
         Where queries were drawn, a mean is that of all where it costs next to nothing: of figures
         of the kernel's own pass, of masses on single keys and within narrow windows beside the
@@ -260,30 +262,10 @@ class Seen(HeadTable):
         rows is averaged over the others, and `<name>_coverage` is their share. A row omits metrics
         that are unknown for its head (NaN in tensors); `unavailable` has the reasons.
         """
-        readings = {name: [reading] for name, reading in self.readings.items()}
-        rows = table_rows(readings, self.found.extent.heads)
+        rows = table_rows(self.readings, self.record.extent.heads)
         return [{"head": h, **row} for h, row in enumerate(rows)]
 
     @property
     def unavailable(self) -> dict[str, str]:
         """Return the reason for each metric that heads lack in the table, by its name."""
         return unavailable({name: summarise([one]) for name, one in self.readings.items()})
-
-
-def _copied(
-    asked: Call,
-    chosen: str,
-    sample: Sample | None,
-    with_output: bool,
-    lse: dict[str, Tensor],
-    ready: dict[str, Any],
-    output: Tensor | None,
-    lost: bool,
-) -> Seen:
-    """What `Seen.__reduce__` tells, put together again."""
-    backend = next(one for one in BACKENDS if one.name == chosen)
-    engine = Engine(asked, backend, False, sample=sample, output=with_output)
-    vars(engine).update(lse)
-    readings = Readings.__new__(Readings)
-    vars(readings).update(ready)
-    return Seen(Pass(engine.view, output, {}, engine), readings, output, lost)

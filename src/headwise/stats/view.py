@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +16,7 @@ from ..core.index import grid
 from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
 from .lazy import Lazy
+from .sampling import Sample
 
 
 class View:
@@ -40,11 +42,24 @@ class View:
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         self._seen: tuple[Tensor, Tensor] | None = None
 
+    @classmethod
+    def of(cls, asked: Call, sample: Sample | None, gradients: bool) -> View:
+        """Return the call at the queries of a sample."""
+        if sample is None:
+            return cls(asked, None, gradients)
+        return cls(asked, sample.rows, gradients, sample.weights)
+
     def without_tensors(self) -> View:
-        """Return what is known of the call beside its numbers; for masks that hold none."""
+        """Return what is known of the call beside its numbers; of masks, those that hold none."""
         kept, known = object.__new__(View), vars(self)
         vars(kept).update({name: known[name] for name in _SIZES})
+        if self.mask.free:
+            kept.mask = self.mask
         return kept
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies take along: the call, and nothing that is worked out of it."""
+        return View, (self.asked, self.rows, False, self.drawn)
 
     @Lazy
     def call(self) -> Call:
@@ -100,8 +115,8 @@ class View:
             return None
         return (sinks if self.gradients else sinks.detach()).to(self.dtype)
 
-    def of(self, figure: Tensor) -> Tensor:
-        """Of a figure of all queries `[B, H, T, …]`, those that are looked at."""
+    def rows_of(self, figure: Tensor) -> Tensor:
+        """Return of a figure of all queries `[B, H, T, …]`, those that are looked at."""
         if not self.gradients:
             figure = figure.detach()
         return figure if self.rows is None else figure[:, :, self.rows]
@@ -134,6 +149,11 @@ class View:
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
         """Queries that may attend to something."""
         return self._visible()[1]
+
+    def settle(self) -> None:
+        """Count the visible keys now, if the mask's tensors may hold other numbers later."""
+        if not self.mask.free:
+            self._visible()
 
     def _visible(self) -> tuple[Tensor, Tensor]:
         """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
@@ -171,8 +191,8 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_SIZES = "rows gradients drawn kind has_sinks whole extent mask device dtype _seen".split()
-"""What a view knows of a call without its tensors."""
+_SIZES = "rows gradients drawn kind has_sinks whole extent device dtype _seen".split()
+"""What a view knows of a call without its tensors, beside its mask."""
 
 
 def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:

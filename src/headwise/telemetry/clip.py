@@ -17,7 +17,7 @@ from ..capture.captured import Watched, WatchedModule
 from ..capture.modules import check_model
 from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
-from ..stats.per_head import ABOVE
+from ..stats.max_logit import ABOVE
 from ..weights.projections import Projections, projections_of
 from .optimizers import check_optimizer
 from .wrappers import bare_name, innermost

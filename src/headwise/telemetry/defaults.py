@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..stats.base import Statistic
-from ..stats.execute import Pass
-from ..stats.needs import HEAD_OUTPUT, Need
+from ..stats.entropy import Entropy
+from ..stats.mass import Mass
+from ..stats.max_logit import MaxLogit, Norms
+from ..stats.output_norm import HEAD_OUTPUT
 from ..stats.patterns import First, Previous
-from ..stats.per_head import MaxLogit, Norms
-from ..stats.per_query import Entropy, Mass
-from ..stats.results import Reading
+from ..stats.record import Reading, Record
+from ..stats.statistic import Statistic
 
 
-class _OutputSize:
+class _OutputSize(Statistic):
     """Length of each head's output `[B, H, T]`, before the output projection."""
 
     names = ("output_norm",)
-    free, formula = True, True
-    needs: Mapping[str, Need] = MappingProxyType({"output_norm": HEAD_OUTPUT})
+    needs = MappingProxyType({"output_norm": HEAD_OUTPUT})
+    free = deferred = True
 
-    def read(self, found: Pass) -> dict[str, Reading]:
-        out = found[HEAD_OUTPUT][0].to(found.view.dtype)
-        return {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), found.valid_rows)}
+    def metric(self, record: Record) -> dict[str, Reading]:
+        out = record[HEAD_OUTPUT][0].to(record.view.dtype)
+        return {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), record.valid_rows)}
 
     def define(self, full: Any) -> dict[str, Tensor]:
         out = full.out.to(full.weights.dtype)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..stats.results import Reading
+from ..stats.record import Reading
 
 Array = npt.NDArray[np.float64]
 Heads = Mapping[str, int]
@@ -35,10 +35,9 @@ def kept_of(reading: Reading) -> Tensor | None:
     axes = 2 if reading.rows is None else 3
     if reading.per_key or reading.over is not None or values.dim() != axes:
         return None
-    sums = reading.sums
-    count = sums.count.sum(0)
-    error = torch.zeros_like(count) if reading.error is None else (count * reading.error).square()
-    return torch.stack([count, sums.total.sum(0), sums.squares, error])
+    one = reading.moments.heads
+    errors = torch.zeros_like(one.count) if one.errors is None else one.errors
+    return torch.stack([one.count, one.total, one.squares, errors])
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from ..capture.captured import Watched
 from ..capture.modules import Modules, check_model
 from ..capture.watch import watch
 from ..core.numbers import real, said
-from ..stats.per_query import Entropy
-from ..stats.results import Reading
+from ..stats.entropy import Entropy
+from ..stats.record import Reading
 
 
 class EntropyFloor:

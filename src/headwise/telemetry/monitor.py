@@ -15,8 +15,8 @@ from .._text import and_more
 from ..capture.modules import Modules, as_written, check_model
 from ..capture.private_torch import outside_graphs, skipped_since_update
 from ..core.numbers import fault_of_flags, real, whole
-from ..stats.base import Statistic, check_statistics
-from ..stats.per_head import ABOVE, MaxLogit
+from ..stats.max_logit import ABOVE, MaxLogit
+from ..stats.statistic import Statistic, check_statistics
 from .clip import qk_clip_
 from .defaults import DEFAULT_STATISTICS
 from .figures import Figures

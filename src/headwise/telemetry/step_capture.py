@@ -21,9 +21,9 @@ from ..capture.modules import Modules, chosen, why_left_out
 from ..capture.net import Net
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
-from ..stats.base import Statistic
-from ..stats.per_head import MaxLogit, Norms
-from ..stats.results import Reading
+from ..stats.max_logit import MaxLogit, Norms
+from ..stats.record import Reading
+from ..stats.statistic import Statistic
 from .figures import kept_of
 from .step_sums import Span, StepSums
 from .wrappers import innermost, plain_name

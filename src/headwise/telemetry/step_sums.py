@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..stats.per_head import ABOVE
+from ..stats.max_logit import ABOVE
 from .figures import Figures, Heads, joined, merged
 
 

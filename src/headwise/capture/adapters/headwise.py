@@ -16,9 +16,9 @@ from ...core import heard
 from ...core.call import Call
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
-from ...stats.base import Statistic
 from ...stats.observe import observe
-from ...stats.results import Reading
+from ...stats.record import Reading
+from ...stats.statistic import Statistic
 from ..call import HeadsCall, Looking
 from ..mask_import import at_the_end
 from ..net import Net, silence

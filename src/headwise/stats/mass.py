@@ -1,0 +1,319 @@
+"""`Mass`: the attention to chosen keys, `Σ_{j∈J(i)} p_ij`.
+
+Of few keys it is taken from their scores alone, `exp(s_ij − lse_i)`; of many it is
+`exp(lse within the mask − lse)`, one more call of which only the log-sum-exp is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from ..backends.blocked import SCORES_AT_A_TIME
+from ..core.index import grid
+from ..core.mask_algebra import Mask, Rows
+from ..core.modes import readable
+from ..core.reference import Definition, finish_scores
+from .blocks import Block, RowFigure, probability
+from .patterns import KeyRanges, ranges_of
+from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
+from .record import Reading, Record
+from .run import Work
+from .statistic import Statistic
+from .view import View, visible_keys
+
+CROWDED = 1 / 64
+"""The share of the matrix from which pairs cost more, one by one, than a call."""
+
+FEW = 64
+"""The most keys that are looked at as the same few of all queries."""
+
+WITHIN = Route(CALL, "its log-sum-exp within the mask")
+CROWD = Route(CALL, "so many keys are chosen that one by one they would cost more")
+
+
+@dataclass(frozen=True)
+class Mass(Statistic):
+    """The attention to chosen keys: `[B, H, T]`, between 0 and 1.
+
+    Of a pattern, named as it: `m_i = Σ_{j∈J(i)} p_ij`. Of any mask, such as
+    `Mass(Window(16), name="near")`: `exp(lse within the mask − lse)`. Its mean is over the rows
+    that have a visible key among them; their share of the rows is its coverage.
+
+    Args:
+        keys: a pattern, or another mask that adds nothing to the scores.
+        name: what it is called in results; the default is the pattern's, of other masks `mass`.
+
+    Raises:
+        ValueError: keys that are neither.
+
+    Source: Olsson et al. 2022 (prefix matching), Clark et al. 2019, §3.
+    """
+
+    keys: Mask
+    name: str | None = None
+    deferred = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keys, Mask):
+            given = self.keys if isinstance(self.keys, type | str) else type(self.keys).__name__
+            raise ValueError(
+                f"Mass({given!r}): keys must be a pattern or a mask, such as Previous() or "
+                f"Window(16)."
+            )
+
+    @property
+    def free(self) -> bool:  # type: ignore[override]
+        return self.keys.free
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (getattr(self.keys, "name", "mass") if self.name is None else self.name,)
+
+    @property
+    def raw(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.names
+
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        return {name: MassOn(self.keys, name) for name in self.names}
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        ((name, need),) = self.needs.items()
+        mass, target = record[need]
+        if target is None:
+            target = has_target(self.keys, record.view)
+        return {name: Reading(mass, target, among=record.valid_rows)}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        chosen = self.keys.allowed(*grid(full.extent, full.weights.device), full.extent)
+        mass = full.weights if chosen is None else torch.where(chosen, full.weights, 0.0)
+        return {self.names[0]: mass.sum(-1)}
+
+
+def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
+    """Tell which queries may attend to the key of a pattern that has one at most."""
+
+    def targets() -> Tensor:
+        ranges = ranges_of(keys, view.whole, view.device)
+        assert ranges is not None
+        ranges = ranges.of(view.rows)
+        i, _ = grid(view.extent, view.device)
+        key = ranges.order[0, ranges.start[0].clamp(0, max(0, view.extent.keys - 1))][:, None]
+        allowed = view.mask.allowed(i, key, view.extent)
+        chosen = (ranges.stop[0] > ranges.start[0])[:, None]
+        chosen = chosen if allowed is None else allowed & chosen
+        return chosen[(None,) * (4 - chosen.dim())][..., 0]
+
+    free = view.rows is None and view.mask.free and keys.free
+    return view.once(("target", keys), targets, free)
+
+
+@dataclass(frozen=True)
+class MassOn(Need):
+    """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and which queries have one of them visible.
+
+    The second is `None` where the kernel gave the mass and the masks hold no tensors.
+    """
+
+    keys: Mask
+    name: str
+    mass = True
+
+    @property
+    def kernel(self) -> str | None:  # type: ignore[override]
+        return getattr(self.keys, "kernel", None)
+
+    def route(self, setting: Setting) -> Route:
+        if self.kernel is not None and setting.kernel:
+            return Route(KERNEL)
+        if not setting.near:
+            return Route(ROWS, "" if setting.readable else UNREADABLE)
+        return Route(PAIRS)
+
+    def shown(self, route: Route, work: Work) -> Route:
+        return _Masses(self.keys, work).route[0] if route.kind == PAIRS else route
+
+    def available(self, route: Route, every: Work, drawn: Work) -> bool:
+        if route.kind == KERNEL:
+            return every.given is not None
+        if drawn.few or not every.near:
+            return drawn.few
+        masses = _Masses(self.keys, every)
+        if masses.route[0].kind == PAIRS:
+            return True
+        ranges, view = masses.ranges, drawn.view  # twice the scores of the drawn queries, at most
+        most = 2 * view.extent.queries * view.extent.keys / view.whole.queries
+        return ranges is not None and ranges.omit is None and masses.mean_width <= most
+
+    def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor | None]:
+        if route.kind == KERNEL:
+            assert self.kernel is not None
+            free = work.view.mask.free and self.keys.free
+            targets = None if free else has_target(self.keys, work.view)
+            return getattr(work.given, self.kernel), targets
+        masses = _Masses(self.keys, work)
+        if route.kind == ROWS:
+            return work.by_rows(self).clamp(max=1.0), masses.targets()
+        mass, targets = masses.route[1]()
+        return mass.clamp(max=1.0), targets
+
+    def row_figure(self, work: Work) -> RowFigure:
+        masses, shape = _Masses(self.keys, work), (work.view.extent.batch, work.view.extent.heads)
+
+        def mass(block: Block) -> Tensor:
+            p, e = block.p.unflatten(0, shape), masses.extent
+            allowed = masses.keys.allowed(*grid(e, p.device, block.rows, block.keys), e)
+            return (p if allowed is None else torch.where(allowed, p, 0.0)).sum(-1).flatten(0, 1)
+
+        return mass
+
+
+class _Masses:
+    """The attention of the queries that are looked at to the keys of a mask, in one call.
+
+    Raises:
+        ValueError: the mask does not fit the call, or adds to the scores.
+    """
+
+    def __init__(self, keys: Mask, work: Work) -> None:
+        view = work.view
+        keys.check(view.whole)
+        if keys.biased:
+            raise ValueError(f"Mass({keys!r}): a mask that adds to the scores chooses no keys")
+        self.work, self.extent, self.device = work, view.extent, view.device
+        self.call, self.scores = view.call, work.scores
+        self.keys = keys if view.rows is None else Rows(keys, view.rows, view.whole)
+        ranges = ranges_of(keys, view.whole, view.device) if readable(view.asked.q) else None
+        self.ranges = None if ranges is None else ranges.of(view.rows)
+
+    @property
+    def mean_width(self) -> float:
+        """The mean number of chosen keys."""
+        assert self.ranges is not None
+        return float((self.ranges.stop - self.ranges.start).clamp(min=0).double().mean())
+
+    @property
+    def route(self) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
+        """The route to the mass, where the log-sum-exp is near, and what takes it."""
+        ranges, pairs = self.ranges, Route(PAIRS)
+        if ranges is None:
+            return WITHIN, self._within
+        if not self.extent.queries or not self.extent.keys:
+            return pairs, self._of_none
+        first, last = int(ranges.start.amin()), int(ranges.stop.amax())
+        if last <= first:
+            return pairs, self._of_none
+        if ranges.omit is None and ranges.order.shape[0] == 1:
+            same = bool((ranges.start == first).all() & (ranges.stop == last).all())
+            if same and last - first <= FEW:
+                return pairs, lambda: self._of_columns(ranges.order[0, first:last])
+            if len(ranges.start) == 1 and bool(((ranges.stop - ranges.start) <= 1).all()):
+                return pairs, lambda: self._of_one_key(ranges)
+        if ranges.omit is None:
+            return WITHIN, self._within
+        if self.mean_width > CROWDED * self.extent.keys:
+            return CROWD, self._within
+        return pairs, lambda: self._of_pairs(ranges)
+
+    def targets(self) -> Tensor:
+        """Tell which queries have a visible key among the chosen ones, `[B or 1, H or 1, n]`."""
+        return visible_keys(self.call.mask & self.keys, self.extent, self.device) > 0
+
+    def _within(self) -> tuple[Tensor, Tensor]:
+        """Many keys: one more call among them."""
+        lse = self.work.lse
+        restricted = self.work.lse_of(self.call.with_(mask=self.call.mask & self.keys))
+        some = torch.isfinite(restricted) & torch.isfinite(lse)
+        base = torch.where(some, lse, 0.0)
+        share = torch.exp(torch.where(some, restricted, 0.0) - base)
+        return torch.where(some, share, 0.0), self.targets()
+
+    def _of_none(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros_like(self.work.lse)
+        return zero, zero[:1, :1] > 0
+
+    def _of_columns(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """All queries chose the same few keys: a thin matrix of scores."""
+        i, _ = grid(self.extent, self.device)
+        scores, allowed = self.scores.logits(self.call.q, self.call.k[:, :, keys], i, keys[None, :])
+        return probability(scores, self.work.lse[..., None]).sum(-1), allowed.any(-1)
+
+    def _of_one_key(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """Each query chose one key at most: one dot product a row."""
+        chosen = ranges.stop[0] > ranges.start[0]
+        key = ranges.order[0, ranges.start[0].clamp(0, self.extent.keys - 1)]
+        i = torch.arange(self.extent.queries, device=self.device)
+        scores, allowed = self._scores(
+            self.call.q, self.call.k.index_select(2, key), i[None, None], key[None, None]
+        )
+        allowed = allowed & chosen
+        p = probability(scores.masked_fill(~allowed, -torch.inf), self.work.lse)
+        return p, allowed
+
+    def _of_pairs(self, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """The general case: the pairs one after another, a bounded number at a time."""
+        extent, call = self.extent, self.call
+        mass = torch.zeros_like(self.work.lse)
+        count = torch.zeros_like(mass, dtype=torch.long)
+        start, width = torch.broadcast_tensors(
+            ranges.start, (ranges.stop - ranges.start).clamp(min=0)
+        )
+        size = extent.batch * extent.heads * call.q.shape[-1]
+        for queries in _rows_within(width.amax(0), max(1, SCORES_AT_A_TIME // size)):
+            i, step, real = _pairs(queries, width[:, queries])
+            if not i.shape[1]:
+                continue
+            rank = (start.gather(1, i) + step).clamp(max=extent.keys - 1)
+            i, rank, real = (x.expand(extent.batch, -1) for x in (i, rank, real))
+            j = ranges.order.expand(extent.batch, -1).gather(1, rank)
+            if ranges.omit is not None:
+                real = real & (j != ranges.omit.expand(extent.batch, -1).gather(1, i))
+            i, j, real = i[:, None], j[:, None], real[:, None]
+            place = i.expand(-1, extent.heads, -1)
+            q = call.q.gather(2, place[..., None].expand(-1, -1, -1, call.q.shape[-1]))
+            of_keys = j[..., None].expand(-1, extent.kv_heads, -1, call.k.shape[-1])
+            scores, allowed = self._scores(q, call.k.gather(2, of_keys), i, j)
+            p = probability(scores, self.work.lse.gather(2, place))
+            mass.scatter_add_(2, place, torch.where(real, p, 0.0))
+            count.scatter_add_(2, place, (allowed & real).long())
+        return mass, count > 0
+
+    def _scores(self, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of pairs `[B, H, N]`, q and k side by side, and where they may be."""
+        extent = self.extent
+        grouped = q.unflatten(1, (extent.kv_heads, extent.group))
+        scores = torch.einsum("bgrnd,bgnd->bgrn", grouped, k).flatten(1, 2)[..., None]
+        scores, allowed = finish_scores(
+            scores * self.call.scale,
+            self.call.mask,
+            extent,
+            i[..., None],
+            j[..., None],
+            softcap=self.call.softcap,
+        )
+        return scores[..., 0], allowed[..., 0]
+
+
+def _pairs(queries: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each batch row, repeat query `queries[n]` as often as `width[b, n]` says, side by side.
+
+    Return the queries `[B, N]`, the place of each among its query's own, and which are no filling.
+    """
+    total = width.sum(1)
+    ends = width.cumsum(1)
+    step = torch.arange(int(total.max()), device=width.device).expand(len(width), -1).contiguous()
+    real = step < total[:, None]
+    number = torch.searchsorted(ends, step, right=True).clamp(max=len(queries) - 1)
+    return queries[number], torch.where(real, step - (ends - width).gather(1, number), 0), real
+
+
+def _rows_within(width: Tensor, budget: int) -> list[Tensor]:
+    """Return query numbers in groups whose widths sum to about the budget."""
+    group = torch.cumsum(width, 0) // budget
+    _, sizes = torch.unique_consecutive(group, return_counts=True)
+    return list(torch.arange(len(width), device=width.device).split(sizes.tolist()))

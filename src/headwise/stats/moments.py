@@ -1,0 +1,162 @@
+"""Count, sum, squared deviations and maximum of every head, which merge over calls and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._text import Brief
+
+
+def summed(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Return the sum in float64, without a graph, in one order: PyTorch's own follows the strides.
+
+    So equal readings have equal tables, bit for bit, wherever they came from.
+    """
+    return values.detach().contiguous().sum(dims, dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Moments(Brief):
+    """Sums of a metric over the valid queries of every head, in float64.
+
+    `total` and `count` are `[H]`, or `[B, H]` of every batch row, as is `among`, the number of
+    queries that could have had the metric, where that is news. `squares` `[H]` are the sums of
+    squared deviations from each head's mean, `largest` `[H]` is the maximum, and `errors` `[H]` the
+    squares of what standard errors of drawn queries add to the sum.
+
+    >>> some = Moments.zeros(1).merge(moments_of(torch.tensor([[[2.0, 4.0]]]), torch.ones(1) > 0))
+    >>> more = some.merge(moments_of(torch.tensor([[[9.0]]]), torch.ones(1) > 0))
+    >>> [x.item() for x in (more.count, more.mean, more.squares, more.largest)]
+    [3.0, 5.0, 26.0, 9.0]
+
+    Source: Chan et al. 1979.
+    """
+
+    total: Tensor
+    count: Tensor
+    among: Tensor | None
+    squares: Tensor
+    largest: Tensor
+    errors: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, heads: int, device: torch.device | None = None) -> Moments:
+        """Return the moments of no query."""
+        zero = torch.zeros(heads, dtype=torch.float64, device=device)
+        return cls(zero, zero, zero, zero, torch.full_like(zero, -torch.inf))
+
+    @property
+    def heads(self) -> Moments:
+        """The same over all batch rows, all of it `[H]`."""
+        if self.total.dim() == 1:
+            return self
+        among = None if self.among is None else self.among.sum(0)
+        return replace(self, total=self.total.sum(0), count=self.count.sum(0), among=among)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each head `[H]`; 0 without a valid query."""
+        return self.heads.total / self.heads.count.clamp(min=1)
+
+    def merge(self, other: Moments) -> Moments:
+        """Return the moments of both, of every head; the squares are about the common mean."""
+        one, two = self.heads, other.heads
+        count = one.count + two.count
+        apart = two.mean - one.mean
+        between = apart.square() * one.count * (two.count / count.clamp(min=1))
+        errors = [x for x in (one.errors, two.errors) if x is not None]
+        return Moments(
+            one.total + two.total,
+            count,
+            None if one.among is None or two.among is None else one.among + two.among,
+            one.squares + two.squares + between,
+            torch.maximum(one.largest, two.largest),
+            errors[0] + errors[1] if len(errors) == 2 else errors[0] if errors else None,
+        )
+
+    @property
+    def packed(self) -> Tensor:
+        """Total, count and among of every head, `[3, H]`; without an among, the count again."""
+        one = self.heads
+        return torch.stack([one.total, one.count, one.count if one.among is None else one.among])
+
+
+def moments_of(
+    values: Tensor,
+    rows: Tensor | None,
+    among: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Moments:
+    """Sum a metric up over its valid `rows`, each of which counts as many as it stands for.
+
+    Of a metric that is one number for each head and batch row, rows are `None`.
+    """
+    values = values.detach().double()
+    if rows is None:
+        away = (values - summed(values, 0) / max(1, len(values))).square()
+        largest = torch.cat([values, values.new_full((1, values.shape[1]), -torch.inf)]).amax(0)
+        return Moments(values.contiguous(), torch.ones_like(values), None, summed(away, 0), largest)
+    weight = 1.0 if weights is None else weights
+    rows = rows.expand(values.shape)
+    total, count = summed(torch.where(rows, values * weight, 0.0), 2), summed(rows * weight, 2)
+    if among is not None:
+        among = summed(among.expand(rows.shape) * weight, 2)
+    mean = total.sum(0) / count.sum(0).clamp(min=1)
+    away = torch.where(rows, (values - mean[:, None]).square() * weight, 0.0)
+    valid = values.masked_fill(~rows, -torch.inf).transpose(0, 1).flatten(1)
+    largest = torch.nn.functional.pad(valid, (0, 1), value=-torch.inf).amax(1)
+    return Moments(total, count, among, summed(away, (0, 2)), largest)
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterVariance:
+    """The standard error of each head's mean over texts, each of which is a sample of its own.
+
+    Text u has `n_u` valid queries whose metrics sum to `t_u`; the mean is `m = Σ t_u / Σ n_u`, a
+    ratio, and its error over the U texts that have a valid query
+    `√(U / (U − 1) · Σ (t_u − m n_u)²) / Σ n_u` (Cochran 1977, §2.11). With equally long texts that
+    is the standard deviation of their means over √U. Kept are sums `[H]`, with `t_u − c n_u` for
+    `t_u`: any centre c near the mean keeps their digits.
+    """
+
+    centre: Tensor
+    texts: Tensor
+    queries: Tensor
+    squares: Tensor
+    crossed: Tensor
+    weights: Tensor
+
+    @classmethod
+    def about(cls, centre: Tensor) -> ClusterVariance:
+        """Return that of no text."""
+        centre = centre.nan_to_num(0.0, 0.0, 0.0)
+        return cls(centre, *(torch.zeros_like(centre) for _ in range(5)))
+
+    def add(self, totals: Tensor, counts: Tensor) -> ClusterVariance:
+        """Return that of more texts, with their sums and numbers of queries `[U, H]`."""
+        away = totals - counts * self.centre
+        texts, queries = (counts > 0).sum(0), counts.sum(0)
+        sums = texts, queries, away.square().sum(0), (away * counts).sum(0), counts.square().sum(0)
+        return self + ClusterVariance(self.centre, *sums)
+
+    def _about(self, centre: Tensor) -> ClusterVariance:
+        """Return the same sums about another centre."""
+        step = centre - self.centre
+        squares = self.squares - 2 * step * self.crossed + step.square() * self.weights
+        return replace(
+            self, centre=centre, squares=squares, crossed=self.crossed - step * self.weights
+        )
+
+    def __add__(self, other: ClusterVariance) -> ClusterVariance:
+        other = self if other is self else other._about(self.centre)
+        mine, theirs = [*vars(self).values()][1:], [*vars(other).values()][1:]
+        return ClusterVariance(self.centre, *(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    def error(self, mean: Tensor) -> Tensor:
+        """Return the error of the mean `[H]`; NaN where a head was seen in fewer than two texts."""
+        squares = self._about(mean).squares.clamp(min=0)
+        error = (self.texts / (self.texts - 1) * squares).sqrt() / self.queries
+        return error.masked_fill(self.texts < 2, torch.nan)

@@ -1,0 +1,120 @@
+"""`OffsetHistogram`: attention by distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.modes import readable
+from ..core.numbers import check_whole
+from ..core.reference import Definition
+from .blocks import Block
+from .plan import Need, OfPass
+from .record import Reading, Record
+from .run import Work
+from .statistic import Statistic
+
+
+@dataclass(frozen=True)
+class OffsetHistogram(Statistic):
+    """How much of a head's attention goes how far: `[B, H, bins]`, mass by distance. No gradient.
+
+    Bin 0 is the query's own position, bin b the distances `[2^(b−1), 2^b)` before it; what lies
+    farther is in the last bin, and what lies ahead is in none. Means over valid queries.
+
+    Args:
+        bins: how many, at least 2; 18 reach back 65,536 tokens and beyond.
+        ahead: also `offsets_ahead` `[B, H, bins]`, the same for what lies ahead; its bin 0 is 0.
+
+    Source: Press et al. 2021, §4 and its kin (effective context).
+    """
+
+    bins: int = 18
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(self, "bins", 2)
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("offsets", "offsets_ahead") if self.ahead else ("offsets",)
+
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        return dict.fromkeys(self.names, _MassByDistance(self.bins, len(self.names)))
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        extent = record.extent
+        total = record[_MassByDistance(self.bins, len(self.names))]
+        alive = record.valid_rows.expand(extent.batch, extent.heads, extent.queries)
+        count = (alive * record.view.weights).sum(-1, keepdim=True)
+        means = (total / count.clamp(min=1)[..., None]).unbind(2)
+        return {
+            name: Reading(mean, over=count) for name, mean in zip(self.names, means, strict=True)
+        }
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        extent, device = full.extent, full.weights.device
+        i = torch.arange(extent.queries, device=device)[:, None] + extent.offset
+        distance = i - torch.arange(extent.keys, device=device)
+        alive = full.allowed.any(-1).sum(-1, keepdim=True)
+        metrics = {}
+        for name, away in zip(self.names, (distance, -distance), strict=False):
+            bins = _bin_of(away, self.bins)
+            if name == "offsets_ahead":
+                bins = torch.where(away == 0, self.bins, bins)
+            sums = [
+                torch.where(bins == b, full.weights, 0.0).sum((-1, -2)) for b in range(self.bins)
+            ]
+            metrics[name] = torch.stack(sums, -1) / alive.clamp(min=1)
+        return metrics
+
+
+def _bin_of(distance: Tensor, bins: int) -> Tensor:
+    """Return the bin of each distance; `bins` for what lies ahead. Exact: powers are compared."""
+    edges = torch.tensor([0, *(1 << b for b in range(bins - 1))], device=distance.device)
+    found = torch.bucketize(distance, edges, right=True) - 1
+    return torch.where(distance < 0, bins, found)
+
+
+@dataclass(frozen=True)
+class _MassByDistance(OfPass):
+    """Mass by distance behind, and ahead too where there are two sides."""
+
+    bins: int
+    sides: int
+    name = "offsets"
+
+    def accumulator(self, work: Work) -> _Offsets:
+        view = work.view
+        weights = None if view.drawn is None else view.weights
+        return _Offsets(view.zeros(self.sides, self.bins), view.positions, weights)
+
+
+class _Offsets:
+    """Sums of P by distance behind, and ahead where there is room: `[B · H, 1 or 2, bins]`.
+
+    Of drawn queries at `positions`, each counts its weight.
+    """
+
+    def __init__(self, total: Tensor, positions: Tensor, weights: Tensor | None) -> None:
+        self.total, self.positions, self.weights = total, positions, weights
+
+    def add(self, block: Block) -> None:
+        p = block.p if self.weights is None else block.p * self.weights[block.rows, None]
+        j = torch.arange(block.keys.start, block.keys.stop, device=self.positions.device)
+        _, sides, size = self.total.shape
+        distance = self.positions[block.rows, None] - j
+        bins = _bin_of(distance, size)
+        if sides == 2:
+            bins = torch.where(distance < 0, size + _bin_of(-distance, size), bins)
+        total = self.total[block.heads].view(-1, sides * size)
+        if readable(bins) and int(bins.amin()) == (high := int(bins.amax())):
+            if high < sides * size:
+                total[:, high] += p.sum((-1, -2))
+        else:
+            found = p.new_zeros(len(p), sides * size + 1)
+            found.index_add_(1, bins.flatten(), p.flatten(1))
+            total += found[:, :-1]

@@ -1,0 +1,85 @@
+"""`OutputNorm`: the length of each head's output, and of what it adds to the layer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.reference import Definition
+from .plan import OUTPUT, Need, Route, Setting
+from .record import Reading, Record
+from .run import Work
+from .statistic import Statistic
+
+
+class _Output(Need):
+    """The heads' outputs `[B, H, n, Dv]`, and the weight of the output projection or `None`."""
+
+    name = "output"
+
+    def route(self, setting: Setting) -> Route:
+        return Route(OUTPUT)
+
+    def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor | None]:
+        return work.out, work.projection
+
+
+HEAD_OUTPUT = _Output()
+
+
+@dataclass(frozen=True, eq=False)
+class OutputNorm(Statistic):
+    """Length of each head's output, and of what it adds to the layer's: both `[B, H, T]`.
+
+    `output_norm` is `‖o_h‖`; `contribution` is `‖W_h o_h‖`, with the columns of the output
+    projection that read head h (Kobayashi et al. 2020); it is NaN, and in no table, where no
+    projection is known.
+
+    Args:
+        projection: weight of the output projection, `[O, H · Dv]`; `watch` knows the layer's own.
+    """
+
+    projection: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("output_norm",) if self.projection is None else ("output_norm", "contribution")
+
+    @property
+    def needs(self) -> dict[str, Need]:  # type: ignore[override]
+        return dict.fromkeys(self.names, HEAD_OUTPUT)
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        out, known = record[HEAD_OUTPUT]
+        out, alive = out.to(record.view.dtype), record.valid_rows
+        norm = Reading(torch.linalg.vector_norm(out, dim=-1), alive)
+        weight = known if self.projection is None else self.projection
+        if weight is None:
+            added = norm.without_values("the weight of the output projection is not known")
+        else:
+            added = Reading(_contribution(out, weight.detach().to(out.device)), alive)
+        return {"output_norm": norm, "contribution": added}
+
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        out = full.out.to(full.weights.dtype)
+        metrics = {"output_norm": torch.linalg.vector_norm(out, dim=-1)}
+        if self.projection is not None:
+            heads = self.projection.to(out.dtype).unflatten(1, (out.shape[1], -1))
+            added = torch.einsum("bhtd,ohd->bhto", out, heads)
+            metrics["contribution"] = torch.linalg.vector_norm(added, dim=-1)
+        return metrics
+
+
+def _contribution(out: Tensor, weight: Tensor) -> Tensor:
+    """Return `‖W_h o‖` through the triangle of `W_h`'s QR: O(T·D²) a head, not O(T·D·O)."""
+    heads, width = out.shape[1], out.shape[3]
+    if weight.dim() != 2 or weight.shape[1] != heads * width:
+        raise ValueError(
+            f"OutputNorm(projection {list(weight.shape)}): {heads} heads of width {width} need "
+            f"[O, {heads * width}]"
+        )
+    each = weight.to(out.dtype).unflatten(1, (heads, width)).transpose(0, 1)
+    triangle = torch.linalg.qr(each, mode="r").R
+    return torch.linalg.vector_norm(torch.einsum("bhtd,hed->bhte", out, triangle), dim=-1)

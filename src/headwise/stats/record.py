@@ -1,0 +1,127 @@
+"""The raw numbers of one call, of which statistics make their metrics; and a metric's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .._text import Brief
+from ..core.shapes import Extent
+from .moments import Moments, moments_of
+from .plan import Need
+from .sampling import standard_error
+from .view import View
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What one call gave; nothing in it changes. `record[need]` is the answer to a need.
+
+    `out` is the output, where the call was made with one, and `whole_lse` the log-sum-exp of all
+    queries then, else of those looked at, which is `lse`; both are `None` where no call was made.
+    `every` is the record of all queries where some are drawn and numbers of all are available.
+    """
+
+    view: View
+    answers: Mapping[Need, Any]
+    out: Float[Tensor, "B H T Dv"] | None = field(default=None, repr=False)
+    whole_lse: Float[Tensor, "B H _"] | None = field(default=None, repr=False)
+    lse: Float[Tensor, "B H n"] | None = field(default=None, repr=False)
+    every: Record | None = None
+
+    def __getitem__(self, need: Need) -> Any:
+        return self.answers[need]
+
+    @property
+    def extent(self) -> Extent:
+        """The call's sizes, with as many queries as are looked at."""
+        return self.view.extent
+
+    @property
+    def counts(self) -> Int[Tensor, "#B #H n"]:
+        """The number of keys that each query may attend to."""
+        return self.view.counts
+
+    @property
+    def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
+        """The queries that may attend to something."""
+        return self.view.valid_rows
+
+    def detached(self) -> Record:
+        """Return the call with its log-sum-exp, without a graph and without answers."""
+        lse = {n: x.detach() for n in ("whole_lse", "lse") if (x := getattr(self, n)) is not None}
+        return Record(self.view, {}, **lse)
+
+    def without_tensors(self) -> Record:
+        """Return the answers alone, without the call and its output."""
+        every = None if self.every is None else self.every.without_tensors()
+        return Record(self.view.without_tensors(), self.answers, every=every)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reading(Brief):
+    """One metric of every head: its tensor, and the rows that count in a mean.
+
+    `values` is `[B, H, T]` per query or `[B, H, …]` per head. `rows` (broadcastable to
+    `[B, H, T]`) holds the queries that have what is measured; `None` means that the metric is not
+    per query. `among` holds the queries that could have had it, where that is news: the share of
+    `rows` in it is the coverage. Of a metric that is the `largest`, heads keep the maximum.
+
+    Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
+    a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
+    says how many queries each stands for, and `error` is the standard error of each head's mean
+    `[H]`; or `whole` has the sums over all queries, and the mean is exact.
+
+    For metrics that are not per query, so that they can be joined over calls: `per_key` says that
+    `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
+    were taken, entry by entry (broadcastable to `values`).
+
+    `unknown` is the reason why the metric cannot be known for the call; `values` are NaN then.
+    """
+
+    values: Tensor
+    rows: Tensor | None = None
+    among: Tensor | None = None
+    largest: bool = False
+    error: Tensor | None = None
+    per_key: bool = False
+    over: Tensor | None = None
+    sampled: bool = False
+    weights: Tensor | None = None
+    whole: Moments | None = None
+    unknown: str = ""
+
+    def without_values(self, why: str) -> Reading:
+        """Return the reading of a metric that cannot be known for its call."""
+        nothing = torch.full_like(self.values, torch.nan)
+        return replace(self, values=nothing, unknown=why)
+
+    @property
+    def moments(self) -> Moments:
+        """The sums that tables take of it."""
+        if self.whole is not None:
+            return self.whole
+        made = moments_of(self.values, self.rows, self.among, self.weights)
+        if self.error is None:
+            return made
+        return replace(made, errors=(made.heads.count * self.error).square())
+
+    def of_some(self, every: Reading | None, weights: Tensor | None) -> Reading:
+        """Return the reading as one of some queries, which are drawn if they have weights.
+
+        `every` is the reading of all, where that is known: its maximum takes the place of theirs.
+        """
+        if every is not None and every.largest:
+            return every
+        values, rows = self.values.detach(), self.rows
+        if rows is None or values.dim() != 3 or weights is None:
+            return replace(self, sampled=True)
+        if every is not None:
+            return replace(self, sampled=True, weights=weights, whole=every.moments)
+        error = standard_error(values, rows.expand(values.shape), weights)
+        return replace(self, sampled=True, weights=weights, error=error)

@@ -1,0 +1,321 @@
+"""Run a plan: the call itself, extra calls, passes over the scores, each once; then a `Record`.
+
+Nothing here holds the T×T matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..backends import Backend, Call, Figures, OnePass, choose
+from ..core.call import check_scores
+from ..core.modes import no_graph, readable
+from . import identities
+from .blocks import Accumulator, Block, RowFigure, Scores, near, sweep
+from .lazy import Lazy
+from .plan import Need, Plan
+from .record import Record
+from .sampling import ALL_FROM
+from .view import View
+
+
+def run(work: Work, plan: Plan) -> Record:
+    """Answer every need of a plan.
+
+    Raises:
+        ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
+    """
+    view, work.plan = work.view, plan
+    masses = view.drawn is not None and any(need.mass for need in plan.routes)
+    if masses and not work.output and work.few and readable(view.asked.q):
+        work.look_at_every_query()
+    if work.output or any(need.scores for need in plan.routes):
+        work.make_call()
+        if plan.far is not None and not work.near:
+            work.plan = plan.far
+    routes = work.plan.routes
+    with nullcontext() if view.gradients else no_graph():
+        answers = {need: need.answer(route, work) for need, route in routes.items()}
+    every = work.every
+    if every is not None:
+        with no_graph():
+            found = {
+                need: need.answer(route, every)
+                for need, route in routes.items()
+                if need.available(route, every, work)
+            }
+            every = Record(every.view, found)
+    return Record(view, answers, work.whole_out, work.whole_lse, work.lse_of_rows, every)
+
+
+class Work:
+    """One call while its needs are answered. Costs are on top of the forward.
+
+    Args:
+        view: the call, at the queries that are looked at.
+        chosen: its backend.
+        keeps_graph: autograd will come back for the call.
+        output: the call is made with its output.
+        precomputed: that output, where it has been computed already.
+        projection: the weight of the output projection.
+        strict: scores of finite q and k that are not finite raise an error.
+    """
+
+    plan: Plan
+    given: Figures | None = None
+    """The output, log-sum-exp and fields, of the queries that are looked at."""
+    every: Work | None = None
+    """The same call at all queries, of which some are drawn, where their log-sum-exp is known."""
+    whole_out: Tensor | None = None
+    whole_lse: Tensor | None = None
+    """The log-sum-exp of all queries where the call has its output, else of those looked at."""
+    _mean_key: Tensor
+
+    def __init__(
+        self,
+        view: View,
+        chosen: Backend,
+        keeps_graph: bool,
+        *,
+        output: bool = True,
+        precomputed: Float[Tensor, "B H T Dv"] | None = None,
+        projection: Float[Tensor, "O HDv"] | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.view, self.chosen, self.keeps_graph = view, chosen, keeps_graph
+        self.output, self.precomputed = output, precomputed
+        self.projection, self.strict = projection, strict
+        self._reduced: dict[Need, Any] = {}
+        self._rows: dict[Need, Tensor] = {}
+
+    # ── the call itself ─────────────────────────────────────────────────────────────────────────
+
+    def make_call(self) -> None:
+        """Make the call: its output, log-sum-exp and fields.
+
+        Raises:
+            ValueError: scores of finite q and k are no finite numbers, with `strict`.
+        """
+        view = self.view
+        whole = self._with_output() if self.output else self._without_output()
+        with nullcontext() if view.gradients else no_graph():
+            lse = self.lse if whole is None else whole.lse
+            assert lse is not None
+            if self.strict:
+                check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+            self.whole_out = None if whole is None else whole.out
+            self.whole_lse = lse if view.gradients else lse.detach()
+
+    def _with_output(self) -> Figures:
+        view, chosen = self.view, self.chosen
+        if isinstance(chosen, OnePass):
+            whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
+        else:
+            whole = Figures(*chosen.run(view.asked, view.gradients))
+        as_is = view.rows is None and (view.gradients or not self.keeps_graph)
+        self.given = whole if as_is else whole.map(view.rows_of)
+        if view.drawn is not None:
+            self.every = self._at_every_query(whole.map(Tensor.detach))
+        return whole
+
+    def _without_output(self) -> None:
+        view = self.view
+        if self.every is not None and self.every.given is not None and not view.gradients:
+            self.given = self.every.given.map(view.rows_of)
+        elif isinstance(self.backend, OnePass):
+            self.given = self.backend.figures(view.scored, self.plan.fields)
+
+    def look_at_every_query(self) -> None:
+        """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
+        with no_graph():
+            every = self._at_every_query(None)
+            if isinstance(every.backend, OnePass):
+                every.given = every.backend.figures(every.view.scored, self.plan.fields)
+            else:
+                tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
+                call = self.view.asked.with_(**tensors, dropout=0.0)
+                every.lse = every.chosen.run(call)[1]  # type: ignore[misc]  # in place of the lazy one
+            lse: Tensor = every.lse  # type: ignore[assignment]
+            if not bool(lse.isnan().any()):
+                self.every = every
+
+    def _at_every_query(self, given: Figures | None) -> Work:
+        """Return the same call at all queries without gradients, of which so much is known."""
+        every = Work(View(self.view.asked, None, False), self.chosen, False, output=False)
+        every.plan, every.given = self.plan, given
+        return every
+
+    @property
+    def few(self) -> bool:
+        """Return True if one pass over all queries costs little, as there are so few."""
+        return self.view.whole.queries <= ALL_FROM * self.view.extent.queries
+
+    @property
+    def lse_of_rows(self) -> Tensor | None:
+        """The log-sum-exp of the queries that are looked at, where the call was made."""
+        return None if self.whole_lse is None else self.lse
+
+    @property
+    def out(self) -> Float[Tensor, "B H n Dv"]:
+        """The heads' outputs.
+
+        Raises:
+            ValueError: the call was observed without its output.
+        """
+        if self.precomputed is not None:
+            return self.view.rows_of(self.precomputed)
+        if self.given is None or self.given.out is None:
+            raise ValueError(
+                "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
+                "output=False; observe with output=True"
+            )
+        return self.given.out
+
+    @Lazy
+    def backend(self) -> Backend:
+        """The backend of the statistics' own calls: they are in float32, not for every backend."""
+        view, chosen = self.view, self.chosen
+        alike = view.rows is None and view.dtype is view.asked.q.dtype
+        return choose(view.call) if not alike and chosen.refuse(view.call) else chosen
+
+    @Lazy
+    def lse(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of each query's scores and sink; −inf where it may attend to nothing."""
+        if self.given is not None and self.given.lse is not None:
+            return self.given.lse
+        return identities.lse_with_sink(self.lse_of_keys, self.view.sinks)
+
+    @Lazy
+    def near(self) -> bool:
+        """Return True if `exp(s − lse)` keeps its digits in every row, and that can be read."""
+        return near(self.lse)
+
+    # ── extra calls ─────────────────────────────────────────────────────────────────────────────
+
+    def call(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of an extra call."""
+        return self.backend.run(call, self.view.gradients)
+
+    @Lazy
+    def lse_of_keys(self) -> Float[Tensor, "B H n"]:
+        """The log-sum-exp of each query's scores alone, without its sink."""
+        if nonlinear(self.view.asked):
+            return self.call(self.view.call)[1]
+        return self.lse_of_moved_keys
+
+    @Lazy
+    def lse_of_moved_keys(self) -> Float[Tensor, "B H n"]:
+        """The same, from the call on the keys less their mean."""
+        call, (_, lse) = self.view.call, self.keys_seen
+        mean = self._mean_key.repeat_interleave(self.view.extent.group, 1)
+        return lse + call.scale * torch.einsum("bhtd,bhd->bht", call.q, mean)
+
+    @Lazy
+    def keys_seen(self) -> tuple[Tensor, Tensor]:
+        """`P (K − mean)` and the log-sum-exp of scores against the keys less their mean.
+
+        Where the positions are needed too, they are more columns: 8, as kernels like it.
+        """
+        view, call = self.view, self.view.call
+        self._mean_key = identities.mean_key(call.k)
+        keys = call.k - self._mean_key[:, :, None]
+        # 0 · NaN is NaN, also in rows that give the key nothing; those that do get it by its score.
+        values = keys.masked_fill(keys.isnan(), 0.0)
+        if self.plan.together:
+            columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
+            values = torch.cat([values, pad(columns, (0, 6))], dim=-1)
+        return self.call(call.with_(k=keys, v=values, kind=call.kind))
+
+    @property
+    def position_columns(self) -> Float[Tensor, "1 1 S 2"]:
+        """The positions of the keys, as digits."""
+        view = self.view
+        keys = torch.arange(view.extent.keys, device=view.device)
+        return identities.digits(keys, view.positions, view.dtype)[None, None]
+
+    def mean_among_keys(self, columns: Float[Tensor, "#B #G S C"]) -> tuple[Tensor, Tensor]:
+        """Return `P @ columns` among the keys alone, head_dim columns to a call; and their LSE."""
+        call, extent = self.view.call, self.view.extent
+        wide = columns.to(call.q.dtype).expand(extent.batch, extent.kv_heads, -1, -1)
+        split = wide.split(call.q.shape[-1], dim=-1)
+        outs, lses = zip(*(self.call(call.with_(v=x.contiguous())) for x in split), strict=True)
+        return torch.cat(outs, dim=-1), lses[0]
+
+    def left(self, of_keys: Float[Tensor, "B H n"]) -> Float[Tensor, "B H n"]:
+        """Return the share of each row that its sink leaves to the keys, from the LSE of these."""
+        assert self.view.sinks is not None
+        if not self.near:
+            return self.row_figures([lambda block: block.p.sum(-1)])[0]
+        return identities.left_to_keys(of_keys, self.view.sinks)
+
+    def lse_of(self, call: Call) -> Float[Tensor, "B H n"]:
+        """Return the log-sum-exp of an extra call without sinks."""
+        backend = choose(call) if self.backend.refuse(call) else self.backend
+        if not isinstance(backend, OnePass):
+            return backend.run(call, self.view.gradients)[1]
+        found = backend.figures(call, ()).lse
+        assert found is not None
+        return found
+
+    # ── passes over the scores ──────────────────────────────────────────────────────────────────
+
+    @property
+    def one_pass(self) -> tuple[OnePass, Call, Tensor]:
+        """A one-pass backend, the call as it reads it, and the log-sum-exp; without gradients."""
+        assert isinstance(self.backend, OnePass)
+        return self.backend, self.view.scored_constant, self.lse.detach()
+
+    @Lazy
+    def scores(self) -> Scores:
+        return Scores(self.view.call, self.view.gradients, self.view.sinks)
+
+    def row_figures(self, figures: list[RowFigure]) -> list[Tensor]:
+        """Return sums over the keys `[B, H, n]` of whole rows, normalized anew."""
+        return self.scores.row_figures(figures)
+
+    def by_rows(self, need: Need) -> Float[Tensor, "B H n"]:
+        """Return the answer of a need from whole rows, with those of all others of the plan."""
+        if need not in self._rows:
+            wanted = self.plan.rows if need in self.plan.rows else (need,)
+            found = self.row_figures([one.row_figure(self) for one in wanted])
+            self._rows |= dict(zip(wanted, found, strict=True))
+        return self._rows[need]
+
+    def by_head(self, sums: Tensor) -> Tensor:
+        """Return sums `[B · H, …]` as `[B, H, …]`."""
+        return self.view.by_head(sums)
+
+    def reduced(self, need: Need) -> Any:
+        """Return the accumulator of a need, after the pass that answers all of its kind."""
+        if need not in self._reduced:
+            view = self.view
+            apart = need.among_keys and view.sinks is not None
+            alike = (n for n in self.plan.reduced if n.among_keys == apart or view.sinks is None)
+            made: Mapping[Need, Accumulator] = {n: n.accumulator(self) for n in alike}
+            lse, sinks = (self.lse_of_keys, None) if apart else (self.lse, view.sinks)
+            with no_graph():
+                sinks = None if sinks is None else sinks.detach()
+                sweep(view.constant, lse.detach(), sinks, [*made.values()])
+            self._reduced |= made
+        return self._reduced[need]
+
+
+def nonlinear(call: Call) -> str:
+    """Return why a call's scores are not linear in the keys; empty if they are."""
+    if call.softcap is not None:
+        return "softcap is not linear in the scores"
+    return "the scores carry a bias" if call.mask.biased else ""
+
+
+def rows_of_p(view: View, queries: Tensor) -> Block:
+    """Return whole rows of P `[B · H, t, S]`; `queries` `[t]` counts those looked at."""
+    sinks = None if view.sinks is None else view.sinks.detach()
+    every = slice(0, view.extent.keys)
+    return Scores(view.constant, sinks=sinks).rows(slice(0, len(queries)), every, queries)

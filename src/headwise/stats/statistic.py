@@ -1,0 +1,125 @@
+"""What a statistic is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..core.kept import Kept
+from ..core.reference import Definition
+from .lazy import Lazy
+from .plan import Need
+from .record import Reading, Record
+
+
+class Statistic(ABC):
+    """A statistic: the names of its metrics, what it needs of a call, and its definition on P.
+
+    `needs` holds a need by the name of each metric; what answers it is `record[need]`. A subclass
+    that is `deferred` reads nothing of the record but answers, counts and sizes, and so may work
+    its metrics out when somebody reads them. Metrics named in `raw` are the answers of their needs
+    as they stand, or the first part of one. A subclass that is `free` holds no tensors and can be
+    told from others by `==`: plans for it are kept.
+    """
+
+    names: tuple[str, ...] = ()
+    needs: Mapping[str, Need] = MappingProxyType({})
+    deferred: bool = False
+    raw: tuple[str, ...] = ()
+    free: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "free" not in vars(cls):  # of a subclass, only it can say so
+            cls.free = False
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        """Return the metrics by name; by default, the answers are per query and need no more."""
+        valid = record.valid_rows
+        return {name: Reading(record[need], valid) for name, need in self.needs.items()}
+
+    @abstractmethod
+    def define(self, full: Definition) -> dict[str, Tensor]:
+        """Return the same from the whole matrix, as the textbook would."""
+
+
+class Statistics:
+    """Statistics that are requested together, and what is known of all of them."""
+
+    def __init__(self, each: Iterable[Statistic]) -> None:
+        self.each = tuple(each)
+
+    @classmethod
+    def of(cls, statistics: Iterable[Statistic]) -> Statistics:
+        """Return the statistics as one: equal ones that hold no tensors are the same object."""
+        if isinstance(statistics, Statistics):
+            return statistics
+        each = tuple(statistics)
+        if torch.compiler.is_compiling():
+            return cls(each)
+        try:
+            known = _KNOWN.get(each)
+        except TypeError:  # one of somebody's own has no hash
+            return cls(each)
+        if known is None:
+            known = cls(each)
+            if known.free:
+                _KNOWN[each] = known
+        return known
+
+    def __iter__(self) -> Iterator[Statistic]:
+        return iter(self.each)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statistics) and self.each == other.each
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @Lazy
+    def _hash(self) -> int:
+        return hash(self.each)
+
+    @Lazy
+    def owner(self) -> dict[str, int]:
+        """The number of the statistic that each name is of.
+
+        Raises:
+            ValueError: two have the same name.
+        """
+        numbers: dict[str, int] = {}
+        for number, statistic in enumerate(self.each):
+            for name in statistic.names:
+                if name in numbers:
+                    raise ValueError(f"observe(…): the statistic {name!r} was asked for twice.")
+                numbers[name] = number
+        return numbers
+
+    @Lazy
+    def needs(self) -> tuple[Need, ...]:
+        """What they need, each need once."""
+        return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
+
+    @Lazy
+    def free(self) -> bool:
+        """True if none holds tensors: equal ones then need the same."""
+        return all(isinstance(one, Statistic) and one.free for one in self.each)
+
+
+_KNOWN: Kept[tuple[Statistic, ...], Statistics] = Kept()
+"""Those that were requested before."""
+
+
+def check_statistics(statistics: Sequence[object], function: str) -> None:
+    """Raise ValueError for what is no statistic, quoting `function`."""
+    for statistic in statistics:
+        if not isinstance(statistic, Statistic):
+            made = f"{statistic.__name__}()" if isinstance(statistic, type) else "Entropy()"
+            raise ValueError(f"{function}(…, {statistic!r}): not a statistic; did you mean {made}?")

@@ -1,0 +1,187 @@
+"""Tables: each metric as one number per head, over the calls of one module or of many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._text import Brief, and_more
+from ..core.numbers import fault_of_flags, said
+from .moments import ClusterVariance
+from .record import Reading
+
+
+@dataclass(frozen=True, repr=False)
+class HeadSummary(Brief):
+    """A metric in one number per head `[H]`, over batch, valid queries and calls.
+
+    It is NaN where it is unknown: for the reason `unknown`, because weights are NaN, or because the
+    mean is over nothing (`count` is 0). With `sampled`, a maximum is that of some of the queries.
+    """
+
+    mean: Tensor
+    coverage: Tensor | None = None
+    error: Tensor | None = None
+    sampled: bool = False
+    count: Tensor | None = None
+    unknown: str = ""
+
+
+def summarise(readings: Sequence[Reading], texts: bool = False) -> HeadSummary | None:
+    """Return the metric of each head over the readings of one or more calls; `None` for maps.
+
+    With `texts`, its error is that over texts in place of that of drawn queries.
+    """
+    first = readings[0]
+    unknown = next((reading.unknown for reading in readings if reading.unknown), "")
+    if first.largest:
+        of_no_row = first.values.new_full((1, first.values.shape[1]), -torch.inf)
+        largest = torch.cat([r.values.to(of_no_row) for r in readings] + [of_no_row]).amax(0)
+        return HeadSummary(largest, sampled=any(r.sampled for r in readings), unknown=unknown)
+    if first.values.dim() != (2 if first.rows is None else 3):
+        return None
+    parts = [reading.moments for reading in readings]
+    counted = torch.stack([part.packed for part in parts]).cpu()  # in one copy to the host
+    total, count, among = counted.sum(0)
+    covered = all(part.among is not None for part in parts)
+    coverage, mean = count / among.clamp(min=1) if covered else None, total / count
+    error = None
+    if texts:
+        every = ClusterVariance.about(mean)
+        for part in parts:
+            every = every.add(part.total.cpu(), part.count.cpu())
+        error = every.error(mean)
+    else:
+        errors = [
+            part[1] / count.clamp(min=1) * reading.error.cpu()
+            for part, reading in zip(counted, readings, strict=True)
+            if reading.error is not None
+        ]
+        error = torch.linalg.vector_norm(torch.stack(errors), dim=0) if errors else None
+    return HeadSummary(mean, coverage, error, count=count, unknown=unknown)
+
+
+TOGETHER = 1 << 19
+"""The most numbers in a reading that is copied, to be summed up together with others."""
+
+
+def summarise_each(
+    each: Sequence[Sequence[Reading]], texts: bool = False
+) -> list[HeadSummary | None]:
+    """Return `summarise()` of the readings of each of several modules.
+
+    Modules whose readings are alike are summed up together, as if their heads were those of one: a
+    table of many layers takes as few operations, and copies to the host, as that of a single one.
+    """
+    alike: dict[object, list[int]] = {}
+    for place, readings in enumerate(each):
+        alike.setdefault(tuple(map(_form, readings)), []).append(place)
+    summaries: list[HeadSummary | None] = [None] * len(each)
+    for places in alike.values():
+        calls = zip(*(each[place] for place in places), strict=True)
+        every = summarise([_side_by_side(call) for call in calls], texts)
+        if every is None:
+            continue
+        sizes = [each[place][0].values.shape[1] for place in places]
+        parts = (
+            [None] * len(places) if x is None else x.split(sizes)
+            for x in (every.mean, every.coverage, every.error, every.count)
+        )
+        for place, mean, coverage, error, count in zip(places, *parts, strict=True):
+            one = HeadSummary(mean, coverage, error, every.sampled, count, every.unknown)
+            summaries[place] = one
+    return summaries
+
+
+def _form(reading: Reading) -> object:
+    """Return what must be equal in readings that stand side by side; of some, nothing is."""
+    x = reading.values
+    apart = reading.weights is not None or reading.whole is not None or reading.over is not None
+    apart = apart or x.dim() != (2 if reading.rows is None else 3) or x.numel() > TOGETHER
+    if apart or reading.per_key or reading.unknown:
+        return object()
+    none = tuple(part is None for part in (reading.rows, reading.among, reading.error))
+    return x.shape[0], x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, none
+
+
+def _side_by_side(readings: Sequence[Reading]) -> Reading:
+    """Return the heads of several readings of one form as those of a single one."""
+    if len(readings) == 1:
+        return readings[0]
+
+    def joined(name: str) -> Tensor | None:
+        parts = [getattr(one, name) for one in readings]
+        if parts[0] is None:
+            return None
+        return torch.cat(
+            [x.expand(r.values.shape) for x, r in zip(parts, readings, strict=True)], 1
+        )
+
+    errors = [one.error for one in readings if one.error is not None]
+    values, rows, among = (joined(name) for name in ("values", "rows", "among"))
+    assert values is not None
+    error = torch.cat(errors) if errors else None
+    return replace(readings[0], values=values, rows=rows, among=among, error=error)
+
+
+def check_texts(texts: object) -> None:
+    """Raise ValueError for `texts` of a table that is no flag, such as the name of a statistic."""
+    if fault := fault_of_flags(texts=texts):
+        raise ValueError(
+            f"table(texts={said(texts)}): {fault}; table() has a column for every statistic."
+        )
+
+
+def table_rows(readings: Mapping[str, Reading], heads: int) -> list[dict[str, float]]:
+    """Return the metrics of each head of a call; statistics that are maps are left out."""
+    return summary_rows({name: summarise([one]) for name, one in readings.items()}, heads)
+
+
+def summary_rows(summaries: Mapping[str, HeadSummary | None], heads: int) -> list[dict[str, float]]:
+    """Return a row per head, with a column per metric, its standard error and its coverage.
+
+    A row omits what is unknown (NaN) for its head.
+    """
+    rows: list[dict[str, float]] = [{} for _ in range(heads)]
+    for name, one in summaries.items():
+        if one is None:
+            continue
+        columns = {
+            f"{name}_sampled" if one.sampled else name: one.mean,
+            f"{name}_se": one.error,
+            f"{name}_coverage": one.coverage,
+        }
+        for column, values in columns.items():
+            if values is not None:
+                for row, value in zip(rows, values.tolist(), strict=True):
+                    if not math.isnan(value):
+                        row[column] = value
+    return rows
+
+
+def unavailable(summaries: Mapping[str, HeadSummary | None], first_head: int = 0) -> dict[str, str]:
+    """Return the reason for each metric that the row of some head omits."""
+    reasons = {}
+    for name, one in summaries.items():
+        if one is None or not bool((nan := one.mean.isnan()).any()):
+            continue
+        empty = torch.zeros_like(nan) if one.count is None else nan & (one.count == 0)
+        causes = (
+            (nan & ~empty, "NaN, as the scores or the outputs of the model are not finite"),
+            (empty, "no query counts in its mean"),
+        )
+        reasons[name] = one.unknown or "; ".join(
+            f"{_heads(which.nonzero()[:, 0] + first_head)}: {why}"
+            for which, why in causes
+            if bool(which.any())
+        )
+    return reasons
+
+
+def _heads(numbers: Tensor) -> str:
+    """Name heads by their numbers, the first of many."""
+    return f"head{'s' * (len(numbers) > 1)} {and_more(list(map(str, numbers.tolist())), 8)}"
