@@ -107,10 +107,6 @@ class _Position(Need):
 
     def answer(self, route: Route, work: Work) -> Tensor:
         view = work.view
-        if route.kind == KERNEL:
-            assert work.given is not None
-            assert work.given.ahead is not None
-            return work.given.ahead
         if route.kind == PASS:
             ahead = work.by_head(work.reduced(self).total)
             return torch.where(view.valid_rows, ahead, 0.0)

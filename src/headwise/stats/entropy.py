@@ -73,10 +73,6 @@ class _Entropy(Need):
         return entropy_of
 
     def answer(self, route: Route, work: Work) -> Tensor:
-        if route.kind == KERNEL:
-            assert work.given is not None
-            assert work.given.entropy is not None
-            return work.given.entropy
         view, entropy = work.view, None
         if route.kind == CALL:
             entropy = self._by_identity(work)

@@ -84,7 +84,8 @@ class Mass(Statistic):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         ((name, need),) = self.needs.items()
-        mass, target = record[need]
+        answer = record[need]
+        mass, target = answer if isinstance(answer, tuple) else (answer, None)
         if target is None:
             target = has_target(self.keys, record.view)
         return {name: Reading(mass, target, among=record.valid_rows)}
@@ -109,15 +110,14 @@ def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
         chosen = chosen if allowed is None else allowed & chosen
         return chosen[(None,) * (4 - chosen.dim())][..., 0]
 
-    free = view.rows is None and view.mask.free and keys.free
-    return view.once(("target", keys), targets, free)
+    return view.once(("target", keys), targets, free=view.rows is None and keys.free)
 
 
 @dataclass(frozen=True)
 class MassOn(Need):
     """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and which queries have one of them visible.
 
-    The second is `None` where the kernel gave the mass and the masks hold no tensors.
+    Where the kernel has the mass, that alone; then the pattern has one key at most.
     """
 
     keys: Mask
@@ -135,6 +135,9 @@ class MassOn(Need):
             return Route(ROWS, "" if setting.readable else UNREADABLE)
         return Route(PAIRS)
 
+    def settle(self, view: View) -> None:
+        has_target(self.keys, view)
+
     def shown(self, route: Route, work: Work) -> Route:
         return _Masses(self.keys, work).route[0] if route.kind == PAIRS else route
 
@@ -150,12 +153,7 @@ class MassOn(Need):
         most = 2 * view.extent.queries * view.extent.keys / view.whole.queries
         return ranges is not None and ranges.omit is None and masses.mean_width <= most
 
-    def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor | None]:
-        if route.kind == KERNEL:
-            assert self.kernel is not None
-            free = work.view.mask.free and self.keys.free
-            targets = None if free else has_target(self.keys, work.view)
-            return getattr(work.given, self.kernel), targets
+    def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor]:
         masses = _Masses(self.keys, work)
         if route.kind == ROWS:
             return work.by_rows(self).clamp(max=1.0), masses.targets()

@@ -83,12 +83,16 @@ class MaxLogit(_OfHeads):
         return (f"{ABOVE}{str(self.above).removesuffix('.0')}",)
 
     @property
-    def raw(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.names
-
-    @property
     def needs(self) -> dict[str, Need]:  # type: ignore[override]
         return {self.names[0]: _MAX_LOGIT if self.above is None else _MaxLogitAbove(self.above)}
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        ((name, need),) = self.needs.items()
+        largest = record[need]
+        if largest.dim() == 3:  # of each query, from the kernel
+            largest = _of_rows(largest, record.lse)
+            largest = largest if self.above is None else _above(largest, self.above)
+        return {name: Reading(largest, largest=True)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         largest = full.logits.amax((-1, -2))
@@ -96,7 +100,10 @@ class MaxLogit(_OfHeads):
 
 
 class _MaxLogit(Need):
-    """The largest score of each head `[B, H]`; −inf where no query sees a key. No gradient."""
+    """The largest score of each head `[B, H]`; −inf where no query sees a key. No gradient.
+
+    Where the kernel has it, that of each query `[B, H, n]`.
+    """
 
     name, kernel = "max_logit", "max"
 
@@ -106,15 +113,17 @@ class _MaxLogit(Need):
         return Route(ROWS, "those whose log-sum-exp can still win")
 
     def answer(self, route: Route, work: Work) -> Tensor:
-        if route.kind != KERNEL:
-            return _largest_score(work.scores, work.view.constant, work.lse)
-        assert work.given is not None
-        assert work.given.max is not None
-        # No score is above the log-sum-exp, which is no number where scores are none.
-        return torch.minimum(work.given.max.detach(), work.lse.detach()).amax(-1)
+        return _largest_score(work.scores, work.view.constant, work.lse)
 
 
 _MAX_LOGIT = _MaxLogit()
+
+
+def _of_rows(largest: Tensor, lse: Tensor | None) -> Float[Tensor, "B H"]:
+    """Return the largest score of each head from those of each query, and their log-sum-exp."""
+    assert lse is not None
+    # No score is above the log-sum-exp, which is no number where scores are none.
+    return torch.minimum(largest.detach(), lse.detach()).amax(-1)
 
 
 def _largest_score(scores: Scores, call: Call, lse: Float[Tensor, "B H n"]) -> Float[Tensor, "B H"]:
@@ -256,8 +265,6 @@ class _MaxLogitAbove(Need):
         return Route("norms", "and scores of the heads that these do not keep under the limit")
 
     def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
-        if route.kind == KERNEL:
-            return _above(_MAX_LOGIT.answer(route, work), self.limit)
         view = work.view
         call = view.asked.with_(sinks=None, dropout=0.0)
         sizes = view.whole.batch, view.whole.heads
@@ -312,8 +319,12 @@ def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
     view = View(call, None, False)
     other = Work(view, chosen, work.keeps_graph, output=False, strict=work.strict)
     one_pass = isinstance(other.backend, OnePass)
-    route = Route(KERNEL if one_pass else ROWS)
-    other.plan = replace(work.plan, fields=("max",) if one_pass else (), together=False)
+    fields = {_MAX_LOGIT: "max"} if one_pass else {}
+    other.plan = replace(work.plan, fields=fields, together=False)
     other.make_call()
     with no_graph():
-        return _MAX_LOGIT.answer(route, other)
+        if one_pass:
+            assert other.given is not None
+            assert other.given.max is not None
+            return _of_rows(other.given.max, other.lse)
+        return _largest_score(other.scores, other.view.constant, other.lse)

@@ -14,6 +14,7 @@ from .blocks import Accumulator, Block, RowFigure, RowSums
 
 if TYPE_CHECKING:
     from .run import Work
+    from .view import View
 
 KERNEL = "the kernel's own"
 CALL = "identity: one more call"
@@ -108,6 +109,9 @@ class Need(ABC):
     def answer(self, route: Route, work: Work) -> Any:
         """Return the numbers, `[B, H, n]` where they are one for each query."""
 
+    def settle(self, view: View) -> None:  # noqa: B027
+        """Work out now what its metric reads of masks, which may hold other numbers later."""
+
     def shown(self, route: Route, work: Work) -> Route:
         """Return the route as `explain()` shows it, where that depends on numbers."""
         return route
@@ -157,14 +161,15 @@ class RowSum(OfPass):
 class Plan:
     """A route for each need, in the order of the needs.
 
-    `fields` are those that a one-pass backend gives with the call; `reduced` are the needs that a
+    `fields` are those that a one-pass backend gives with the call, by the needs that they answer;
+    `reduced` are the needs that a
     pass over the scores answers, `rows` those that one over whole rows does; with `together`, one
     extra call answers two needs. `far` is the plan for calls whose log-sum-exp is not `near`,
     where that is another.
     """
 
     routes: Mapping[Need, Route]
-    fields: tuple[str, ...]
+    fields: Mapping[Need, str]
     reduced: tuple[Need, ...]
     rows: tuple[Need, ...]
     together: bool
@@ -190,7 +195,7 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
     own = Need.row_figure
     made = Plan(
         routes,
-        fields=tuple(n.kernel for n, r in routes.items() if r.kind == KERNEL and n.kernel),
+        fields={n: n.kernel for n, r in routes.items() if r.kind == KERNEL and n.kernel},
         reduced=tuple(n for n, r in routes.items() if r.kind == PASS),
         rows=tuple(
             n for n, r in routes.items() if r.kind == ROWS and type(n).row_figure is not own

@@ -58,9 +58,9 @@ class Record:
         return Record(self.view, {}, **lse)
 
     def without_tensors(self) -> Record:
-        """Return the answers alone, without the call and its output."""
+        """Return the answers and the log-sum-exp, without the call and its output."""
         every = None if self.every is None else self.every.without_tensors()
-        return Record(self.view.without_tensors(), self.answers, every=every)
+        return Record(self.view.without_tensors(), self.answers, lse=self.lse, every=every)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -20,7 +20,7 @@ from ..core.modes import no_graph, readable
 from . import identities
 from .blocks import Accumulator, Block, RowFigure, Scores, near, sweep
 from .lazy import Lazy
-from .plan import Need, Plan
+from .plan import Need, Plan, Route
 from .record import Record
 from .sampling import ALL_FROM
 from .view import View
@@ -42,17 +42,27 @@ def run(work: Work, plan: Plan) -> Record:
             work.plan = plan.far
     routes = work.plan.routes
     with nullcontext() if view.gradients else no_graph():
-        answers = {need: need.answer(route, work) for need, route in routes.items()}
+        answers = _answers(work, routes)
     every = work.every
     if every is not None:
         with no_graph():
-            found = {
-                need: need.answer(route, every)
-                for need, route in routes.items()
-                if need.available(route, every, work)
-            }
-            every = Record(every.view, found)
-    return Record(view, answers, work.whole_out, work.whole_lse, work.lse_of_rows, every)
+            known = {n: r for n, r in routes.items() if n.available(r, every, work)}
+            every = Record(every.view, _answers(every, known), lse=every.lse)
+    lse = None if work.whole_lse is None else work.lse
+    return Record(view, answers, work.whole_out, work.whole_lse, lse, every)
+
+
+def _answers(work: Work, routes: Mapping[Need, Route]) -> dict[Need, Any]:
+    """Answer each need: by the field of a one-pass backend as it is, or by its route."""
+    fields, given, view = work.plan.fields, work.given, work.view
+    if not view.mask.free:  # its tensors may hold other numbers when a metric is read
+        _ = view.valid_rows
+        for need in fields:
+            need.settle(view)
+    return {
+        need: getattr(given, fields[need]) if need in fields else need.answer(route, work)
+        for need, route in routes.items()
+    }
 
 
 class Work:
@@ -116,7 +126,7 @@ class Work:
     def _with_output(self) -> Figures:
         view, chosen = self.view, self.chosen
         if isinstance(chosen, OnePass):
-            whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
+            whole = chosen.observe(view.asked, self.plan.fields.values(), view.gradients)
         else:
             whole = Figures(*chosen.run(view.asked, view.gradients))
         as_is = view.rows is None and (view.gradients or not self.keeps_graph)
@@ -130,14 +140,14 @@ class Work:
         if self.every is not None and self.every.given is not None and not view.gradients:
             self.given = self.every.given.map(view.rows_of)
         elif isinstance(self.backend, OnePass):
-            self.given = self.backend.figures(view.scored, self.plan.fields)
+            self.given = self.backend.figures(view.scored, self.plan.fields.values())
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
         with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, OnePass):
-                every.given = every.backend.figures(every.view.scored, self.plan.fields)
+                every.given = every.backend.figures(every.view.scored, self.plan.fields.values())
             else:
                 tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
                 call = self.view.asked.with_(**tensors, dropout=0.0)
@@ -156,11 +166,6 @@ class Work:
     def few(self) -> bool:
         """Return True if one pass over all queries costs little, as there are so few."""
         return self.view.whole.queries <= ALL_FROM * self.view.extent.queries
-
-    @property
-    def lse_of_rows(self) -> Tensor | None:
-        """The log-sum-exp of the queries that are looked at, where the call was made."""
-        return None if self.whole_lse is None else self.lse
 
     @property
     def out(self) -> Float[Tensor, "B H n Dv"]:

@@ -35,9 +35,6 @@ class Readings(Mapping[str, Reading]):
         self._record, self._statistics = record, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
         self._owner = statistics.owner
-        for one in (record, record.every):
-            if one is not None:
-                one.view.settle()
         whole = record.view.gradients or traced()
         for number, statistic in enumerate(statistics.each):
             if whole or not statistic.deferred:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ class View:
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
-        self._seen: tuple[Tensor, Tensor] | None = None
+        self._once: dict[Hashable, Tensor] = {}
 
     @classmethod
     def of(cls, asked: Call, sample: Sample | None, gradients: bool) -> View:
@@ -142,56 +143,45 @@ class View:
 
     @property
     def counts(self) -> Int[Tensor, "#B #H n"]:
-        """How many keys each query may attend to."""
-        return self._visible()[0]
+        """The number of keys that each query may attend to."""
+        return self.once("visible keys", lambda: visible_keys(self.mask, self.extent, self.device))
 
     @property
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
-        """Queries that may attend to something."""
-        return self._visible()[1]
+        """The queries that may attend to something."""
+        return self.once("valid rows", lambda: self.counts > 0)
 
-    def settle(self) -> None:
-        """Count the visible keys now, if the mask's tensors may hold other numbers later."""
-        if not self.mask.free:
-            self._visible()
+    def once(self, about: Hashable, make: Callable[[], Tensor], free: bool = True) -> Tensor:
+        """Return what is made once for the call.
 
-    def _visible(self) -> tuple[Tensor, Tensor]:
-        """Both, once; of masks that hold nothing but sizes, once for all calls of a kind."""
-        if self._seen is None:
-            counts = self.once(
-                "visible keys",
-                lambda: visible_keys(self.mask, self.extent, self.device),
-                self.mask.free,
-            )
-            self._seen = counts, counts > 0
-        return self._seen
-
-    def once(self, about: Hashable, make: Callable[[], Tensor], free: bool) -> Tensor:
-        """A tensor that, where it is `free`, depends on nothing but the kind of the call.
-
-        Then it is made once for all calls of the kind, if it is small.
+        Where neither the mask nor what it is `about` holds tensors, it is made once for all calls
+        of the kind, if it is small.
         """
-        kind = self.kind if free else None
-        if kind is None:
-            return make()
-        found = kind.known.get(about)
+        found = self._once.get(about)
+        if found is not None:
+            return found
+        kind = self.kind if free and self.mask.free else None
+        found = None if kind is None else kind.known.get(about)
         if found is None:
-            with torch.inference_mode(False):  # graphs keep it
+            with torch.inference_mode(False) if kind else nullcontext():  # graphs keep it
                 found = make()
-            if found.numel() <= 1 << 12:
+            if kind is not None and found.numel() <= 1 << 12:
                 kind.known[about] = found
-        return found.clone()  # the caller's own
+        if kind is not None:
+            found = found.clone()  # the caller's own
+        self._once[about] = found
+        return found
 
     def zeros(self, *shape: int) -> Tensor:
-        """Room for sums, `[B · H, *shape]`, in the dtype of statistics."""
+        """Return room for sums, `[B · H, *shape]`, in the dtype of statistics."""
         return self.call.q.detach().new_zeros(self.extent.batch * self.extent.heads, *shape)
 
     def by_head(self, sums: Tensor) -> Tensor:
-        """Sums `[B · H, …]` as `[B, H, …]`."""
+        """Return sums `[B · H, …]` as `[B, H, …]`."""
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_SIZES = "rows gradients drawn kind has_sinks whole extent device dtype _seen".split()
+_SIZES = "rows gradients drawn kind has_sinks whole extent device dtype _once".split()
 """What a view knows of a call without its tensors, beside its mask."""
 
 
