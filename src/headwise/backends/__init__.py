@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
-from ..kernels import ctypes_api as cpu
-from ..kernels import speeds
 from .base import Backend, Figures, OnePass
 from .blocked import Blocked
 from .eager import Eager
-from .native import Native, faster, measured
+from .native import Native, slower
 from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
@@ -26,7 +24,6 @@ __all__ = [
     "check_scores",
     "choose",
     "consider",
-    "measured",
 ]
 
 
@@ -52,8 +49,7 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     if call.kind is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    table = speeds.in_use() or cpu.table()  # it may become another when processes join
-    asked = ("backend", name, graph, call.sinks is None, table)
+    asked = ("backend", name, graph, call.sinks is None)
     chosen = call.kind.known.get(asked)
     if chosen is None:
         chosen = call.kind.known[asked] = _choose(call, name)
@@ -68,7 +64,7 @@ def _choose(call: Call, name: str) -> Backend:
         reasons = backend.refuse(call)
         # No kernel that comes after the native one on a CPU has dropout.
         anyhow = name != "auto" or backend.name != "native" or call.dropout
-        if not reasons and (anyhow or faster(call)):
+        if not reasons and (anyhow or not slower(call)):
             return backend
         if name != "auto":
             raise ValueError(
