@@ -72,7 +72,7 @@ class Library:
     sets: tuple[str, ...]
     here: tuple[bool, ...]
     best: str
-    """The set that calls use: the richest that is known to be fast (`fast_here` in dispatch.cpp)."""
+    """The set that calls use: the richest that is known to be fast, as dispatch.cpp says."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends import Call, Choice, choose, consider
 from ..core.mask_algebra import Mask
-from ..core.unknown import refuse_unknown
+from ..core.unknown import Unknown, refuse_unknown
 from ..kernels import ctypes_api as cpu
 from .base import Statistic, Statistics, needs_of
 from .engine import Engine
@@ -67,7 +67,7 @@ def explain(
     output: bool = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: object,
+    **unknown: Unknown,
 ) -> Explanation:
     """Every backend with its reasons for refusing the call, and the one that is taken.
 

@@ -16,7 +16,7 @@ from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
-from ..core.unknown import refuse_unknown
+from ..core.unknown import Unknown, refuse_unknown
 from .base import Statistic, Statistics, check_statistics
 from .engine import Engine, nonlinear
 from .execute import execute
@@ -44,7 +44,7 @@ def observe(
     output: bool | Float[Tensor, "B H T Dv"] = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: object,
+    **unknown: Unknown,
 ) -> Seen:
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
