@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .backends import Call, check_scores, choose
-from .core.heard import observers
+from .core.call import observers
 from .core.mask_algebra import Mask
 from .core.shapes import as_given
 from .core.unknown import Unknown, refuse_unknown

@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.backends import Call, choose
-from headwise.core.call import KINDS
+from headwise.core.call import PREPARED
 from headwise.kernels import ctypes_api as cpu
 
 UNITS = ("amx", "avx512bf16", "avx512", "avx2", "plain")
@@ -27,10 +27,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert found is not None
         other = dataclasses.replace(found, sets=UNITS, best=best)
         monkeypatch.setattr(cpu, "_found", other)
-        KINDS.clear()
+        PREPARED.clear()
 
     yield stand_in
-    KINDS.clear()
+    PREPARED.clear()
 
 
 def test_the_richest_unit_with_code_for_the_dtype(machine: Any) -> None:

@@ -46,13 +46,13 @@ def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Ba
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if call.kind is None or type(name) is not str:
+    if call.prepared is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    asked = ("backend", name, graph, call.sinks is None)
-    chosen = call.kind.known.get(asked)
+    key = name, graph, call.sinks is not None
+    chosen = call.prepared.backends.get(key)
     if chosen is None:
-        chosen = call.kind.known[asked] = _choose(call, name)
+        chosen = call.prepared.backends[key] = _choose(call, name)
     return chosen
 
 

@@ -143,13 +143,12 @@ def _fused(call: Call) -> bool:
     """Whether PyTorch's fused kernel makes the output: on CUDA, where no mask keeps it from it."""
     if not call.q.is_cuda or call.sinks is not None:
         return False
-    if call.kind is None:
+    if call.prepared is None:
         return _unmasked(call)
-    asked = "fused", call.needs_grad
-    found = call.kind.known.get(asked)
-    if found is None:
-        found = call.kind.known[asked] = _unmasked(call)
-    return found
+    fused, graph = call.prepared.fused, call.needs_grad
+    if graph not in fused:
+        fused[graph] = _unmasked(call)
+    return fused[graph]
 
 
 def _unmasked(call: Call) -> bool:
@@ -172,17 +171,17 @@ def slower(call: Call) -> bool:
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
-    known = None if call.kind is None else call.kind.known
-    terms = None if known is None else known.get("terms")
+    known, structs = call.prepared, None
+    terms = None if known is None else known.terms
     if terms is None:
         terms = terms_of(call.mask, call.extent, call.q.device)
-        if any(isinstance(x, Tensor) for x in terms):
-            known = None
-        if known is not None:
-            known["terms"] = terms
+        if known is not None and not any(isinstance(x, Tensor) for x in terms):
+            known.terms = terms
+    if known is not None and known.terms is not None:
+        structs = known.structs
     dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
-    return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, known)
+    return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, structs)
 
 
 def _bits(wishes: Iterable[str]) -> int:

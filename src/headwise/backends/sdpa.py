@@ -118,12 +118,12 @@ def _bias_bytes(call: Call) -> int:
 
 def _only(call: Call) -> Tile | None:
     """The one tile that is the whole call, if there is such a one."""
-    known = {} if call.kind is None else call.kind.known
-    only = known.get("whole")
+    known = call.prepared
+    only = None if known is None else known.tile
     if only is None:
         only = whole(call.mask, call.extent, call.q.device)
-        if only is not None:
-            known["whole"] = only
+        if known is not None:
+            known.tile = only
     if only is not None:
         return only
     for tile in cut(call.mask, call.extent, call.q):
@@ -145,7 +145,7 @@ def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     if dead is not None:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
-    if q.device.type == "cpu" and (call.kind is not None or readable(lse)):
+    if q.device.type == "cpu" and (call.prepared is not None or readable(lse)):
         # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
         # all of them below the smallest.
         suspect = lse == 0

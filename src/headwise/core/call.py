@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, strided
@@ -17,31 +20,73 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .dropout import draw_seed
-from .forks import keep_forks_going
-from .kept import Kept
 from .mask_algebra import And, Mask
 from .masks import Bias, as_mask
 from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """Calls that are alike in all but the numbers in their tensors, and how they were understood.
 
-    They are checked once, and whatever else is worked out once for all of them is in `known`.
+class BoundedCache(dict[K, V]):
+    """A dict that begins anew when it is full, so that ever new kinds of calls take no memory.
+
+    >>> cache = BoundedCache(2)
+    >>> for size in (1, 2, 3):
+    ...     cache[size] = size**2
+    >>> cache
+    {3: 9}
+    """
+
+    def __init__(self, limit: int = 1024) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= self.limit:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+@dataclass(eq=False)
+class PreparedCall:
+    """Calls that differ only in the numbers in their tensors: checked once, prepared once.
+
+    Backends, kernels and statistics keep here what holds for all of them.
     """
 
     extent: Extent
     mask: Mask
     scale: float
     softcap: float | None
-    known: Kept[object, Any] = field(default_factory=Kept)
+    backends: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
+    """The `Backend`, by the name given, whether a graph is kept, and whether there are sinks."""
+    terms: Any = None
+    """The mask as the native kernel's `Terms`, where they hold no tensor."""
+    structs: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
+    """Structs of the native CPU kernel to copy, by the strides of q, k and v."""
+    fused: dict[bool, bool] = field(default_factory=dict)
+    """Whether PyTorch's kernel makes the output of `Native` on CUDA, by whether a graph is kept."""
+    tile: Any = None
+    """The one `Tile` of calls that PyTorch's kernels take without a bias."""
+    statistics: dict[torch.dtype, PreparedCall] = field(default_factory=dict)
+    """The call without its values, in a dtype that statistics are read in."""
+    plans: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
+    """Plans of `observe()`."""
+    tensors: BoundedCache[Hashable, Tensor] = field(default_factory=BoundedCache)
+    """Small tensors that depend on the sizes and the mask alone."""
 
 
-KINDS: Kept[tuple[object, ...], Kind] = Kept()
-"""The kinds of calls that were met."""
+PREPARED: BoundedCache[tuple[object, ...], PreparedCall] = BoundedCache()
+"""Calls that came before, by their signature."""
+
+Observer = Callable[["Call", Tensor], Tensor]
+"""Receives a call and its output `[B, H, T, Dv]`, and returns the output to use in its place."""
+
+observers: list[Observer] = []
+"""At most one: the watch that is active. Code that is being compiled calls none."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
@@ -107,7 +152,7 @@ class Call:
     dropout: float
     extent: Extent
     sinks: Tensor | None = None
-    kind: Kind | None = None
+    prepared: PreparedCall | None = None
     """`None` where what is right for this call need not be so for the next one like it."""
     seed: Tensor | None = None
     """Of its dropout; `None` until it is drawn."""
@@ -133,9 +178,9 @@ class Call:
             ValueError: one clear line for shapes, masks or numbers that do not fit.
         """
         signature = _signature(q, k, v, mask, scale, softcap, dropout, first_query)
-        kind = None if signature is None else KINDS.get(signature)
-        if kind is not None:
-            extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
+        known = None if signature is None else PREPARED.get(signature)
+        if known is not None:
+            extent, mask, factor, softcap = known.extent, known.mask, known.scale, known.softcap
         else:
             if not is_compiling():
                 keep_forks_going()
@@ -148,20 +193,20 @@ class Call:
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
             softcap = None if softcap is None else float(softcap)
             if signature is not None:
-                kind = KINDS[signature] = Kind(extent, mask, factor, softcap)
+                known = PREPARED[signature] = PreparedCall(extent, mask, factor, softcap)
         if sinks is not None and (fault := _fault_of_sinks(sinks, q)):
             raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
-        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, kind)
+        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, known)
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy or a pickle takes along: numbers, of no graph, and not what is known here."""
         tensors = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return vars(self) | tensors | {"mask": _detached(self.mask), "kind": None}
+        return vars(self) | tensors | {"mask": _detached(self.mask), "prepared": None}
 
     @property
     def needs_grad(self) -> bool:
         """Whether autograd will come back for any part of the call, or derivatives go along."""
-        if self.kind is None and forward_derivatives():
+        if self.prepared is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
             return False
@@ -181,7 +226,7 @@ class Call:
 
     def with_(self, **changes: object) -> Call:
         """The same call with other parts."""
-        return replace(self, **{"kind": None} | changes)  # type: ignore[arg-type]
+        return replace(self, **{"prepared": None} | changes)  # type: ignore[arg-type]
 
 
 def _detached(mask: Mask) -> Mask:
@@ -191,6 +236,18 @@ def _detached(mask: Mask) -> Mask:
     if isinstance(mask, And):
         return And(tuple(map(_detached, mask.parts)))
     return Bias(mask.values.detach()) if isinstance(mask, Bias) else mask
+
+
+@cache
+def keep_forks_going() -> None:
+    """Make processes that are forked from now on compute on one thread.
+
+    A fork has none of the threads of PyTorch's pool, and its first call would wait for them for
+    ever. PyTorch's `DataLoader` does the same for its own workers; `os.fork` and
+    `multiprocessing.Process` do not.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def fault_of_numbers(
@@ -261,7 +318,7 @@ def check_scores(
     queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
     """
     lse = lse.detach()
-    if lse.device.type != "cpu" or (call.kind is None and not readable(lse)):
+    if lse.device.type != "cpu" or (call.prepared is None and not readable(lse)):
         return
     if math.isfinite(float(lse.sum())):
         return

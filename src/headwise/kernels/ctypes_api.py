@@ -374,7 +374,7 @@ def _start_alike(problem: Problem) -> CCall:
     if images is None or problem.sinks is not None:
         return _start(problem)
     values = None if v is None else (v.shape, v.stride())
-    place = ("struct", q.stride(), k.stride(), values)
+    place = q.stride(), k.stride(), values
     image = images.get(place)
     at = q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()
     if image is None or 0 in at or q.is_neg() or k.is_neg() or (v is not None and v.is_neg()):

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..core.kept import Kept
+from ..core.call import BoundedCache
 from ..core.reference import Definition
 from .execute import Pass
 from .lazy import Lazy
@@ -115,7 +115,7 @@ class Statistics:
         return tuple(getattr(statistic, "formula", False) for statistic in self.each)
 
 
-_KNOWN: Kept[tuple[Statistic, ...], Statistics] = Kept()
+_KNOWN: BoundedCache[tuple[Statistic, ...], Statistics] = BoundedCache()
 """Those that were asked for before."""
 _STATISTICS: set[type] = set()
 """Types that were found to be statistics: looking a protocol through takes its time."""

@@ -246,7 +246,7 @@ class Engine:
             call.softcap,
             0.0,
             call.extent,
-            kind=call.kind,
+            prepared=call.prepared,
         )
         self._keys_seen = self.call(moved)
         return self._keys_seen

@@ -206,7 +206,7 @@ class _Entropy(Need):
         call = engine.view.call
         entropy = identities.entropy(lse, call.q, seen[..., : call.q.shape[-1]], call.scale)
         dead = lse == -torch.inf
-        if not near(lse, call.kind is not None):
+        if not near(lse, call.prepared is not None):
             return None
         if not bool((entropy.isfinite() | dead).all()):
             return None

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, OnePass, choose
-from ..core.heard import observers
+from ..core.call import observers
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
@@ -98,7 +98,7 @@ def observe(
         first_query=first_query,
         function="observe",
     )
-    if call.kind is None and batched(q, k, v, sinks, *call.mask.tensors()):
+    if call.prepared is None and batched(q, k, v, sinks, *call.mask.tensors()):
         raise ValueError(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
@@ -186,7 +186,7 @@ class _Changed:
 def _changes(call: Call) -> tuple[int, ...]:
     """How often each tensor of a call was changed in place; −1 where PyTorch does not count."""
     tensors = [call.q, call.k, call.sinks]
-    if call.kind is None:  # else its mask holds none
+    if call.prepared is None:  # else its mask holds none
         tensors += call.mask.tensors()
     return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
 
@@ -197,14 +197,14 @@ def planned(engine: Engine, statistics: Statistics, function: str) -> Plan:
     Raises:
         ValueError: what was given for a statistic is none.
     """
-    view, kind = engine.view, engine.view.asked.kind
-    if kind is None or not statistics.free:
+    view, prepared = engine.view, engine.view.asked.prepared
+    if prepared is None or not statistics.free:
         return _plan(engine, statistics, function)
     some = None if view.rows is None else len(view.rows)
     about = (engine.chosen, engine.output, view.gradients, some, view.asked.sinks is None)
-    known = kind.known.get((statistics, *about))
+    known = prepared.plans.get((statistics, *about))
     if known is None:
-        known = kind.known[statistics, *about] = _plan(engine, statistics, function)
+        known = prepared.plans[statistics, *about] = _plan(engine, statistics, function)
     return known
 
 
