@@ -11,27 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..core.call import Call
-from ..core.dropout import dropped_of
+from ..core.dropout import STEPS, dropped_of
+from ..core.mask_algebra import Mask
 from ..core.masks import Causal, Everything
 from ..core.modes import forward_derivatives, transformed
+from ..core.shapes import Extent
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
 from ..kernels.interface import Problem
-from .base import Figures, OnePass
+from .base import Backend, Figures
+from .blocked import figures_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
-from .recompute import again
 from .sdpa import Sdpa
 from .tiles import whole
 
 
-class Native(OnePass):
+class Native(Backend):
     """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
 
     On CUDA the output of a call without a mask, or with a causal one that is square, is that of
@@ -76,10 +79,10 @@ class Native(OnePass):
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         if _fused(call):
             return Sdpa().run(call, lse_gradient)
-        out, lse = native_ops.compute(_problem(call, call.v), native_ops.BIT["lse"], again)[:2]
-        assert out is not None
-        assert lse is not None
-        return out, lse
+        found = self.observe(call, ())
+        assert found.out is not None
+        assert found.lse is not None
+        return found.out, found.lse
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
         if _fused(call):
@@ -88,18 +91,23 @@ class Native(OnePass):
         return self.run(call) if found is None else (found, None)
 
     def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
-        """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
+        """Return output, LSE and the figures of `cpu.FIGURES` that `wishes` names, in one pass.
+
+        Without `gradients` the figures have none, and the graph of the output keeps the tensors
+        that `run()` would keep, no more: a checkpoint that is computed again without figures must
+        find the same.
+        """
         if _fused(call):
             wishes = tuple(wishes)
             out, lse = Sdpa().run(call, gradients and not wishes)
             with nullcontext() if gradients else torch.no_grad():
                 given = self.figures(call, wishes) if wishes else Figures(None, lse)
             return replace(given, out=out)
-        return Figures(*native_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
+        return _computed(call, call.v, wishes, gradients)
 
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
-        """The same without the output; the values are not read."""
-        return Figures(*native_ops.compute(_problem(call, None), _bits(wishes), again))
+        """Return the same without the output; the values are not read."""
+        return _computed(call, None, wishes)
 
     def received(
         self,
@@ -107,7 +115,7 @@ class Native(OnePass):
         lse: Float[Tensor, "B H T"],
         weight: Float[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B H S"]:
-        """`Σ_i weight_i p_ij`: what each key received, given the LSE. No gradient."""
+        """Return `Σ_i weight_i p_ij` of each key, given the LSE with the sinks. No gradient."""
         found, _ = native_ops.sums(_problem(call, None), lse, weight, True, None)
         assert found is not None
         return found
@@ -121,12 +129,12 @@ class Native(OnePass):
         blocks: int,
         weight: Float[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B H n n"]:
-        """`Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
+        """Return `Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
 
-        `query_block` and `key_block` say in ascending order which of `blocks` each belongs to.
+        `query_block` and `key_block` give the block of each, in ascending order.
         """
-        asked = (query_block, key_block, blocks)
-        _, found = native_ops.sums(_problem(call, None), lse, weight, False, asked)
+        cut = (query_block, key_block, blocks)
+        _, found = native_ops.sums(_problem(call, None), lse, weight, False, cut)
         assert found is not None
         return found
 
@@ -140,7 +148,7 @@ def _refuse_on_cuda(call: Call) -> Iterator[str]:
 
 
 def _fused(call: Call) -> bool:
-    """Whether PyTorch's fused kernel makes the output: on CUDA, where no mask keeps it from it."""
+    """Return True if PyTorch's fused kernel makes the output: on CUDA, where the mask allows it."""
     if not call.q.is_cuda or call.sinks is not None:
         return False
     if call.prepared is None:
@@ -184,8 +192,20 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
     return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, structs)
 
 
-def _bits(wishes: Iterable[str]) -> int:
+def _computed(
+    call: Call, v: Tensor | None, wishes: Iterable[str], gradients: bool = True
+) -> Figures:
     bits = native_ops.BIT["lse"]
     for wish in wishes:
         bits |= native_ops.BIT[wish]
-    return bits
+    again = partial(_again, call.mask, call.extent)
+    return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients))
+
+
+def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
+    """Compute what the kernel computes, for a second derivative."""
+    q, k, v, sinks, terms, scale, softcap, dropped, seed, _ = problem
+    rate, values = dropped / STEPS, k if v is None else v
+    call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)
+    position = terms.position
+    return figures_again(call, lambda i: i + terms.offset if position is None else position[i])

@@ -26,6 +26,7 @@ from .mask_algebra import (
     Interval,
     Mask,
 )
+from .modes import readable
 from .numbers import said, whole
 from .shapes import Extent
 
@@ -208,6 +209,22 @@ class Documents(Mask):
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         ids = self.ids.to(i.device)[(None,) * (2 - self.ids.dim())]
         return take(ids, i + extent.offset) == take(ids, j)
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        """Each query's document, where every document is one run of keys."""
+        if not readable(self.ids):  # the answer depends on the numbers in it
+            return None
+        ids = self.ids.to(i.device, torch.long)  # `searchsorted` takes no booleans
+        ids = ids[(None,) * (2 - ids.dim())].contiguous()
+        change = ids[:, 1:] != ids[:, :-1]
+        if not bool((ids[:, 1:] >= ids[:, :-1]).all()):  # number the runs as they come
+            ordered = ids.sort(dim=1).values
+            if not torch.equal(change.sum(1), (ordered[:, 1:] != ordered[:, :-1]).sum(1)):
+                return None
+            ids = torch.nn.functional.pad(change, (1, 0)).cumsum(1)
+        position = i + extent.offset
+        low, high = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+        return take(low, position), take(high, position)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
