@@ -102,12 +102,10 @@ def _signature(
     dropout: float,
     first_query: int | None,
 ) -> tuple[object, ...] | None:
-    """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
-    where somebody follows the call: a compiler, a trace, a mode, a transform, a forward derivative.
+    """Return all that the checks of a call look at; `None` where they look at numbers or odd
+    tensors, and under a compiler, a trace, a mode, a transform or a forward derivative.
     """
-    if is_compiling() or _are_functorch_transforms_active():
-        return None
-    if _len_torch_dispatch_stack() > 0:
+    if is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
         return None
     if _get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
@@ -121,19 +119,8 @@ def _signature(
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.free):
         return None
-    numbers = (mask, scale, softcap, dropout, first_query)
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        *numbers,
-    )
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return (q.shape, k.shape, v.shape, *kinds, mask, scale, softcap, dropout, first_query)
 
 
 @dataclass(eq=False)
@@ -172,11 +159,7 @@ class Call:
         first_query: int | None = None,
         function: str = "attend",
     ) -> Call:
-        """Check the parts of a call against each other.
-
-        Raises:
-            ValueError: one clear line for shapes, masks or numbers that do not fit.
-        """
+        """Check the parts of a call; raise ValueError for those that do not fit."""
         signature = _signature(q, k, v, mask, scale, softcap, dropout, first_query)
         known = None if signature is None else PREPARED.get(signature)
         if known is not None:
@@ -187,8 +170,10 @@ class Call:
             extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)
             mask.check(extent)
-            fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
-            if fault is not None:
+            fault = fault_of_numbers(scale, softcap, dropout, q.dtype)
+            if not (fault or q.is_meta) and any(x.is_meta for x in mask.tensors()):
+                fault = f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
+            if fault:
                 raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
             softcap = None if softcap is None else float(softcap)
@@ -199,13 +184,13 @@ class Call:
         return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, known)
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy or a pickle takes along: numbers, of no graph, and not what is known here."""
+        """Return what a copy or a pickle takes along: numbers, without graph and preparation."""
         tensors = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
         return vars(self) | tensors | {"mask": _detached(self.mask), "prepared": None}
 
     @property
     def needs_grad(self) -> bool:
-        """Whether autograd will come back for any part of the call, or derivatives go along."""
+        """True if autograd will come back for any part of the call, or derivatives go along."""
         if self.prepared is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
@@ -217,20 +202,16 @@ class Call:
         return not self.mask.free and any(x.requires_grad for x in self.mask.tensors())
 
     def drawn(self) -> Call:
-        """The same call with a seed of its own for its dropout.
-
-        The seed is one draw from the default generator of PyTorch for its device: `manual_seed`
-        and the random state that checkpoints keep say what is dropped.
-        """
+        """Return the call with a dropout seed, one draw from PyTorch's generator for its device."""
         return replace(self, seed=draw_seed(self.q.device))
 
     def with_(self, **changes: object) -> Call:
-        """The same call with other parts."""
+        """Return the call with other parts."""
         return replace(self, **{"prepared": None} | changes)  # type: ignore[arg-type]
 
 
 def _detached(mask: Mask) -> Mask:
-    """The mask without the graphs of its tensors; one of somebody's own class as it is."""
+    """Return the mask without the graphs of its tensors; one of a user's own class as it is."""
     if not any(x.requires_grad for x in mask.tensors()):
         return mask
     if isinstance(mask, And):
@@ -253,7 +234,7 @@ def keep_forks_going() -> None:
 def fault_of_numbers(
     scale: object, softcap: object, dropout: object, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with a call's numbers, in words.
+    """Return what is wrong with a call's numbers, in words.
 
     They are used in the dtype of statistics: what is beyond its range, or so small that it is 0
     there, would be another number to one backend than to the next.
@@ -276,15 +257,8 @@ def fault_of_numbers(
     return None
 
 
-def _fault_of_mask(mask: Mask, q: Tensor) -> str | None:
-    """What keeps a mask's tensors from being read beside q, in words."""
-    if not q.is_meta and any(x.is_meta for x in mask.tensors()):
-        return f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
-    return None
-
-
 def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
-    """What is wrong with a call's sinks, in words."""
+    """Return what is wrong with a call's sinks, in words."""
     want = f"one logit per query head, a floating-point tensor [{q.shape[1]}] on {q.device}"
     if not isinstance(sinks, Tensor):
         return f"sinks is a {type(sinks).__name__} and must be {want}"
@@ -296,16 +270,12 @@ def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
     if sinks.device.type == "cpu" and readable(sinks):  # elsewhere the call would have to wait
         logits = sinks.detach().to(statistics_dtype(q.dtype))
         if not bool((logits < torch.inf).all()):
+            head = int((~(logits < torch.inf)).nonzero()[0])
             return (
-                f"sinks holds {_first_not_under_infinity(logits)}; a sink is a finite logit of "
+                f"sinks holds {float(logits[head])} for head {head}; a sink is a finite logit of "
                 f"{logits.dtype}, or -inf for none"
             )
     return None
-
-
-def _first_not_under_infinity(logits: Tensor) -> str:
-    head = int((~(logits < torch.inf)).nonzero()[0])
-    return f"{float(logits[head])} for head {head}"
 
 
 def check_scores(
@@ -343,7 +313,7 @@ def check_scores(
 
 
 def _may_attend(call: Call, queries: Tensor) -> Tensor:
-    """Which of these queries may attend to some key, `[B or 1, H or 1, n]`."""
+    """Return True for those of these queries that may attend to some key, `[B or 1, H or 1, n]`."""
     mask, extent = call.mask, call.extent
     step = max(1, (1 << 22) // max(1, extent.batch * extent.heads * extent.keys))
     j = torch.arange(extent.keys, device=queries.device)[None]
@@ -358,7 +328,7 @@ def _may_attend(call: Call, queries: Tensor) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE with one more outcome that has no value, from those over the keys alone.
+    """Return output and LSE with one more outcome that has no value, from those of the keys.
 
     `lse' = log(exp(lse) + exp(sink))` and `out' = out · exp(lse − lse')`; dead rows stay dead.
     """
