@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from ..core.index import grid
-from ..core.mask_algebra import And, Mask, Rows, added
-from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window, alibi_slopes
+from ..core.mask_algebra import And, Interval, Mask, Rows, added
+from ..core.masks import (
+    ALiBi,
+    Bias,
+    Causal,
+    Dense,
+    Documents,
+    Everything,
+    Padding,
+    Window,
+    alibi_slopes,
+)
 from ..core.shapes import Extent
 from ..kernels.interface import LARGEST, Terms
 
@@ -61,7 +71,7 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
             (highs if right else lows).append(length if right else of.keys - length)
         elif kind is not Everything:
             i, j = _grid(some, of, device)
-            interval = part.interval(i, of)
+            interval = _interval(part, i, of)
             if interval is not None:
                 lows.append(_per_query(interval[0]))
                 highs.append(_per_query(interval[1]))
@@ -96,7 +106,7 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
             continue
         i, j = _grid(rows, of, device)
         few = i[:2], j[:, :2], of  # these tell which axes an answer has
-        if kind is not Bias and (part.biased or part.interval(i, of) is None):
+        if kind is not Bias and (part.biased or _interval(part, i, of) is None):
             tables.append((part.allowed(*few), kind is not Dense or rows is not None))
         if part.biased and (bias := part.bias(*few)) is not None:
             own = kind is Bias and bias.dtype == torch.float32
@@ -124,6 +134,10 @@ def _parts(mask: Mask, rows: Tensor | None, whole: Extent) -> Iterator[_Part]:
         yield from _parts(mask.mask, mask.rows if rows is None else mask.rows[rows], mask.whole)
     else:
         yield mask, rows, whole
+
+
+def _interval(part: Mask, i: Tensor, of: Extent) -> Interval | None:
+    return part.runs(i, of) if type(part) is Documents else part.interval(i, of)
 
 
 def _grid(rows: Tensor | None, whole: Extent, device: torch.device) -> tuple[Tensor, Tensor]:

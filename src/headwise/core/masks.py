@@ -196,8 +196,8 @@ class Documents(Mask):
         ids = self.ids.to(i.device)[(None,) * (2 - self.ids.dim())]
         return take(ids, i + extent.offset) == take(ids, j)
 
-    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        """Each query's document, where every document is one run of keys."""
+    def runs(self, i: Tensor, extent: Extent) -> Interval | None:
+        """Return each query's document as `interval` would, where all are single runs of keys."""
         if not readable(self.ids):  # the answer depends on the numbers in it
             return None
         ids = self.ids.to(i.device, torch.long)  # `searchsorted` takes no booleans
