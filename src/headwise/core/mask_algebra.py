@@ -54,7 +54,7 @@ class Mask(Brief):
         return None
 
     def key_ranges(self, extent: Extent, device: torch.device) -> Interval | None:
-        """Return each query's keys as `[low, high)`: edges `[B or 1, 1, T]`, and `low <= high`.
+        """Return each query's keys as `[low, high)`: edges `[B or 1, 1, T]`, 0 ≤ low ≤ high ≤ S.
 
         `None` where they are not one range a query. A bias may forbid keys inside of it.
         """
@@ -63,7 +63,8 @@ class Mask(Brief):
             return None
         every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
         low, high, _ = torch.broadcast_tensors(*found, every_row)
-        return low[..., 0], high.maximum(low)[..., 0]
+        low, high = (edge[..., 0].clamp(0, extent.keys) for edge in (low, high))
+        return low, high.maximum(low)
 
     def looks_ahead(self, extent: Extent) -> bool:
         """Return True if a query may attend to a key beyond its own position, by sizes alone."""
