@@ -49,9 +49,9 @@ def _unit(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     """The same random numbers for each test, and no choice that another has made."""
-    from headwise.core.call import KINDS
+    from headwise.core.call import PREPARED
 
-    KINDS.clear()
+    PREPARED.clear()
     torch.manual_seed(0)
 
 

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .backends import Call, check_scores, choose
-from .core.heard import observers
+from .core.call import observers
 from .core.mask_algebra import Mask
 from .core.shapes import as_given
-from .core.unknown import refuse_unknown
+from .core.unknown import Unknown, refuse_unknown
 
 _AS_IS = nullcontext()
 
@@ -29,7 +29,7 @@ def attend(
     sinks: Float[Tensor, " H"] | None = None,
     first_query: int | None = None,
     backend: str = "auto",
-    **unknown: object,
+    **unknown: Unknown,
 ) -> Float[Tensor, "B H T Dv"]:
     """Multi-head attention on queries, keys and values that are already split into heads.
 

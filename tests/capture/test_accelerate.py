@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.capture import serve
-from headwise.core.kept import Kept
+from headwise.core.call import BoundedCache
 from headwise.kernels import ctypes_api as cpu
 
 B, H, T, D = 2, 4, 23, 8
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no native kernel")
 
 
 @pytest.fixture(autouse=True)
-def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine is faster at does not matter here."""
-    monkeypatch.setattr("headwise.backends.faster", lambda call: True)
-    monkeypatch.setattr("headwise.core.call.KINDS", Kept())  # what was chosen before
+def never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the native kernel also on CPUs without vector units."""
+    monkeypatch.setattr("headwise.backends.slower", lambda call: False)
+    monkeypatch.setattr("headwise.core.call.PREPARED", BoundedCache())  # what was chosen before
     torch.manual_seed(3)
 
 

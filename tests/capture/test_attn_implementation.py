@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.capture.adapters import transformers_implementation as implementation
-from headwise.core.kept import Kept
+from headwise.core.call import BoundedCache
 from headwise.kernels import ctypes_api as cpu
 from hugging_cases import CASES, SIZES, STATISTICS, apart, tokens, transformers, valid_queries
 
@@ -22,10 +22,10 @@ OURS = {"attn_implementation": "headwise"}
 
 
 @pytest.fixture(autouse=True)
-def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine is faster at does not matter here."""
-    monkeypatch.setattr("headwise.backends.faster", lambda call: True)
-    monkeypatch.setattr("headwise.core.call.KINDS", Kept())  # what was chosen before
+def never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the native kernel also on CPUs without vector units."""
+    monkeypatch.setattr("headwise.backends.slower", lambda call: False)
+    monkeypatch.setattr("headwise.core.call.PREPARED", BoundedCache())  # what was chosen before
 
 
 def close(one: Any, other: Any, inputs: dict[str, Any]) -> None:

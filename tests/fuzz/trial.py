@@ -12,8 +12,7 @@ from torch import Tensor
 from headwise.backends.native import Native
 from headwise.core.call import check_scores
 from headwise.kernels import ctypes_api as cpu
-from headwise.kernels.ctypes_api import FIGURES
-from headwise.kernels.speeds import BFLOAT16_ONLY
+from headwise.kernels.ctypes_api import BFLOAT16_ONLY, FIGURES
 
 from .bounds import Bounds
 from .case import Case, Inputs

@@ -23,7 +23,7 @@ import headwise as hw
 from ci import in_ci
 from headwise.backends import Call
 from headwise.backends import native as native_module
-from headwise.backends.eager import Eager
+from headwise.backends.blocked import Eager
 from headwise.backends.native import Figures, Native
 from headwise.backends.native_masks import TABLE_LIMIT, table_bytes, terms_of
 from headwise.backends.sdpa import Sdpa

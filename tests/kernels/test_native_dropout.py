@@ -124,7 +124,7 @@ def test_parts_of_many_keys_drop_the_same_weights(instructions: str) -> None:
 def test_figures_are_those_without_dropout(name: str, instructions: str) -> None:
     call = call_of(name, torch.float32, wide=9)
     # As calls of blocks of queries too: those with dropout never take the way of decoding.
-    call = replace(call, q=call.q[..., :15], k=call.k[..., :15], kind=None)
+    call = replace(call, q=call.q[..., :15], k=call.k[..., :15], prepared=None)
     with cpu.instructions(instructions):
         dropped = Native().observe(call, cpu.FIGURES)
         plain = Native().observe(replace(call, dropout=0.0), cpu.FIGURES)

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ import fresh
 import headwise as hw
 from headwise.backends import Call
 from headwise.backends.native import Native
-from headwise.backends.native_masks import OfTerms, terms_of
+from headwise.backends.native_masks import terms_of
 from headwise.core import reference
-from headwise.core.index import grid
+from headwise.core.index import grid, lookup
+from headwise.core.mask_algebra import Interval, Mask
 from headwise.core.masks import Everything, alibi_slopes
 from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
@@ -522,6 +523,63 @@ def test_ctrl_c_ends_a_long_call(way: str, threads: int, tmp_path: Path) -> None
 
 
 # ── derivatives of derivatives ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class OfTerms(Mask):
+    """The kernel's terms as a mask."""
+
+    terms: Terms
+
+    def positions(self, i: Tensor) -> Tensor:
+        """Where queries stand among the keys."""
+        position = self.terms.position
+        return i + self.terms.offset if position is None else position[i]
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        found = (j >= 0) & (i >= 0)
+        interval = self._range(i, extent)
+        found = found & (j >= interval[0]) & (j < interval[1])
+        if self.terms.allowed is not None:
+            found = found & lookup(self.terms.allowed, i, j, extent)
+        if self.terms.bias is not None:
+            found = found & ~lookup(self.terms.bias, i, j, extent).isneginf()
+        return found
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        bias, slopes = self.terms.bias, self.terms.slopes
+        found = None if bias is None else lookup(bias, i, j, extent)
+        if slopes is not None:
+            away = -slopes.view(1, -1, 1, 1) * (self.positions(i) - j).abs()
+            found = away if found is None else found + away
+        return found
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        if self.terms.allowed is not None or self.terms.bias is not None:
+            return None
+        return self._range(i, extent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in self.terms[:6] if isinstance(x, Tensor))
+
+    @property
+    def biased(self) -> bool:
+        return self.terms.bias is not None or self.terms.slopes is not None
+
+    def _range(self, i: Tensor, extent: Extent) -> Interval:
+        """The keys of each query as flags and ranges have them."""
+        terms, position = self.terms, self.positions(i)
+        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        if terms.causal:
+            high = torch.minimum(high, position + 1)
+        if terms.window:
+            low = torch.maximum(low, position + 1 - terms.window)
+        every_key = torch.zeros_like(i)
+        if terms.low is not None:
+            low = torch.maximum(low, lookup(terms.low[..., None], i, every_key, extent))
+        if terms.high is not None:
+            high = torch.minimum(high, lookup(terms.high[..., None], i, every_key, extent))
+        return low, torch.maximum(low, high)
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.call import Call, check_scores
-from ..kernels import ctypes_api as cpu
-from ..kernels import speeds
-from .base import Backend, Figures, OnePass
-from .blocked import Blocked
-from .eager import Eager
-from .native import Native, faster, measured
+from .base import Backend, Figures
+from .blocked import Blocked, Eager
+from .native import Native, slower
 from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
+OnePass = Native
+"""The backend whose pass over the scores gives statistics of every row, too."""
 
 __all__ = [
     "BACKENDS",
@@ -26,60 +25,57 @@ __all__ = [
     "check_scores",
     "choose",
     "consider",
-    "measured",
 ]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and why it would not serve a call (empty if it would)."""
+    """A backend, and the reasons for which it cannot run a call (empty if it can)."""
 
     name: str
     reasons: tuple[str, ...]
 
 
 def consider(call: Call) -> list[Choice]:
-    """Every backend in order, with its reasons for refusing."""
+    """Return every backend in order, with its reasons for refusing."""
     return [Choice(b.name, tuple(b.refuse(call))) for b in BACKENDS]
 
 
 def choose(call: Call, name: str = "auto", needs_grad: bool | None = None) -> Backend:
-    """The backend of that name, or for `"auto"` the first that accepts the call.
+    """Return the backend of that name, or for `"auto"` the first that accepts the call.
 
     Raises:
         ValueError: an unknown name, or a backend chosen by name that refuses the call.
     """
-    if call.kind is None or type(name) is not str:
+    if call.prepared is None or type(name) is not str:
         return _choose(call, name)
     graph = call.needs_grad if needs_grad is None else needs_grad
-    table = speeds.in_use() or cpu.table()  # it may become another when processes join
-    asked = ("backend", name, graph, call.sinks is None, table)
-    chosen = call.kind.known.get(asked)
+    key = name, graph, call.sinks is not None
+    chosen = call.prepared.backends.get(key)
     if chosen is None:
-        chosen = call.kind.known[asked] = _choose(call, name)
+        chosen = call.prepared.backends[key] = _choose(call, name)
     return chosen
 
 
 def _choose(call: Call, name: str) -> Backend:
     check_name(name)
-    for backend in BACKENDS:
-        if name not in ("auto", backend.name):
-            continue
-        reasons = backend.refuse(call)
-        # No kernel that comes after the native one on a CPU has dropout.
-        anyhow = name != "auto" or backend.name != "native" or call.dropout
-        if not reasons and (anyhow or faster(call)):
-            return backend
-        if name != "auto":
-            raise ValueError(
-                f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
-                f"It never falls back; choose another, or backend='auto'."
-            )
-    raise AssertionError("the blocked backend refuses nothing")
+    if name == "auto":
+        for backend in BACKENDS:
+            # No kernel that comes after the native one on a CPU has dropout.
+            left_out = backend.name == "native" and not call.dropout and slower(call)
+            if not backend.refuse(call) and not left_out:
+                return backend
+    backend = next((b for b in BACKENDS if b.name == name), BACKENDS[-1])
+    if reasons := backend.refuse(call):
+        raise ValueError(
+            f"backend={name!r} cannot serve this call: {'; '.join(reasons)}. "
+            f"It never falls back; choose another, or backend='auto'."
+        )
+    return backend
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a backend that there is not."""
+    """Raise ValueError for an unknown backend."""
     names = ["auto", *(b.name for b in BACKENDS)]
     if name not in names:
         known = ", ".join(map(repr, names))

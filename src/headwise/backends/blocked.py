@@ -1,8 +1,8 @@
-"""Plain torch in blocks of queries: any call in memory that grows with T, never with T×T.
+"""Plain torch: the definition itself on all queries at once, or in blocks of queries.
 
-Each block is the definition itself on a few rows, so this backend means what the definition means;
-keys that no query of the block may see are not touched. Under autograd a block is computed again
-in the backward pass instead of being kept (Chen et al. 2016, gradient checkpointing).
+In blocks, memory grows with T, never with T×T; keys that no query of a block may see are not
+touched. Under autograd a block is computed again in the backward pass instead of being kept (Chen
+et al. 2016, gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..core.mask_algebra import Mask
 from ..core.modes import forward_derivatives, transformed
 from ..core.reference import Definition, rows
 from ..core.shapes import Extent, statistics_dtype
+from ..kernels.torch_ops import gradients_of
 from .base import Backend
 from .tiles import Bounds
 
@@ -52,30 +53,42 @@ def blocks(
 
 
 def block_rows(extent: Extent, scores: int = SCORES_AT_A_TIME) -> int:
-    """Queries to a block."""
+    """Return the number of queries to a block."""
     row = max(1, extent.batch * extent.heads * extent.keys)
     return max(1, min(extent.queries, scores // row))
 
 
+class Eager(Backend):
+    """The definition, with the T×T matrix: any call, slowly."""
+
+    name = "eager"
+
+    def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        return _run_block(call, Block(slice(None), slice(None)))
+
+
 class Blocked(Backend):
-    """Any mask, bias, softcap, dtype and device; memory O(T)."""
+    """The definition in blocks: any mask, bias, softcap, dtype and device; memory O(T)."""
 
     name = "blocked"
 
-    def refuse(self, call: Call) -> list[str]:
-        return []
-
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         cut = blocks(call.mask, call.extent, call.q.device)
-        if not (call.needs_grad or transformed()) or not call.extent.queries:
-            return _without_gradient(call, cut)
-        parts = [computed_again(_run_block, call, block) for block in cut]
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+        if (call.needs_grad or transformed()) and call.extent.queries:
+            outs, lses = zip(*(computed_again(_run_block, call, b) for b in cut), strict=True)
+            return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+        # Into room that is made beforehand: small results left between the passing large ones would
+        # keep the heap from closing up.
+        e = call.extent
+        out = call.v.new_empty(e.batch, e.heads, e.queries, call.v.shape[-1])
+        lse = torch.empty(out.shape[:3], dtype=statistics_dtype(call.q.dtype), device=out.device)
+        for block in cut:
+            out[:, :, block.rows], lse[:, :, block.rows] = _run_block(call, block)
+        return out, lse
 
 
 def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[Tensor, ...]:
-    """`of(*parts)`, which a backward pass computes again instead of keeping what it is made of.
+    """Return `of(*parts)`, which a backward pass computes again instead of keeping its inputs.
 
     Checkpoints hold for plain autograd alone: transforms and forward derivatives keep everything.
     """
@@ -87,35 +100,14 @@ def computed_again(of: Callable[..., tuple[Tensor, ...]], *parts: Any) -> tuple[
 def gradients_again(
     call: Call, grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients in q, k, v and sinks, where needed; ones that can be differentiated where asked.
+    """Return gradients in q, k, v and sinks, where needed; differentiable where grad is enabled.
 
     For backward passes of kernels that cannot do it; `grads` are those of output and LSE.
     """
     again = torch.is_grad_enabled()
     inputs = (call.q, call.k, call.v, call.sinks)
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
     with torch.enable_grad():
-        results = zip(Blocked().run(call), grads, strict=True)
-        came = [(result, grad) for result, grad in results if grad is not None]
-        outs, incoming = zip(*came, strict=True)
-        found = iter(
-            torch.autograd.grad(outs, wanted, incoming, create_graph=again, allow_unused=True)
-        )
-    return tuple(
-        next(found) if need and x is not None else None
-        for x, need in zip(inputs, needed, strict=True)
-    )
-
-
-def _without_gradient(call: Call, cut: Iterator[Block]) -> tuple[Tensor, Tensor]:
-    """Blocks into room that is made beforehand: small results left between the passing large ones
-    would keep the heap from closing up."""
-    e = call.extent
-    out = call.v.new_empty(e.batch, e.heads, e.queries, call.v.shape[-1])
-    lse = torch.empty(out.shape[:3], dtype=statistics_dtype(call.q.dtype), device=out.device)
-    for block in cut:
-        out[:, :, block.rows], lse[:, :, block.rows] = _run_block(call, block)
-    return out, lse
+        return gradients_of(Blocked().run(call), inputs, grads, needed, again)
 
 
 def _run_block(call: Call, block: Block) -> tuple[Tensor, Tensor]:
@@ -124,19 +116,43 @@ def _run_block(call: Call, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def block_definition(call: Call, block: Block, dropout: float = 0.0) -> Definition:
-    """The definition on one block of the call."""
+    """Compute the definition on one block of the call."""
     i, j = grid(call.extent, call.q.device, block.rows, block.keys)
-    return rows(
-        call.q[:, :, block.rows],
-        call.k[:, :, block.keys],
-        call.v[:, :, block.keys],
-        call.mask,
-        call.extent,
-        i,
-        j,
-        scale=call.scale,
-        softcap=call.softcap,
-        dropout=dropout,
-        sinks=call.sinks,
-        seed=call.seed,
-    )
+    q, k, v = call.q[:, :, block.rows], call.k[:, :, block.keys], call.v[:, :, block.keys]
+    options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "dropout": dropout}
+    return rows(q, k, v, call.mask, call.extent, i, j, sinks=call.sinks, seed=call.seed, **options)
+
+
+def figures_again(call: Call, position: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Compute the native kernel's differentiable results by operations of plain PyTorch.
+
+    Output, LSE, entropy, E[j − position] and the masses of the first, previous and own key: the
+    kernel's backward pass cannot be differentiated, and second derivatives are those of these.
+    `position` gives the places of queries among the keys.
+    """
+    cut = blocks(call.mask, call.extent, call.q.device)
+    parts = [checkpoint(_figures, call, b, position, use_reentrant=False) for b in cut]
+    return [torch.cat(figure, dim=2) for figure in zip(*parts, strict=True)]  # type: ignore[misc]
+
+
+def _figures(call: Call, block: Block, position: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    full = block_definition(call, block, call.dropout)
+    p = full.weights
+    alive = full.allowed.any(-1)
+    entering, outcomes = full.logits.masked_fill(~alive[..., None], 0.0), p
+    if full.sink is not None and call.sinks is not None:
+        sinks = call.sinks.to(p.dtype).view(1, -1, 1, 1).expand(*p.shape[:3], 1)
+        entering = torch.cat([entering, sinks], dim=-1)
+        outcomes = torch.cat([p, full.sink[..., None]], dim=-1)
+    # Scores may be of any size, and logarithms of weights are not: apart from the largest score
+    # they are exact, and so are their gradients.
+    top = entering.detach().amax(-1, keepdim=True)
+    log_sum = torch.logsumexp(entering - top, dim=-1)
+    lse = torch.where(alive, top[..., 0] + log_sum, -torch.inf)
+    log_p = (entering - top - log_sum[..., None]).masked_fill(outcomes == 0, 0.0)
+    entropy = -(outcomes * log_p).sum(-1)
+    queries = torch.arange(block.rows.start, block.rows.stop, device=p.device)
+    keys = torch.arange(block.keys.start, block.keys.stop, device=p.device)
+    away = keys - position(queries)[:, None]
+    single = [torch.where(where, p, 0.0).sum(-1) for where in (keys == 0, away == -1, away == 0)]
+    return full.out, lse, entropy, (p * away).sum(-1), *single

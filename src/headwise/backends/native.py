@@ -11,27 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..core.call import Call
-from ..core.dropout import dropped_of
+from ..core.dropout import STEPS, dropped_of
+from ..core.mask_algebra import Mask
 from ..core.masks import Causal, Everything
-from ..core.modes import forward_derivatives, traced, transformed
+from ..core.modes import forward_derivatives, transformed
+from ..core.shapes import Extent
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
 from ..kernels.interface import Problem
-from .base import Figures, OnePass
+from .base import Backend, Figures
+from .blocked import figures_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
-from .recompute import again
 from .sdpa import Sdpa
 from .tiles import whole
 
 
-class Native(OnePass):
+class Native(Backend):
     """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
 
     On CUDA the output of a call without a mask, or with a causal one that is square, is that of
@@ -76,10 +79,10 @@ class Native(OnePass):
     def run(self, call: Call, lse_gradient: bool = False) -> tuple[Tensor, Tensor]:
         if _fused(call):
             return Sdpa().run(call, lse_gradient)
-        out, lse = native_ops.compute(_problem(call, call.v), native_ops.BIT["lse"], again)[:2]
-        assert out is not None
-        assert lse is not None
-        return out, lse
+        found = self.observe(call, ())
+        assert found.out is not None
+        assert found.lse is not None
+        return found.out, found.lse
 
     def output(self, call: Call) -> tuple[Tensor, Tensor | None]:
         if _fused(call):
@@ -88,18 +91,23 @@ class Native(OnePass):
         return self.run(call) if found is None else (found, None)
 
     def observe(self, call: Call, wishes: Iterable[str], gradients: bool = True) -> Figures:
-        """Output, LSE and the wished figures of `cpu.FIGURES`, in one pass."""
+        """Return output, LSE and the figures of `cpu.FIGURES` that `wishes` names, in one pass.
+
+        Without `gradients` the figures have none, and the graph of the output keeps the tensors
+        that `run()` would keep, no more: a checkpoint that is computed again without figures must
+        find the same.
+        """
         if _fused(call):
             wishes = tuple(wishes)
             out, lse = Sdpa().run(call, gradients and not wishes)
             with nullcontext() if gradients else torch.no_grad():
                 given = self.figures(call, wishes) if wishes else Figures(None, lse)
             return replace(given, out=out)
-        return Figures(*native_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
+        return _computed(call, call.v, wishes, gradients)
 
     def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
-        """The same without the output; the values are not read."""
-        return Figures(*native_ops.compute(_problem(call, None), _bits(wishes), again))
+        """Return the same without the output; the values are not read."""
+        return _computed(call, None, wishes)
 
     def received(
         self,
@@ -107,7 +115,7 @@ class Native(OnePass):
         lse: Float[Tensor, "B H T"],
         weight: Float[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B H S"]:
-        """`Σ_i weight_i p_ij`: what each key received, given the LSE. No gradient."""
+        """Return `Σ_i weight_i p_ij` of each key, given the LSE with the sinks. No gradient."""
         found, _ = native_ops.sums(_problem(call, None), lse, weight, True, None)
         assert found is not None
         return found
@@ -121,12 +129,12 @@ class Native(OnePass):
         blocks: int,
         weight: Float[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B H n n"]:
-        """`Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
+        """Return `Σ weight_i p_ij` over the queries and keys of each pair of blocks. No gradient.
 
-        `query_block` and `key_block` say in ascending order which of `blocks` each belongs to.
+        `query_block` and `key_block` give the block of each, in ascending order.
         """
-        asked = (query_block, key_block, blocks)
-        _, found = native_ops.sums(_problem(call, None), lse, weight, False, asked)
+        cut = (query_block, key_block, blocks)
+        _, found = native_ops.sums(_problem(call, None), lse, weight, False, cut)
         assert found is not None
         return found
 
@@ -140,16 +148,15 @@ def _refuse_on_cuda(call: Call) -> Iterator[str]:
 
 
 def _fused(call: Call) -> bool:
-    """Whether PyTorch's fused kernel makes the output: on CUDA, where no mask keeps it from it."""
+    """Return True if PyTorch's fused kernel makes the output: on CUDA, where the mask allows it."""
     if not call.q.is_cuda or call.sinks is not None:
         return False
-    if call.kind is None:
+    if call.prepared is None:
         return _unmasked(call)
-    asked = "fused", call.needs_grad
-    found = call.kind.known.get(asked)
-    if found is None:
-        found = call.kind.known[asked] = _unmasked(call)
-    return found
+    fused, graph = call.prepared.fused, call.needs_grad
+    if graph not in fused:
+        fused[graph] = _unmasked(call)
+    return fused[graph]
 
 
 def _unmasked(call: Call) -> bool:
@@ -160,53 +167,45 @@ def _unmasked(call: Call) -> bool:
     return whole(call.mask, call.extent, call.q.device) is not None
 
 
-def faster(call: Call) -> bool:
-    """Whether the kernel is faster than all others, as measured for the calls most like this one.
+def slower(call: Call) -> bool:
+    """Return True if PyTorch's kernel is known to be faster: for float32 on CPUs without vectors.
 
-    Where nothing was measured, it is taken for faster.
+    There it took 0.63 to 0.96 of the native kernel's time in 6 of 7 calls. With AVX2, AVX-512 or
+    AMX no class of calls was slower on every CPU that was measured.
     """
-    if traced() or call.q.is_cuda:  # a traced choice would be for ever
-        return True
-    return (_speed(call) or 1.0) >= 1.0
-
-
-def measured(call: Call) -> str:
-    """How fast the kernel was in the calls most like this one, by which unit, on what, and when.
-
-    Empty on CUDA, for which there is no table.
-    """
-    if call.q.is_cuda:
-        return ""
-    unit, table, speed = cpu.unit(call.q.dtype), cpu.table(), _speed(call)
-    assert table is not None
-    if speed is None:
-        return f"by {unit}; not measured for {call.q.dtype} on {table.cpu}"
-    return f"by {unit}, measured {speed:.2f} × as fast as the others: {table.cpu}, {table.measured}"
-
-
-def _speed(call: Call) -> float | None:
-    table, dtype = cpu.table(), call.q.dtype
-    sizes = (call.extent.queries, call.extent.keys, call.q.shape[3])
-    return table and table.speed(dtype, call.needs_grad, sizes, cpu.unit(dtype))
+    library = None if call.q.is_cuda else cpu.library()
+    return library is not None and library.best == "plain" and call.q.dtype == torch.float32
 
 
 def _problem(call: Call, v: Tensor | None) -> Problem:
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
-    known = None if call.kind is None else call.kind.known
-    terms = None if known is None else known.get("terms")
+    known, structs = call.prepared, None
+    terms = None if known is None else known.terms
     if terms is None:
         terms = terms_of(call.mask, call.extent, call.q.device)
-        if any(isinstance(x, Tensor) for x in terms):
-            known = None
-        if known is not None:
-            known["terms"] = terms
+        if known is not None and not any(isinstance(x, Tensor) for x in terms):
+            known.terms = terms
+    if known is not None and known.terms is not None:
+        structs = known.structs
     dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
-    return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, known)
+    return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, structs)
 
 
-def _bits(wishes: Iterable[str]) -> int:
+def _computed(
+    call: Call, v: Tensor | None, wishes: Iterable[str], gradients: bool = True
+) -> Figures:
     bits = native_ops.BIT["lse"]
     for wish in wishes:
         bits |= native_ops.BIT[wish]
-    return bits
+    again = partial(_again, call.mask, call.extent)
+    return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients))
+
+
+def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:
+    """Compute what the kernel computes, for a second derivative."""
+    q, k, v, sinks, terms, scale, softcap, dropped, seed, _ = problem
+    rate, values = dropped / STEPS, k if v is None else v
+    call = Call(q, k, values, mask, scale, softcap or None, rate, extent, sinks, seed=seed)
+    position = terms.position
+    return figures_again(call, lambda i: i + terms.offset if position is None else position[i])

@@ -38,7 +38,29 @@ class Sdpa(Backend):
         device = call.q.device.type
         if device not in ("cpu", "cuda"):
             return [f"no fused kernel that returns the LSE on {device}"]
-        reasons = _refuse_anywhere(call)
+        reasons, extent = [], call.extent
+        if call.softcap is not None:
+            reasons.append("softcap is not linear in the scores")
+        if call.q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            reasons.append(f"no fused kernel for {call.q.dtype}")
+        if call.q.dtype == torch.float64 and device == "cuda":
+            reasons.append("no fused CUDA kernel for float64")
+        if 0 in (extent.batch, extent.queries, extent.keys) or call.v.shape[-1] == 0:
+            reasons.append("the kernels do not take empty tensors")
+        if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
+            reasons.append("the kernels give no gradient for a bias")
+        if transformed() or forward_derivatives():
+            reasons.append("the kernels know no torch.func and no forward derivative")
+        # In one piece where only the kernel's own gradient is available.
+        if not readable(call.q) or (device != "cpu" and call.needs_grad):
+            size = 4 * extent.batch * extent.heads * extent.queries * extent.keys
+            if size > BIAS_LIMIT and flag(call.mask, extent, call.q.device) is None:
+                size = 4 * bias_size(call.mask, extent, call.q.device)
+                if size > BIAS_LIMIT:
+                    reasons.append(
+                        f"the mask would need a bias of {size / 2**20:.0f} MiB "
+                        f"(at most {BIAS_LIMIT / 2**20:.0f} MiB)"
+                    )
         if device == "cpu" and call.dropout:
             reasons.append("the CPU kernel has no dropout")
         return reasons
@@ -50,8 +72,8 @@ class Sdpa(Backend):
             sign = -1.0 if call.scale < 0 else 0.0
             call = call.with_(q=call.q * sign, scale=-call.scale or 1.0)
         wide = call.v.shape[-1]
-        q, k, v = _equal_widths(call.q, call.k, call.v)
-        q, k, v = _apart(q), _apart(k), _apart(v)
+        most = max(wide, call.q.shape[-1])
+        q, k, v = (_apart(x, most) for x in (call.q, call.k, call.v))
         if not (q is call.q and k is call.k and v is call.v):
             call = call.with_(q=q, k=k, v=v)
         on_cpu, needs_grad = q.device.type == "cpu", call.needs_grad
@@ -64,8 +86,7 @@ class Sdpa(Backend):
             every = slice(0, call.extent.queries), slice(0, call.extent.keys)
             only = with_bias(call.mask, call.extent, q, *every)
         # Compilers differentiate the kernel itself, where that will do.
-        compiled = traced() and only is not None and not through_lse
-        if own and needs_grad and not compiled:
+        if own and needs_grad and (only is None or through_lse or not traced()):
             out, lse = _Tiled.apply(q, k, v, call.sinks, call)
         else:
             out, lse = _tiled(call) if only is None else _tile(call, only)
@@ -76,54 +97,17 @@ class Sdpa(Backend):
         return (out if out.shape[-1] == wide else out[..., :wide]), lse
 
 
-def _refuse_anywhere(call: Call) -> list[str]:
-    reasons = []
-    extent = call.extent
-    if call.softcap is not None:
-        reasons.append("softcap is not linear in the scores")
-    if call.q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        reasons.append(f"no fused kernel for {call.q.dtype}")
-    if call.q.dtype == torch.float64 and call.q.device.type == "cuda":
-        reasons.append("no fused CUDA kernel for float64")
-    if 0 in (extent.batch, extent.queries, extent.keys) or call.v.shape[-1] == 0:
-        reasons.append("the kernels do not take empty tensors")
-    if any(t.requires_grad for t in call.mask.tensors()) and torch.is_grad_enabled():
-        reasons.append("the kernels give no gradient for a bias")
-    if transformed() or forward_derivatives():
-        reasons.append("the kernels know no torch.func and no forward derivative")
-    # In one piece where nothing but the kernel's own gradient is at hand.
-    if not readable(call.q) or (call.q.device.type != "cpu" and call.needs_grad):
-        size = _bias_bytes(call)
-        if size > BIAS_LIMIT:
-            reasons.append(
-                f"the mask would need a bias of {size / 2**20:.0f} MiB "
-                f"(at most {BIAS_LIMIT / 2**20:.0f} MiB)"
-            )
-    return reasons
-
-
-def _bias_bytes(call: Call) -> int:
-    extent, device = call.extent, call.q.device
-    if extent.batch * extent.heads * extent.queries * extent.keys * 4 <= BIAS_LIMIT:
-        return 0
-    return (
-        0
-        if flag(call.mask, extent, device) is not None
-        else 4 * bias_size(call.mask, extent, device)
-    )
-
-
 # ── tiles ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _only(call: Call) -> Tile | None:
-    """The one tile that is the whole call, if there is such a one."""
-    known = {} if call.kind is None else call.kind.known
-    only = known.get("whole")
+    """Return the one tile that is the whole call, if there is one."""
+    known = call.prepared
+    only = None if known is None else known.tile
     if only is None:
         only = whole(call.mask, call.extent, call.q.device)
-        if only is not None:
-            known["whole"] = only
+        if known is not None:
+            known.tile = only
     if only is not None:
         return only
     for tile in cut(call.mask, call.extent, call.q):
@@ -134,18 +118,22 @@ def _only(call: Call) -> Tile | None:
 
 
 def _tile(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
-    """One tile's output and LSE: dead rows 0 and −inf, and rows of no numbers as they are."""
+    """Return a tile's output and LSE: dead rows 0 and −inf, and rows of no numbers as they are."""
     q, k, v = call.q[:, :, tile.rows], call.k[:, :, tile.keys], call.v[:, :, tile.keys]
     bias, dead = tile.bias, tile.dead
     if bias is not None and dead is not None:
         # A dead row would be 0/0 in some kernels: let it see everything, and blank it afterwards.
         bias = bias.masked_fill(dead[..., None], 0.0)
-    kernel = _cpu if q.device.type == "cpu" else _cuda
-    out, lse = kernel(q, k, v, bias, tile.causal, call)
+    if q.device.type == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.causal, attn_mask=bias, scale=call.scale
+        )
+    else:
+        out, lse = _cuda(q, k, v, bias, tile.causal, call)
     if dead is not None:
         out = torch.where(dead[..., None], 0.0, out)
         lse = torch.where(dead, -torch.inf, lse)
-    if q.device.type == "cpu" and (call.kind is not None or readable(lse)):
+    if q.device.type == "cpu" and (call.prepared is not None or readable(lse)):
         # The CPU kernel gives zeros and an LSE of exactly 0 where a row's scores are no numbers, or
         # all of them below the smallest.
         suspect = lse == 0
@@ -169,7 +157,7 @@ def _anew(call: Call, place: Tile, which: Tensor, out: Tensor, lse: Tensor) -> N
 
 
 def _tiled(call: Call) -> tuple[Tensor, Tensor]:
-    """The tiles of a call of many, merged; rows in none of them get output 0 and LSE −inf."""
+    """Return the tiles of a call merged; rows in none of them get output 0 and LSE −inf."""
     e = call.extent
     # In the memory order that the kernels give, so that merging heads is a view.
     out = call.q.new_zeros(e.batch, e.queries, e.heads, call.v.shape[-1]).transpose(1, 2)
@@ -188,7 +176,7 @@ def _tiled(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from that over each."""
+    """Return attention over two sets of keys, from that over each."""
     lse = torch.logaddexp(one[1], two[1])
     base = torch.where(lse == -torch.inf, 0.0, lse)
     first, second = (
@@ -198,7 +186,7 @@ def _merge(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def _far(lse: Tensor) -> Tensor:
-    """Rows whose LSE is so large that its last place shows in what is made of it.
+    """Return True for rows whose LSE is so large that its last place shows in the weights.
 
     An LSE of 1e8 in float32 is right to 4: nothing is left in it of how many keys there are.
     """
@@ -273,7 +261,7 @@ def _gradient_of_sinks(
 
 
 def _with_gradient(call: Call, lse: Tensor) -> Tensor:
-    """The same LSE with a gradient, from nothing but the gradient of attention's values.
+    """Return the LSE with a gradient, from nothing but the gradient of attention's values.
 
     `∂lse_i/∂q_i = scale · (P K)_i` and `∂lse_i/∂k_j = scale · p_ij q_i`: attention on constant
     scores with the keys as values is linear in them, and its gradient is just this.
@@ -290,41 +278,25 @@ def _with_gradient(call: Call, lse: Tensor) -> Tensor:
 # ── shapes as the kernels take them ─────────────────────────────────────────────────────────────
 
 
-def _equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zero features, which change neither scores nor the outputs that are kept."""
-    wide, narrow = v.shape[-1], q.shape[-1]
-    if wide < narrow:
-        return q, k, F.pad(v, (0, narrow - wide))
-    if wide > narrow:
-        return F.pad(q, (0, wide - narrow)), F.pad(k, (0, wide - narrow)), v
-    return q, k, v
+def _apart(x: Tensor, width: int) -> Tensor:
+    """Return the tensor of that width, its rows side by side or farther apart, copied if need be.
 
-
-def _apart(x: Tensor) -> Tensor:
-    """The tensor with the rows of each head side by side or farther apart, copied if need be.
+    Features of zeros change neither scores nor the outputs that are kept.
 
     Of queries that overlap, the CPU kernel leaves parts of the output as the memory was: its output
     has their strides, and each row is written as if it were dense. Its products refuse keys and
     values whose rows overlap. Batch rows and heads may be one and the same, with a stride of 0.
     """
+    if x.shape[-1] != width:
+        return F.pad(x, (0, width - x.shape[-1]))
     if x.is_contiguous():
         return x
-    width = x.shape[-1]
     strides = zip(x.shape[:3], x.stride()[:3], (True, True, False), strict=True)
     apart = (n == 1 or step >= width or (shared and step == 0) for n, step, shared in strides)
     return x if x.stride(-1) == 1 and all(apart) else x.contiguous()
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, call: Call
-) -> tuple[Tensor, Tensor]:
-    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=call.scale
-    )
-    return out, lse
 
 
 def _cuda(
@@ -349,7 +321,7 @@ def _cuda(
 
 
 def _in_sixteens(x: Tensor) -> Tensor:
-    """The tensor with batch rows, heads and positions that start at multiples of 16 bytes."""
+    """Return the tensor with batch rows, heads and positions at multiples of 16 bytes."""
     steps = zip(x.shape, x.stride(), strict=True)
     whole = all(step * x.element_size() % 16 == 0 for n, step in list(steps)[:3] if n > 1)
     return x if whole and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
@@ -392,7 +364,7 @@ def _cuda_efficient(
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The bias with rows that start at multiples of 16 bytes, as the kernel wants them."""
+    """Return the bias with rows that start at multiples of 16 bytes."""
     keys = bias.shape[3]
     if keys % 8 == 0 and all(step % 8 == 0 for step in bias.stride()[:3]) and bias.stride(3) == 1:
         return bias

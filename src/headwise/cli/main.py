@@ -1,5 +1,5 @@
-"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train`,
-`generate` and `tune`.
+"""The command line: `headwise look`, `timeline`, `check`, `convert`, `ladder`, `train` and
+`generate`.
 
 Exit codes: 0 fine, 1 a fault was found, 2 bad input (one line on standard error says what, where
 and what to do), 130 stopped with Ctrl-C.
@@ -23,7 +23,6 @@ from .look import look
 from .terminal import STOPPED
 from .timeline import timeline
 from .train import train
-from .tune import tune
 
 app = typer.Typer(
     name="headwise",
@@ -33,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (look, ladder, train, generate, timeline, convert, tune):
+for command in (look, ladder, train, generate, timeline, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(check)
 

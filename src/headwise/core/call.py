@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, strided
@@ -17,31 +20,73 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .dropout import draw_seed
-from .forks import keep_forks_going
-from .kept import Kept
 from .mask_algebra import And, Mask
 from .masks import Bias, as_mask
 from .modes import forward_derivatives, readable
 from .numbers import real, said
 from .shapes import Extent, extent_of, not_dense, quote, statistics_dtype
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """Calls that are alike in all but the numbers in their tensors, and how they were understood.
 
-    They are checked once, and whatever else is worked out once for all of them is in `known`.
+class BoundedCache(dict[K, V]):
+    """A dict that begins anew when it is full, so that ever new kinds of calls take no memory.
+
+    >>> cache = BoundedCache(2)
+    >>> for size in (1, 2, 3):
+    ...     cache[size] = size**2
+    >>> cache
+    {3: 9}
+    """
+
+    def __init__(self, limit: int = 1024) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= self.limit:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+@dataclass(eq=False)
+class PreparedCall:
+    """Calls that differ only in the numbers in their tensors: checked once, prepared once.
+
+    Backends, kernels and statistics keep here what holds for all of them.
     """
 
     extent: Extent
     mask: Mask
     scale: float
     softcap: float | None
-    known: Kept[object, Any] = field(default_factory=Kept)
+    backends: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
+    """The `Backend`, by the name given, whether a graph is kept, and whether there are sinks."""
+    terms: Any = None
+    """The mask as the native kernel's `Terms`, where they hold no tensor."""
+    structs: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
+    """Structs of the native CPU kernel to copy, by the strides of q, k and v."""
+    fused: dict[bool, bool] = field(default_factory=dict)
+    """Whether PyTorch's kernel makes the output of `Native` on CUDA, by whether a graph is kept."""
+    tile: Any = None
+    """The one `Tile` of calls that PyTorch's kernels take without a bias."""
+    statistics: dict[torch.dtype, PreparedCall] = field(default_factory=dict)
+    """The call without its values, in a dtype that statistics are read in."""
+    plans: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
+    """Plans of `observe()`."""
+    tensors: BoundedCache[Hashable, Tensor] = field(default_factory=BoundedCache)
+    """Small tensors that depend on the sizes and the mask alone."""
 
 
-KINDS: Kept[tuple[object, ...], Kind] = Kept()
-"""The kinds of calls that were met."""
+PREPARED: BoundedCache[tuple[object, ...], PreparedCall] = BoundedCache()
+"""Calls that came before, by their signature."""
+
+Observer = Callable[["Call", Tensor], Tensor]
+"""Receives a call and its output `[B, H, T, Dv]`, and returns the output to use in its place."""
+
+observers: list[Observer] = []
+"""At most one: the watch that is active. Code that is being compiled calls none."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
@@ -57,12 +102,10 @@ def _signature(
     dropout: float,
     first_query: int | None,
 ) -> tuple[object, ...] | None:
-    """All that the checks of a call look at; `None` where they look at numbers or odd tensors, and
-    where somebody follows the call: a compiler, a trace, a mode, a transform, a forward derivative.
+    """Return all that the checks of a call look at; `None` where they look at numbers or odd
+    tensors, and under a compiler, a trace, a mode, a transform or a forward derivative.
     """
-    if is_compiling() or _are_functorch_transforms_active():
-        return None
-    if _len_torch_dispatch_stack() > 0:
+    if is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
         return None
     if _get_tracing_state() is not None or forward_ad._current_level >= 0:
         return None
@@ -76,19 +119,8 @@ def _signature(
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.free):
         return None
-    numbers = (mask, scale, softcap, dropout, first_query)
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        *numbers,
-    )
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return (q.shape, k.shape, v.shape, *kinds, mask, scale, softcap, dropout, first_query)
 
 
 @dataclass(eq=False)
@@ -107,7 +139,7 @@ class Call:
     dropout: float
     extent: Extent
     sinks: Tensor | None = None
-    kind: Kind | None = None
+    prepared: PreparedCall | None = None
     """`None` where what is right for this call need not be so for the next one like it."""
     seed: Tensor | None = None
     """Of its dropout; `None` until it is drawn."""
@@ -127,41 +159,39 @@ class Call:
         first_query: int | None = None,
         function: str = "attend",
     ) -> Call:
-        """Check the parts of a call against each other.
-
-        Raises:
-            ValueError: one clear line for shapes, masks or numbers that do not fit.
-        """
+        """Check the parts of a call; raise ValueError for those that do not fit."""
         signature = _signature(q, k, v, mask, scale, softcap, dropout, first_query)
-        kind = None if signature is None else KINDS.get(signature)
-        if kind is not None:
-            extent, mask, factor, softcap = kind.extent, kind.mask, kind.scale, kind.softcap
+        known = None if signature is None else PREPARED.get(signature)
+        if known is not None:
+            extent, mask, factor, softcap = known.extent, known.mask, known.scale, known.softcap
         else:
             if not is_compiling():
                 keep_forks_going()
             extent = extent_of(q, k, v, function, first_query)
             mask = as_mask(mask)
             mask.check(extent)
-            fault = fault_of_numbers(scale, softcap, dropout, q.dtype) or _fault_of_mask(mask, q)
-            if fault is not None:
+            fault = fault_of_numbers(scale, softcap, dropout, q.dtype)
+            if not (fault or q.is_meta) and any(x.is_meta for x in mask.tensors()):
+                fault = f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
+            if fault:
                 raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
             softcap = None if softcap is None else float(softcap)
             if signature is not None:
-                kind = KINDS[signature] = Kind(extent, mask, factor, softcap)
+                known = PREPARED[signature] = PreparedCall(extent, mask, factor, softcap)
         if sinks is not None and (fault := _fault_of_sinks(sinks, q)):
             raise ValueError(f"{quote(q, k, v, function)}: {fault}.")
-        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, kind)
+        return cls(q, k, v, mask, factor, softcap, float(dropout), extent, sinks, known)
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy or a pickle takes along: numbers, of no graph, and not what is known here."""
+        """Return what a copy or a pickle takes along: numbers, without graph and preparation."""
         tensors = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return vars(self) | tensors | {"mask": _detached(self.mask), "kind": None}
+        return vars(self) | tensors | {"mask": _detached(self.mask), "prepared": None}
 
     @property
     def needs_grad(self) -> bool:
-        """Whether autograd will come back for any part of the call, or derivatives go along."""
-        if self.kind is None and forward_derivatives():
+        """True if autograd will come back for any part of the call, or derivatives go along."""
+        if self.prepared is None and forward_derivatives():
             return True
         if not torch.is_grad_enabled():
             return False
@@ -172,20 +202,16 @@ class Call:
         return not self.mask.free and any(x.requires_grad for x in self.mask.tensors())
 
     def drawn(self) -> Call:
-        """The same call with a seed of its own for its dropout.
-
-        The seed is one draw from the default generator of PyTorch for its device: `manual_seed`
-        and the random state that checkpoints keep say what is dropped.
-        """
+        """Return the call with a dropout seed, one draw from PyTorch's generator for its device."""
         return replace(self, seed=draw_seed(self.q.device))
 
     def with_(self, **changes: object) -> Call:
-        """The same call with other parts."""
-        return replace(self, **{"kind": None} | changes)  # type: ignore[arg-type]
+        """Return the call with other parts."""
+        return replace(self, **{"prepared": None} | changes)  # type: ignore[arg-type]
 
 
 def _detached(mask: Mask) -> Mask:
-    """The mask without the graphs of its tensors; one of somebody's own class as it is."""
+    """Return the mask without the graphs of its tensors; one of a user's own class as it is."""
     if not any(x.requires_grad for x in mask.tensors()):
         return mask
     if isinstance(mask, And):
@@ -193,10 +219,22 @@ def _detached(mask: Mask) -> Mask:
     return Bias(mask.values.detach()) if isinstance(mask, Bias) else mask
 
 
+@cache
+def keep_forks_going() -> None:
+    """Make processes that are forked from now on compute on one thread.
+
+    A fork has none of the threads of PyTorch's pool, and its first call would wait for them for
+    ever. PyTorch's `DataLoader` does the same for its own workers; `os.fork` and
+    `multiprocessing.Process` do not.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
 def fault_of_numbers(
     scale: object, softcap: object, dropout: object, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with a call's numbers, in words.
+    """Return what is wrong with a call's numbers, in words.
 
     They are used in the dtype of statistics: what is beyond its range, or so small that it is 0
     there, would be another number to one backend than to the next.
@@ -219,15 +257,8 @@ def fault_of_numbers(
     return None
 
 
-def _fault_of_mask(mask: Mask, q: Tensor) -> str | None:
-    """What keeps a mask's tensors from being read beside q, in words."""
-    if not q.is_meta and any(x.is_meta for x in mask.tensors()):
-        return f"q is on {q.device}, and the mask holds a tensor without numbers, on meta"
-    return None
-
-
 def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
-    """What is wrong with a call's sinks, in words."""
+    """Return what is wrong with a call's sinks, in words."""
     want = f"one logit per query head, a floating-point tensor [{q.shape[1]}] on {q.device}"
     if not isinstance(sinks, Tensor):
         return f"sinks is a {type(sinks).__name__} and must be {want}"
@@ -239,16 +270,12 @@ def _fault_of_sinks(sinks: object, q: Tensor) -> str | None:
     if sinks.device.type == "cpu" and readable(sinks):  # elsewhere the call would have to wait
         logits = sinks.detach().to(statistics_dtype(q.dtype))
         if not bool((logits < torch.inf).all()):
+            head = int((~(logits < torch.inf)).nonzero()[0])
             return (
-                f"sinks holds {_first_not_under_infinity(logits)}; a sink is a finite logit of "
+                f"sinks holds {float(logits[head])} for head {head}; a sink is a finite logit of "
                 f"{logits.dtype}, or -inf for none"
             )
     return None
-
-
-def _first_not_under_infinity(logits: Tensor) -> str:
-    head = int((~(logits < torch.inf)).nonzero()[0])
-    return f"{float(logits[head])} for head {head}"
 
 
 def check_scores(
@@ -261,7 +288,7 @@ def check_scores(
     queries, or of these, tells; elsewhere than on the CPU the call would have to wait for it.
     """
     lse = lse.detach()
-    if lse.device.type != "cpu" or (call.kind is None and not readable(lse)):
+    if lse.device.type != "cpu" or (call.prepared is None and not readable(lse)):
         return
     if math.isfinite(float(lse.sum())):
         return
@@ -286,7 +313,7 @@ def check_scores(
 
 
 def _may_attend(call: Call, queries: Tensor) -> Tensor:
-    """Which of these queries may attend to some key, `[B or 1, H or 1, n]`."""
+    """Return True for those of these queries that may attend to some key, `[B or 1, H or 1, n]`."""
     mask, extent = call.mask, call.extent
     step = max(1, (1 << 22) // max(1, extent.batch * extent.heads * extent.keys))
     j = torch.arange(extent.keys, device=queries.device)[None]
@@ -301,7 +328,7 @@ def _may_attend(call: Call, queries: Tensor) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE with one more outcome that has no value, from those over the keys alone.
+    """Return output and LSE with one more outcome that has no value, from those of the keys.
 
     `lse' = log(exp(lse) + exp(sink))` and `out' = out · exp(lse − lse')`; dead rows stay dead.
     """

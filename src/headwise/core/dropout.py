@@ -1,8 +1,8 @@
 """Dropout of attention weights as a function of a seed and of indices, the same on every backend.
 
-A call draws one number from PyTorch's default generator. Whether a weight is dropped is then a
-matter of that seed, its batch row, head, query and key alone, so that blocks of any size and
-backward passes agree without keeping a mask; `kernels/cpp/dropout.hpp` computes the same bits.
+A call draws one seed from PyTorch's default generator. Seed, batch row, head, query and key alone
+decide whether a weight is dropped, so that blocks of any size and backward passes agree without
+keeping a mask; `kernels/cpp/dropout.hpp` computes the same bits.
 
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -63,7 +63,7 @@ def dropped_weights(
     i: Int[Tensor, "t 1"],
     j: Int[Tensor, "1 s"],
 ) -> Bool[Tensor, "B H t s"]:
-    """Tell which weights of consecutive queries and keys are dropped.
+    """Return True for the weights of consecutive queries and keys that are dropped.
 
     A draw of 128 bits is for 2 queries and 4 keys: of its words, an even query has the second and
     the fourth, an odd one the first and the third, for two keys each, of which the even one has the

@@ -18,21 +18,21 @@ def grid(
     rows: slice | None = None,
     keys: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Index tensors `[t, 1]` and `[1, s]` of a block of the matrix (the whole one by default)."""
+    """Return index tensors `[t, 1]`, `[1, s]` of a block of the matrix, of all by default."""
     i = torch.arange(*_ends(rows, extent.queries), device=device)
     j = torch.arange(*_ends(keys, extent.keys), device=device)
     return i[:, None], j[None, :]
 
 
 def _ends(block: slice | None, size: int) -> tuple[int, int]:
-    """Where a block begins and ends; PyTorch before 2.12 compiles no `slice.indices()`."""
+    """Return a block's ends; PyTorch before 2.12 compiles no `slice.indices()`."""
     if block is None:
         return 0, size
     return block.start or 0, size if block.stop is None else min(block.stop, size)
 
 
 def take(ids: Tensor, index: Tensor) -> Tensor:
-    """`ids[b, index]` for ids `[B or 1, S]` and an index of up to four axes, as `[B, 1, t, s]`."""
+    """Return `ids[b, index]`, for ids `[B or 1, S]` and up to four axes, as `[B, 1, t, s]`."""
     if index.dim() < 3:
         return ids[:, index].unsqueeze(1)
     rows = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
@@ -40,7 +40,7 @@ def take(ids: Tensor, index: Tensor) -> Tensor:
 
 
 def lookup(table: Tensor, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-    """`table[…, i, j]` of a tensor that broadcasts to `[B, H, T, S]`."""
+    """Return `table[…, i, j]` of a tensor that broadcasts to `[B, H, T, S]`."""
     table = table.to(i.device)
     table = table[(None,) * (4 - table.dim())]
     b, h, t, s = table.shape

@@ -1,8 +1,9 @@
-"""How masks combine: what every mask answers, `&`, `|`, and some rows of a larger call."""
+"""The mask protocol, `&` and `|` of masks, and some rows of a larger call."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +18,17 @@ Interval = tuple[Tensor, Tensor]
 
 
 class Mask(Brief):
-    """What every mask answers. Subclasses are frozen dataclasses.
+    """A mask: what it allows and adds to the scores. Subclasses are frozen dataclasses.
 
     Index tensors `i` (queries, 0 … T−1) and `j` (keys, 0 … S−1) broadcast against each other and
     have at most four axes `[B, H, t, s]`; answers broadcast to the same.
     """
 
     free = False
-    """Whether the mask holds no tensors: equal ones are then the same mask, whenever."""
+    """True for masks that hold no tensors: equal ones are then the same mask, whenever."""
 
     from_first_key = False
-    """Whether each range of `interval` begins at key 0: a union of such is a range, too."""
+    """True if each range of `interval` begins at key 0: a union of such is a range, too."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -41,22 +42,19 @@ class Mask(Brief):
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        """May query i attend to key j? `None` where every pair may."""
+        """Return True where query i may attend to key j; `None` where every pair may."""
         return None
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        """What is added to the score of (i, j); `None` for nothing.
-
-        In the dtype that it was given in; what is a sum of several is so in float32 at least.
-        """
+        """Return what is added to the score of (i, j), in the dtype given; `None` for nothing."""
         return None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        """Each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
+        """Return each query's keys as `[low, high)`, to be broadcast to `[B, 1, t, 1]`."""
         return None
 
     def key_ranges(self, extent: Extent, device: torch.device) -> Interval | None:
-        """Each query's keys as `[low, high)`, each edge `[B or 1, 1, T]`, and `low <= high`.
+        """Return each query's keys as `[low, high)`: edges `[B or 1, 1, T]`, 0 ≤ low ≤ high ≤ S.
 
         `None` where they are not one range a query. A bias may forbid keys inside of it.
         """
@@ -65,22 +63,23 @@ class Mask(Brief):
             return None
         every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
         low, high, _ = torch.broadcast_tensors(*found, every_row)
-        return low[..., 0], high.maximum(low)[..., 0]
+        low, high = (edge[..., 0].clamp(0, extent.keys) for edge in (low, high))
+        return low, high.maximum(low)
 
     def looks_ahead(self, extent: Extent) -> bool:
-        """Whether a query may attend to a key beyond its own position, as far as sizes tell."""
+        """Return True if a query may attend to a key beyond its own position, by sizes alone."""
         return extent.queries > 1 or extent.offset + 1 < extent.keys
 
     def check(self, extent: Extent) -> None:
         """Raise ValueError where the mask does not fit the call's sizes."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that the mask holds."""
-        return ()
+        """Return the tensors that the mask holds."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
 
     @property
     def biased(self) -> bool:
-        """Whether the mask adds anything to the scores."""
+        """True if the mask adds anything to the scores."""
         return False
 
     def dense(
@@ -91,7 +90,7 @@ class Mask(Brief):
         keys: int = 1,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H T S"]:
-        """The whole matrix of "may attend".
+        """Return the whole matrix of "may attend".
 
         >>> from headwise.core.masks import Causal
         >>> Causal().dense(queries=2, keys=3)[0, 0].int().tolist()
@@ -123,13 +122,6 @@ def _parts(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, kind) else (mask,)
 
 
-def _all_free(parts: tuple[Mask, ...]) -> bool:
-    for part in parts:  # noqa: SIM110 (torch.compile follows no generator here)
-        if not part.free:
-            return False
-    return True
-
-
 def _must_be_mask(sign: str, left: object, right: object) -> None:
     if isinstance(right, Mask):
         return
@@ -141,36 +133,20 @@ def _must_be_mask(sign: str, left: object, right: object) -> None:
     raise ValueError(f"{left!r} {sign} {type(right).__name__}: {hint}.")
 
 
-@dataclass(frozen=True)
-class And(Mask):
-    """What all parts allow, with the sum of their biases; written `a & b`."""
+def _reduced(
+    operation: Callable[[Tensor, Tensor], Tensor], answers: list[Tensor | None]
+) -> Tensor | None:
+    found = [answer for answer in answers if answer is not None]
+    return functools.reduce(operation, found) if found else None
 
+
+@dataclass(frozen=True)
+class _Combined(Mask):
     parts: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "free", _all_free(self.parts))
-
-    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        answers = [part.allowed(i, j, extent) for part in self.parts]
-        found = [answer for answer in answers if answer is not None]
-        return functools.reduce(torch.logical_and, found) if found else None
-
-    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
-        answers = [part.bias(i, j, extent) for part in self.parts]
-        found = [answer for answer in answers if answer is not None]
-        return functools.reduce(added, found) if found else None
-
-    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        found = [p.interval(i, extent) for p in self.parts]
-        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
-        for part in found:
-            if part is None:
-                return None
-            low, high = torch.maximum(low, part[0]), torch.minimum(high, part[1])
-        return low, torch.maximum(low, high)
-
-    def looks_ahead(self, extent: Extent) -> bool:
-        return all(part.looks_ahead(extent) for part in self.parts)
+        # A list, as torch.compile follows no generator here.
+        object.__setattr__(self, "free", all([part.free for part in self.parts]))
 
     def check(self, extent: Extent) -> None:
         for part in self.parts:
@@ -178,6 +154,28 @@ class And(Mask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for p in self.parts for t in p.tensors())
+
+
+@dataclass(frozen=True)
+class And(_Combined):
+    """What all parts allow, with the sum of their biases; written `a & b`."""
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return _reduced(torch.logical_and, [p.allowed(i, j, extent) for p in self.parts])
+
+    def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
+        return _reduced(added, [p.bias(i, j, extent) for p in self.parts])
+
+    def interval(self, i: Tensor, extent: Extent) -> Interval | None:
+        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        for part in self.parts:
+            if (found := part.interval(i, extent)) is None:
+                return None
+            low, high = torch.maximum(low, found[0]), torch.minimum(high, found[1])
+        return low, torch.maximum(low, high)
+
+    def looks_ahead(self, extent: Extent) -> bool:
+        return all(part.looks_ahead(extent) for part in self.parts)
 
     @property
     def from_first_key(self) -> bool:  # type: ignore[override]
@@ -189,21 +187,15 @@ class And(Mask):
 
 
 @dataclass(frozen=True)
-class Or(Mask):
+class Or(_Combined):
     """What any part allows; written `a | b`. Masks that add to the scores cannot be parts."""
 
-    parts: tuple[Mask, ...]
-
     from_first_key = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "free", _all_free(self.parts))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         result = None
         for part in self.parts:
-            more = part.allowed(i, j, extent)
-            if more is None:
+            if (more := part.allowed(i, j, extent)) is None:
                 return None
             result = more if result is None else result | more
         return result
@@ -212,28 +204,19 @@ class Or(Mask):
         # Ranges that all start at key 0 (causal, prefix, right padding) have a range as union.
         highs = []
         for part in self.parts:
-            found = part.interval(i, extent)
-            if found is None or not part.from_first_key:
+            found = part.interval(i, extent) if part.from_first_key else None
+            if found is None:
                 return None
             highs.append(found[1])
-        high = highs[0]
-        for more in highs[1:]:
-            high = torch.maximum(high, more)
+        high = functools.reduce(torch.maximum, highs)
         return torch.zeros_like(high), high
 
     def looks_ahead(self, extent: Extent) -> bool:
         return any(part.looks_ahead(extent) for part in self.parts)
 
-    def check(self, extent: Extent) -> None:
-        for part in self.parts:
-            part.check(extent)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for p in self.parts for t in p.tensors())
-
 
 def added(one: Tensor, two: Tensor) -> Tensor:
-    """Two biases added up, in float32 at least; a sum of two numbers forbids no key."""
+    """Add two biases, in float32 at least; a sum of two numbers forbids no key."""
     dtype = torch.promote_types(torch.promote_types(one.dtype, two.dtype), torch.float32)
     one, two = one.to(dtype), two.to(dtype)
     total, largest = one + two, torch.finfo(dtype).max

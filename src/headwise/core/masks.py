@@ -2,8 +2,8 @@
 
 `True` means "may attend". `&` keeps what both sides allow (and adds their biases), `|` what either
 allows. Query `i` stands at key position `i + S − T`, so one mask serves training, prefill, chunked
-prefill and one-token decode. A mask is asked in three ways, none of which builds the T×T matrix.
-`allowed` is what it means; `interval` is a shortcut that must say exactly the same:
+prefill and one-token decode. `allowed` is a mask's meaning; `interval` is a shortcut that must give
+exactly the same:
 
 * `allowed(i, j)` and `bias(i, j)` at any broadcastable index tensors (a grid or single pairs);
 * `interval(i)`: the keys of each query as one range `[low, high)`, where they are one;
@@ -22,16 +22,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .index import lookup, take
-from .mask_algebra import (
-    Interval,
-    Mask,
-)
+from .mask_algebra import Interval, Mask
+from .modes import readable
 from .numbers import said, whole
 from .shapes import Extent
 
 
 def as_mask(mask: object) -> Mask:
-    """`None` is everything; anything else must be a mask."""
+    """Return the mask, or `Everything()` for `None`; raise ValueError for anything else."""
     if mask is None:
         return Everything()
     if isinstance(mask, Mask):
@@ -112,13 +110,8 @@ class Window(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        size = whole(self.size)
-        if size is None or size < 1:
-            raise ValueError(
-                f"Window({said(self.size)}): a window is a whole number of keys, "
-                f"at least the query's own key."
-            )
-        object.__setattr__(self, "size", size)
+        rule = "a window is a whole number of keys, at least the query's own key"
+        object.__setattr__(self, "size", _count(self, self.size, 1, rule))
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         behind = i + extent.offset - j
@@ -159,25 +152,19 @@ class Padding(Mask):
             )
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
-        length = self._length(i, extent)
+        length = _of_batch(self.lengths, i, extent)
         return j < length if self.side == "right" else j >= extent.keys - length
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        length = self._length(i, extent)
+        length = _of_batch(self.lengths, i, extent)
         zero = torch.zeros_like(length)
         if self.side == "right":
             return zero, length
         return extent.keys - length, zero + extent.keys
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.lengths,)
-
     @property
     def from_first_key(self) -> bool:  # type: ignore[override]
         return self.side == "right"
-
-    def _length(self, i: Tensor, extent: Extent) -> Tensor:
-        return _of_batch(self.lengths, i, extent)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,8 +196,21 @@ class Documents(Mask):
         ids = self.ids.to(i.device)[(None,) * (2 - self.ids.dim())]
         return take(ids, i + extent.offset) == take(ids, j)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.ids,)
+    def runs(self, i: Tensor, extent: Extent) -> Interval | None:
+        """Return each query's document as `interval` would, where all are single runs of keys."""
+        if not readable(self.ids):  # the answer depends on the numbers in it
+            return None
+        ids = self.ids.to(i.device, torch.long)  # `searchsorted` takes no booleans
+        ids = ids[(None,) * (2 - ids.dim())].contiguous()
+        change = ids[:, 1:] != ids[:, :-1]
+        if not bool((ids[:, 1:] >= ids[:, :-1]).all()):  # number the runs as they come
+            ordered = ids.sort(dim=1).values
+            if not torch.equal(change.sum(1), (ordered[:, 1:] != ordered[:, :-1]).sum(1)):
+                return None
+            ids = torch.nn.functional.pad(change, (1, 0)).cumsum(1)
+        position = i + extent.offset
+        low, high = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+        return take(low, position), take(high, position)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -229,13 +229,10 @@ class Prefix(Mask):
         if isinstance(self.size, Tensor):
             _must_be_whole_numbers("Prefix", self.size)
             return
-        size = whole(self.size)
-        if size is None or size < 0:
-            raise ValueError(
-                f"Prefix({said(self.size)}): a prefix is a whole number of keys, 0 or more, "
-                f"or a tensor with one for each batch row."
-            )
-        object.__setattr__(self, "size", size)
+        rule = (
+            "a prefix is a whole number of keys, 0 or more, or a tensor with one for each batch row"
+        )
+        object.__setattr__(self, "size", _count(self, self.size, 0, rule))
 
     def check(self, extent: Extent) -> None:
         if isinstance(self.size, Tensor) and (
@@ -253,15 +250,25 @@ class Prefix(Mask):
         high = self._size(i, extent)
         return torch.zeros_like(high), high
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.size,) if isinstance(self.size, Tensor) else ()
-
     def _size(self, i: Tensor, extent: Extent) -> Tensor:
         return _of_batch(torch.as_tensor(self.size, device=i.device), i, extent)
 
 
+class _Table(Mask):
+    """A tensor that broadcasts to `[B, H, T, S]`."""
+
+    def check(self, extent: Extent) -> None:
+        (table,), want = self.tensors(), (extent.batch, extent.heads, extent.queries, extent.keys)
+        shape = (1,) * (4 - table.dim()) + tuple(table.shape)
+        if table.dim() > 4 or any(a not in (1, b) for a, b in zip(shape, want, strict=True)):
+            raise ValueError(
+                f"{type(self).__name__}({list(table.shape)}) in a call with {extent}: "
+                f"it must broadcast to [B, H, T, S] = {list(want)}."
+            )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(Mask):
+class Dense(_Table):
     """A boolean tensor that broadcasts to `[B, H, T, S]`; True means "may attend".
 
     Raises:
@@ -278,18 +285,12 @@ class Dense(Mask):
                 f"'may attend'; a float tensor that is added to the scores is a Bias."
             )
 
-    def check(self, extent: Extent) -> None:
-        _must_broadcast("Dense", self.mask, extent)
-
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return lookup(self.mask, i, j, extent)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.mask,)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bias(Mask):
+class Bias(_Table):
     """A float tensor that broadcasts to `[B, H, T, S]` and is added to the scores.
 
     It is added after scale and softcap; `−inf` means "may not attend".
@@ -305,17 +306,11 @@ class Bias(Mask):
                 f"added to the scores; a boolean tensor, True for 'may attend', is a Dense."
             )
 
-    def check(self, extent: Extent) -> None:
-        _must_broadcast("Bias", self.values, extent)
-
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return ~torch.isneginf(lookup(self.values.detach(), i, j, extent))
 
     def bias(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         return lookup(self.values, i, j, extent)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values,)
 
     @property
     def biased(self) -> bool:
@@ -363,8 +358,14 @@ def alibi_slopes(
 
 
 def _of_batch(counts: Tensor, i: Tensor, extent: Extent) -> Tensor:
-    """Numbers of keys `[B]` of a call, in 64 bits as its indices are, `[B, 1, 1, 1]`."""
+    """Return numbers of keys `[B]` of a call, in 64 bits as its indices are, `[B, 1, 1, 1]`."""
     return counts.to(i.device, torch.long).clamp(0, extent.keys).view(-1, 1, 1, 1)
+
+
+def _count(mask: Mask, value: object, least: int, rule: str) -> int:
+    if (number := whole(value)) is None or number < least:
+        raise ValueError(f"{type(mask).__name__}({said(value)}): {rule}.")
+    return number
 
 
 def _must_be_tensor(name: str, value: object) -> None:
@@ -382,7 +383,7 @@ def _must_be_tensor(name: str, value: object) -> None:
 
 
 def is_causal_bias(value: object) -> bool:
-    """Say whether that is PyTorch's `CausalBias`, whose numbers are memory as it was."""
+    """Return True for PyTorch's `CausalBias`, whose numbers are memory as it was."""
     module = sys.modules.get("torch.nn.attention.bias")  # nobody has one before it is imported
     return module is not None and isinstance(value, module.CausalBias)
 
@@ -395,14 +396,4 @@ def _must_be_whole_numbers(name: str, value: object, or_bool: bool = False) -> N
         raise ValueError(
             f"{name}({value.dtype} {list(value.shape)}): give whole numbers, such as a tensor of "
             f"torch.long."
-        )
-
-
-def _must_broadcast(name: str, table: Tensor, extent: Extent) -> None:
-    want = (extent.batch, extent.heads, extent.queries, extent.keys)
-    shape = (1,) * (4 - table.dim()) + tuple(table.shape)
-    if table.dim() > 4 or any(a not in (1, b) for a, b in zip(shape, want, strict=True)):
-        raise ValueError(
-            f"{name}({list(table.shape)}) in a call with {extent}: "
-            f"it must broadcast to [B, H, T, S] = {list(want)}."
         )

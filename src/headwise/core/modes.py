@@ -30,7 +30,7 @@ def traced() -> bool:
 
 
 def no_graph() -> AbstractContextManager[object]:
-    """Spare the graph of what is computed of detached tensors.
+    """Build no graph of what is computed of detached tensors.
 
     A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
     """
@@ -40,12 +40,12 @@ def no_graph() -> AbstractContextManager[object]:
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` is at work: its tensors hold no memory of their own."""
+    """Return True under a transform of `torch.func`: its tensors hold no memory of their own."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Whether `torch.func.vmap` maps over one of these tensors, at whatever depth."""
+    """Return True if `torch.func.vmap` maps over one of these tensors, at whatever depth."""
     if not transformed():
         return False
     for x in tensors:
@@ -57,14 +57,12 @@ def batched(*tensors: Tensor | None) -> bool:
 
 
 def forward_derivatives() -> bool:
-    """Whether derivatives are carried forward: `torch.func.jvp`, `forward_ad.dual_level`."""
+    """Return True if derivatives are carried forward: `torch.func.jvp`, `dual_level`."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the numbers in a tensor can be asked for: it has some, and nobody traces the call."""
-    if traced() or transformed():
-        return False
-    if x.is_meta or isinstance(x, FakeTensor):
+    """Return True if a tensor's numbers can be read: it has some, and the call is not traced."""
+    if traced() or transformed() or x.is_meta or isinstance(x, FakeTensor):
         return False
     return not torch._is_functional_tensor(x)  # pyright: ignore[reportPrivateImportUsage]

@@ -16,7 +16,7 @@ LONGEST = 1 << 62
 
 
 def whole(value: object) -> int | None:
-    """A whole number, `LONGEST` at most; `None` for what is none: True, 2.0, "2", a tensor.
+    """Return a whole number, `LONGEST` at most; `None` for others: True, 2.0, "2", a tensor.
 
     >>> whole(3), whole(2**70) == LONGEST, whole(True), whole(2.0)
     (3, True, None, None)
@@ -30,7 +30,7 @@ def whole(value: object) -> int | None:
 
 
 def whole_numbers(given: object) -> list[int] | None:
-    """The whole numbers in a list, a range, a tensor or an array; `None` for what is none of these.
+    """Return the whole numbers in a list, a range, a tensor or an array; `None` for others.
 
     >>> whole_numbers(range(2)), whole_numbers(torch.tensor([3])), whole_numbers([0.5])
     ([0, 1], [3], None)
@@ -43,7 +43,7 @@ def whole_numbers(given: object) -> list[int] | None:
 
 
 def fault_of_flags(**flags: object) -> str | None:
-    """What is wrong with flags, in words.
+    """Return what is wrong with flags, in words.
 
     >>> fault_of_flags(running=True, padding="no")
     "padding must be True or False and is 'no'"
@@ -65,9 +65,9 @@ def check_whole(of: object, name: str, least: int = -LONGEST) -> None:
 
 
 def real(value: object) -> float | None:
-    """A number as a float, infinite where none can hold it; `None` for what is no number.
+    """Return a number as a float, infinite where none can hold it; `None` for others.
 
-    That is True, "2", 1j, a tensor of several or with a gradient.
+    Those are True, "2", 1j, a tensor of several or with a gradient.
 
     >>> real(2), real(10**400), real("2"), real(False)
     (2.0, inf, None, None)
@@ -87,11 +87,7 @@ def real(value: object) -> float | None:
 
 
 def fault_of_eps(eps: object) -> str | None:
-    """Return what is wrong with the eps of the norms of q and k, in words.
-
-    >>> fault_of_eps(1e-6), fault_of_eps("small")
-    (None, "qk_norm_eps must be a finite number of at least 0, got 'small'")
-    """
+    """Return what is wrong with the eps of the norms of q and k, in words."""
     found = real(eps)
     if found is not None and 0.0 <= found < math.inf:
         return None
@@ -99,12 +95,10 @@ def fault_of_eps(eps: object) -> str | None:
 
 
 def said(value: object) -> str:
-    """What a caller gave, in one short line."""
+    """Return a value as one short line."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"{value.dtype} {list(value.shape)}"
-    if (
-        isinstance(value, int) and value.bit_length() > 128
-    ):  # Python refuses to write very long ones
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write long ones
         return f"a whole number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"a {type(value).__name__}"

@@ -56,22 +56,11 @@ def attention(
     sinks: Float[Tensor, " H"] | None = None,
     seed: Tensor | None = None,
 ) -> Definition:
-    """Attention with nothing hidden and nothing saved.
+    """Compute attention with nothing hidden and nothing saved.
 
-    Args:
-        q: queries `[B, H, T, D]`; query head `h` reads key/value head `h // (H // G)`.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, Dv]`, of any width.
-        mask: a mask of headwise; `None` lets every query see every key.
-        scale: factor of the scores, `D**-0.5` by default.
-        softcap: `c` makes scores `c · tanh(score / c)`.
-        dropout: probability with which a weight is dropped, after the softmax.
-        sinks: one more logit for each head `[H]`, of an outcome that has no key and no value. It
-            takes its share of every row that may attend to a key; other rows stay dead.
-        seed: int64 `[]`, which says what dropout drops; drawn by default.
-
-    Returns:
-        The output in q's dtype, everything else in float32 (float64 for float64).
+    Arguments are those of `headwise.attend()`; `seed`, int64 `[]`, says what dropout drops and is
+    drawn by default. A sink takes its share of every row that may attend to a key; other rows stay
+    dead. The output is in q's dtype, everything else in float32 (float64 for float64).
 
     Raises:
         ValueError: where shapes or the mask do not fit.
@@ -107,13 +96,15 @@ def rows(
     sinks: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> Definition:
-    """The definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` that q, k and v hold.
+    """Compute the definition for the queries `i` `[t, 1]` and keys `j` `[1, s]` in q, k and v.
 
     With all of them it is attention itself; in blocks of rows it needs less memory at a time. Where
     there is dropout, they are consecutive and there is a seed.
     """
     dtype = statistics_dtype(q.dtype)
-    logits, allowed = logits_of(q, k, mask, extent, i, j, scale=scale, softcap=softcap)
+    keys = k.to(dtype).repeat_interleave(extent.group, dim=1)
+    scores = (q.to(dtype) @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits, allowed = finish_scores(scores, mask, extent, i, j, softcap=softcap)
     alive = allowed.any(-1, keepdim=True)
     # A row without keys has no softmax: give it a harmless one, then take it away again, so that
     # neither its value nor its gradient is ever 0/0.
@@ -137,28 +128,13 @@ def rows(
     return Definition(out, weights, logits, lse, allowed, extent, q, k, sink)
 
 
-def logits_of(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    extent: Extent,
-    i: Tensor,
-    j: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The scores that enter the softmax, −inf where not allowed; and where they are allowed."""
-    dtype = statistics_dtype(q.dtype)
-    keys = k.to(dtype).repeat_interleave(extent.group, dim=1)
-    scores = (q.to(dtype) @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return finish_scores(scores, mask, extent, i, j, softcap=softcap)
-
-
 def finish_scores(
     scores: Tensor, mask: Mask, extent: Extent, i: Tensor, j: Tensor, *, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Softcap, bias and mask, in this order, on scaled scores at the pairs (i, j)."""
+    """Apply softcap, bias and mask, in this order, to scaled scores at the pairs (i, j).
+
+    Returns the scores that enter the softmax, −inf where not allowed; and where they are allowed.
+    """
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     bias = mask.bias(i, j, extent)

@@ -50,7 +50,7 @@ class Extent:
 
 
 def quote(q: Tensor, k: Tensor, v: Tensor, function: str = "attend") -> str:
-    """The call as its caller would recognise it, for error messages."""
+    """Return the call with its shapes, for error messages."""
     return f"{function}(q {_shape(q)}, k {_shape(k)}, v {_shape(v)})"
 
 
@@ -63,11 +63,7 @@ def _shape(x: object) -> str:
 def extent_of(
     q: Tensor, k: Tensor, v: Tensor, function: str = "attend", first_query: int | None = None
 ) -> Extent:
-    """Check that q, k and v fit together and name their sizes.
-
-    Raises:
-        ValueError: quoting the call, the rule that broke and what to do.
-    """
+    """Return the sizes of q, k and v; raise ValueError where they do not fit together."""
     if fault := _misfit(q, k, v):
         raise ValueError(f"{quote(q, k, v, function)}: {fault}")
     first = None if first_query is None else whole(first_query)
@@ -80,7 +76,7 @@ def extent_of(
 
 
 def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """What keeps q, k and v from being one call, in words."""
+    """Return what keeps q, k and v from being one call, in words."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if fault := _fault_of(x):
             return f"{name} {fault}."
@@ -106,7 +102,7 @@ def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _fault_of(x: object) -> str | None:
-    """What keeps something from being queries, keys or values, in words."""
+    """Return what keeps something from being queries, keys or values, in words."""
     if fault := not_dense(x):
         return fault
     assert isinstance(x, Tensor)
@@ -123,7 +119,7 @@ def _fault_of(x: object) -> str | None:
 
 
 def not_dense(x: object) -> str | None:
-    """What keeps something from being a tensor with its numbers side by side, in words."""
+    """Return what keeps something from being a dense tensor, in words."""
     if not isinstance(x, Tensor):
         return f"is a {type(x).__name__} and must be a torch.Tensor"
     if x.is_nested:
@@ -138,15 +134,12 @@ def not_dense(x: object) -> str | None:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are computed in float32 at least, and in float64 for float64."""
+    """Return the dtype of statistics: float32 at least, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_given(device: torch.device) -> AbstractContextManager[object]:
-    """Computing in the dtypes that are given, also where autocast would lower those of products.
-
-    Autocast has chosen q's dtype already; the statistics promise float32 at least.
-    """
+    """Compute in the dtypes given, also where autocast would lower those of products."""
     kind = device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -7,7 +7,6 @@ of PyTorch. One whose struct has another size or version than `interface.py` say
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from . import __path__ as places
-from . import speeds
 from .interface import (
     DTYPES,
     FIGURES,
@@ -50,12 +48,14 @@ __all__ = [
     "instructions",
     "library",
     "sums",
-    "table",
     "unit",
     "why_not",
 ]
 
 CPU = torch.device("cpu")
+
+BFLOAT16_ONLY = frozenset({"amx", "avx512bf16", "neonbf16"})
+"""Units with code of their own for bfloat16 alone; all else is the next unit's after them."""
 
 # The tests hand out poisoned memory here.
 empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
@@ -72,7 +72,7 @@ class Library:
     sets: tuple[str, ...]
     here: tuple[bool, ...]
     best: str
-    """The set that calls use where none was measured; it need not be the richest."""
+    """The set that calls use: the richest that is known to be fast, as dispatch.cpp says."""
 
     @cached_property
     def usable(self) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ _forced = -1
 
 @contextmanager
 def instructions(name: str) -> Iterator[None]:
-    """Compute with this instruction set in place of the fastest one.
+    """Compute with this instruction set in place of the best one.
 
     Raises:
         ValueError: the library was not built for it, or the machine does not have it.
@@ -170,33 +170,15 @@ def instructions(name: str) -> Iterator[None]:
         _forced = before
 
 
-def table() -> speeds.Table | None:
-    """The measurements that the choice of units rests on; `None` where there is no library."""
-    return None if isinstance(_found, str) else speeds.table(_found.usable, _found.best)
-
-
 def unit(dtype: torch.dtype) -> str:
-    """The instruction set whose code computes calls of a dtype here.
+    """Return the instruction set whose code computes calls of a dtype here.
 
     Raises:
         RuntimeError: there is no library.
     """
     loaded = _loaded()
-    number = _number(DTYPES[dtype])
-    return speeds.units_for(speeds.name_of(dtype), loaded.sets[number:])[0]
-
-
-def _number(dtype: int) -> int:
-    """The place of a dtype's instruction set among those that the library was built for."""
-    return _forced if _forced >= 0 else _fastest(table(), dtype)
-
-
-@functools.cache
-def _fastest(measured: speeds.Table | None, dtype: int) -> int:
-    loaded = _loaded()
-    assert measured is not None
-    kind = next(x for x, number in DTYPES.items() if number == dtype)
-    return loaded.sets.index(measured.unit(kind, loaded.usable, loaded.best))
+    sets = loaded.sets[_forced if _forced >= 0 else loaded.sets.index(loaded.best) :]
+    return next(x for x in sets if dtype == torch.bfloat16 or x not in BFLOAT16_ONLY)
 
 
 def _loaded() -> Library:
@@ -222,7 +204,7 @@ _NO_MEMORY, _NO_NUMBER, _OVERFLOW = 1, 8, 16
 def _run(function: str, call: CCall) -> int:
     """Run the call; a signal's exception, such as KeyboardInterrupt, is raised from within."""
     loaded = _loaded()
-    code = getattr(loaded.handle, function)(ctypes.byref(call), _number(call.dtype))
+    code = getattr(loaded.handle, function)(ctypes.byref(call), _forced)
     if code == _NO_MEMORY:
         raise MemoryError(f"the native kernel found no memory for {_describe(call)}")
     if code & ~(_NO_NUMBER | _OVERFLOW):
@@ -392,7 +374,7 @@ def _start_alike(problem: Problem) -> CCall:
     if images is None or problem.sinks is not None:
         return _start(problem)
     values = None if v is None else (v.shape, v.stride())
-    place = ("struct", q.stride(), k.stride(), values)
+    place = q.stride(), k.stride(), values
     image = images.get(place)
     at = q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()
     if image is None or 0 in at or q.is_neg() or k.is_neg() or (v is not None and v.is_neg()):

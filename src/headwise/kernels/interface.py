@@ -172,8 +172,8 @@ class Terms(NamedTuple):
     window: int = 0
 
 
-Images = MutableMapping[Any, Any]
-"""Structs to copy, by what they are copied for; the mapping may hold other things, too."""
+Images = MutableMapping[Any, CCall]
+"""Structs to copy, by the strides of q, k and v."""
 
 
 class Problem(NamedTuple):

@@ -28,7 +28,7 @@ DIFFERENTIABLE = tuple(name for name in FIGURES if name != "max")
 
 
 Again = Callable[[Problem], list[Tensor]]
-"""What computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
+"""Computes the output and the figures that are `DIFFERENTIABLE` by differentiable steps."""
 
 
 def compute(
@@ -179,17 +179,32 @@ def _gradient_with_graph(
     assert q is not None
     assert k is not None
     outputs = again(Problem(q, k, v, sinks, *problem[4:9]))
-    pairs = [(x, g) for x, g in zip(outputs, incoming, strict=True) if g is not None]
-    wanted = [x for x, need in zip(own, needed, strict=True) if x is not None and need]
-    found = torch.autograd.grad(
-        [x for x, _ in pairs],
-        wanted,
-        [g for _, g in pairs],
-        create_graph=True,
-        allow_unused=True,
+    return list(gradients_of(outputs, own, incoming, needed, create_graph=True))
+
+
+def gradients_of(
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    create_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return `torch.autograd.grad` for those inputs that need it, `None` in place of the others."""
+    pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
+    found = iter(
+        torch.autograd.grad(
+            [x for x, _ in pairs],
+            wanted,
+            [grad for _, grad in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
     )
-    each = iter(found)
-    return [next(each) if x is not None and y else None for x, y in zip(own, needed, strict=True)]
+    return tuple(
+        next(found) if need and x is not None else None
+        for x, need in zip(inputs, needed, strict=True)
+    )
 
 
 def _gradient_by_operator(

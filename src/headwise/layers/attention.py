@@ -14,7 +14,7 @@ from ..core.call import fault_of_numbers
 from ..core.mask_algebra import Mask
 from ..core.numbers import fault_of_eps, fault_of_flags, said, whole
 from ..core.shapes import not_dense
-from ..core.unknown import refuse_unknown
+from ..core.unknown import Unknown, refuse_unknown
 from .kv_cache import KVCache
 from .rope import RoPE
 
@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: object,
+        **unknown: Unknown,
     ) -> None:
         if unknown:
             init = MultiHeadAttention.__init__
@@ -231,7 +231,7 @@ class MultiHeadAttention(nn.Module):
         *more: object,
         mask: Mask | None = None,
         cache: KVCache | None = None,
-        **unknown: object,
+        **unknown: Unknown,
     ) -> Float[Tensor, "B T O"]:
         """Attends from every row of x to x itself, or to `context`.
 
@@ -453,7 +453,7 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(parts)
 
 
-def _refuse(more: tuple[object, ...], unknown: dict[str, object]) -> NoReturn:
+def _refuse(more: tuple[object, ...], unknown: dict[str, Unknown]) -> NoReturn:
     """Raise TypeError for arguments of a call of the layer that it has not."""
     if more:
         hint = "masks and caches are given by name: mask=…, cache=…"
@@ -466,7 +466,6 @@ def _refuse(more: tuple[object, ...], unknown: dict[str, object]) -> NoReturn:
         )
     call = "MultiHeadAttention.forward(x"
     refuse_unknown(call, MultiHeadAttention.forward, unknown, _IN_CALLS)
-    raise AssertionError("an argument was unknown")
 
 
 def _check_sizes(

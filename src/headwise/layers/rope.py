@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.kept import Kept
+from ..core.call import BoundedCache
 from ..core.modes import traced
 from ..core.numbers import fault_of_flags, real, said, whole
 from ..core.shapes import not_dense
@@ -102,7 +102,9 @@ class RoPE:
             )
         if self.kind == "yarn" and self.base <= 1:
             raise ValueError(f"{call}: yarn divides by log(base); base must be above 1")
-        self._tables: Kept[tuple[object, ...], tuple[Tensor, Tensor]] = Kept(_TABLES)
+        self._tables: BoundedCache[tuple[object, ...], tuple[Tensor, Tensor]] = BoundedCache(
+            _TABLES
+        )
 
     @classmethod
     def from_config(cls, config: Any, interleaved: bool = False) -> "RoPE":
@@ -282,7 +284,7 @@ class RoPE:
 
     def __getstate__(self) -> dict[str, Any]:
         # Tables are cheaper computed than copied.
-        return {**self.__dict__, "_tables": Kept(_TABLES)}
+        return {**self.__dict__, "_tables": BoundedCache(_TABLES)}
 
     def __repr__(self) -> str:
         parts = [str(self.dim), f"base={self.base}"]

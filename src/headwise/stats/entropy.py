@@ -91,7 +91,7 @@ class _Entropy(Need):
         seen, lse = work.keys_seen
         call, sinks = work.view.call, work.view.sinks
         entropy = identities.entropy(lse, call.q, seen[..., : call.q.shape[-1]], call.scale)
-        if not near(lse, call.kind is not None):
+        if not near(lse, call.prepared is not None):
             return None
         if not bool((entropy.isfinite() | (lse == -torch.inf)).all()):
             return None

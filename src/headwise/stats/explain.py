@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from jaxtyping import Float
 from torch import Tensor
 
-from ..backends import Call, Choice, choose, consider, measured
+from ..backends import Call, Choice, choose, consider
 from ..core.mask_algebra import Mask
-from ..core.unknown import refuse_unknown
+from ..core.unknown import Unknown, refuse_unknown
+from ..kernels import ctypes_api as cpu
 from .observe import planned
 from .plan import VIA
 from .run import Work
@@ -23,16 +24,15 @@ from .view import View
 class Explanation:
     """Who would serve a call, and why the others would not; how statistics would be read.
 
-    `measured` says what was measured of the native kernel in calls like this one, and on which CPU;
-    `"auto"` takes it only where it was the fastest. `statistics` says by name by which road each
-    comes: `"identity: one more call"`, `"a pass over the scores"`, …, and where there is a choice,
-    why.
+    `unit` is the instruction set by which the native kernel would compute the call on a CPU.
+    `statistics` has the route of each metric by name: `"identity: one more call"`, `"a pass over
+    the scores"`, …, and where there is a choice, why.
     """
 
     chosen: str
     choices: tuple[Choice, ...]
     statistics: dict[str, str] = field(default_factory=dict)
-    measured: str = ""
+    unit: str = ""
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.chosen} serves it; print() says why>"
@@ -41,8 +41,8 @@ class Explanation:
         lines = []
         for choice in self.choices:
             verdict = "; ".join(choice.reasons) or "can serve this call"
-            if choice.name == "native" and self.measured:
-                verdict += f", {self.measured}"
+            if choice.name == "native" and self.unit:
+                verdict += f" by {self.unit}"
             arrow = "→" if choice.name == self.chosen else " "
             lines.append(f"{arrow} {choice.name:8} {verdict}")
         wide = max((len(name) for name in self.statistics), default=0)
@@ -67,7 +67,7 @@ def explain(
     output: bool = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: object,
+    **unknown: Unknown,
 ) -> Explanation:
     """Every backend with its reasons for refusing the call, and the one that is taken.
 
@@ -121,4 +121,5 @@ def explain(
                 route = routes[need.via]
             said[name] = str(need.shown(route, work))
     native = next(choice for choice in choices if choice.name == "native")
-    return Explanation(chosen.name, choices, said, "" if native.reasons else measured(call))
+    unit = "" if native.reasons or q.is_cuda else cpu.unit(q.dtype)
+    return Explanation(chosen.name, choices, said, unit)

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, OnePass, choose
-from ..core.heard import observers
+from ..core.call import observers
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
 from ..core.shapes import as_given, quote
-from ..core.unknown import refuse_unknown
+from ..core.unknown import Unknown, refuse_unknown
 from .lse import LSE
 from .plan import Need, Plan, Setting, plan
 from .record import Record
@@ -44,7 +44,7 @@ def observe(
     output: bool | Float[Tensor, "B H T Dv"] = True,
     gradients: bool = True,
     projection: Float[Tensor, "O HDv"] | None = None,
-    **unknown: object,
+    **unknown: Unknown,
 ) -> Seen:
     """`attend()`, and exact statistics of every head, without the T×T matrix.
 
@@ -98,7 +98,7 @@ def observe(
         first_query=first_query,
         function="observe",
     )
-    if call.kind is None and batched(q, k, v, sinks, *call.mask.tensors()):
+    if call.prepared is None and batched(q, k, v, sinks, *call.mask.tensors()):
         raise ValueError(
             f"{quote(q, k, v, 'observe')} runs inside torch.func.vmap, and statistics are read of "
             f"a whole batch at once; observe outside of it, the calls side by side as batch rows."
@@ -207,7 +207,7 @@ class _Changed:
 def _changes(call: Call) -> tuple[int, ...]:
     """Return how often each tensor of a call was changed in place; −1 where nobody counts."""
     tensors = [call.q, call.k, call.sinks]
-    if call.kind is None:  # else its mask holds none
+    if call.prepared is None:  # else its mask holds none
         tensors += call.mask.tensors()
     return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
 
@@ -218,14 +218,14 @@ def planned(work: Work, statistics: Statistics, function: str) -> Plan:
     Raises:
         ValueError: what was given for a statistic is none.
     """
-    view, kind = work.view, work.view.asked.kind
-    if kind is None or not statistics.free:
+    view, prepared = work.view, work.view.asked.prepared
+    if prepared is None or not statistics.free:
         return _plan(work, statistics, function)
     some = None if view.rows is None else len(view.rows)
     about = (work.chosen, work.output, view.gradients, some, view.asked.sinks is None)
-    known = kind.known.get((statistics, *about))
+    known = prepared.plans.get((statistics, *about))
     if known is None:
-        known = kind.known[statistics, *about] = _plan(work, statistics, function)
+        known = prepared.plans[statistics, *about] = _plan(work, statistics, function)
     return known
 
 

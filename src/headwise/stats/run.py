@@ -236,7 +236,7 @@ class Work:
         if self.plan.together:
             columns = self.position_columns.expand(view.extent.batch, view.extent.kv_heads, -1, -1)
             values = torch.cat([values, pad(columns, (0, 6))], dim=-1)
-        return self.call(call.with_(k=keys, v=values, kind=call.kind))
+        return self.call(call.with_(k=keys, v=values, prepared=call.prepared))
 
     @property
     def position_columns(self) -> Float[Tensor, "1 1 S 2"]:

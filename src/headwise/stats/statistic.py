@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..core.kept import Kept
+from ..core.call import BoundedCache
 from ..core.reference import Definition
 from .lazy import Lazy
 from .plan import Need
@@ -113,7 +113,7 @@ class Statistics:
         return all(isinstance(one, Statistic) and one.free for one in self.each)
 
 
-_KNOWN: Kept[tuple[Statistic, ...], Statistics] = Kept()
+_KNOWN: BoundedCache[tuple[Statistic, ...], Statistics] = BoundedCache()
 """Those that were requested before."""
 
 

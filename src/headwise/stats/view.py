@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..backends.blocked import blocks
-from ..core.call import Call, Kind
+from ..core.call import Call, PreparedCall
 from ..core.index import grid
 from ..core.mask_algebra import Mask, Rows
 from ..core.shapes import Extent
@@ -35,7 +35,7 @@ class View:
         drawn: Float[Tensor, " n"] | None = None,
     ) -> None:
         self.asked, self.rows, self.gradients, self.drawn = asked, rows, gradients, drawn
-        self.kind, self.has_sinks = asked.kind, asked.sinks is not None
+        self.prepared, self.has_sinks = asked.prepared, asked.sinks is not None
         self.whole = asked.extent
         self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
@@ -68,7 +68,7 @@ class View:
 
         No statistic reads the values; keys stand in for them where a kernel wants some.
         """
-        return self._in(self.dtype, "statistics")
+        return self._in(self.dtype)
 
     @Lazy
     def constant(self) -> Call:
@@ -82,7 +82,7 @@ class View:
         On CUDA that is in its own dtype: scores are in float32 all the same, and made faster.
         """
         own = self.device.type == "cuda"
-        call = self._in(self.asked.q.dtype, "statistics of a kernel") if own else self.call
+        call = self._in(self.asked.q.dtype) if own else self.call
         return call.with_(sinks=self.sinks) if self.has_sinks else call
 
     @Lazy
@@ -92,7 +92,7 @@ class View:
         found = {name: None if x is None else x.detach() for name, x in parts.items()}
         return self.scored.with_(**found)
 
-    def _in(self, dtype: torch.dtype, known: str) -> Call:
+    def _in(self, dtype: torch.dtype) -> Call:
         asked = self.asked
         q, k = asked.q, asked.k
         if not self.gradients:
@@ -100,13 +100,13 @@ class View:
         if self.rows is not None:
             q = q[:, :, self.rows]
         q, k = q.to(dtype), k.to(dtype)
-        kind = None
-        if asked.kind is not None and self.rows is None:
-            kind = asked.kind.known.get(known)
-            if kind is None:
-                kind = Kind(self.extent, self.mask, asked.scale, asked.softcap)
-                asked.kind.known[known] = kind
-        return Call(q, k, k, self.mask, asked.scale, asked.softcap, 0.0, self.extent, kind=kind)
+        known, prepared, (scale, softcap) = asked.prepared, None, (asked.scale, asked.softcap)
+        if known is not None and self.rows is None:
+            prepared = known.statistics.get(dtype)
+            if prepared is None:
+                prepared = PreparedCall(self.extent, self.mask, scale, softcap)
+                known.statistics[dtype] = prepared
+        return Call(q, k, k, self.mask, scale, softcap, 0.0, self.extent, prepared=prepared)
 
     @property
     def sinks(self) -> Tensor | None:
@@ -160,14 +160,14 @@ class View:
         found = self._once.get(about)
         if found is not None:
             return found
-        kind = self.kind if free and self.mask.free else None
-        found = None if kind is None else kind.known.get(about)
+        known = self.prepared if free and self.mask.free else None
+        found = None if known is None else known.tensors.get(about)
         if found is None:
-            with torch.inference_mode(False) if kind else nullcontext():  # graphs keep it
+            with torch.inference_mode(False) if known else nullcontext():  # graphs keep it
                 found = make()
-            if kind is not None and found.numel() <= 1 << 12:
-                kind.known[about] = found
-        if kind is not None:
+            if known is not None and found.numel() <= 1 << 12:
+                known.tensors[about] = found
+        if known is not None:
             found = found.clone()  # the caller's own
         self._once[about] = found
         return found
@@ -181,7 +181,7 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_SIZES = "rows gradients drawn kind has_sinks whole extent device dtype _once".split()
+_SIZES = "rows gradients drawn prepared has_sinks whole extent device dtype _once".split()
 """What a view knows of a call without its tensors, beside its mask."""
 
 

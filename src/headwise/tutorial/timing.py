@@ -27,8 +27,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels.speeds import processor
-
 Work = Callable[[], Any]
 Clock = Callable[[], float]
 
@@ -208,6 +206,16 @@ def python_peak_bytes(work: Work) -> int:
         tracemalloc.stop()
 
 
+def _processor() -> str:
+    """Return the CPU's model as Linux names it, or as Python does elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """Where and with what this runs."""
     versions = {}
@@ -217,7 +225,7 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "cpu": processor()[1],
+        "cpu": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...attend import attend
-from ...core import heard
-from ...core.call import Call
+from ...core.call import Call, observers
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
 from ...stats.observe import observe
@@ -135,8 +134,8 @@ def own_calls(net: Net) -> AbstractContextManager[None]:
 
 
 def _listen() -> Callable[[], None]:
-    heard.observers.append(_tell)
-    return lambda: heard.observers.remove(_tell)
+    observers.append(_tell)
+    return lambda: observers.remove(_tell)
 
 
 _CALLS = Replaced(_listen)

@@ -76,8 +76,8 @@ bool runs_here(const char *name) {
 }
 
 // Whether a unit is known to be fast where it runs: vdpbf16ps multiplies twice as fast as float32 on AMD's CPUs, and
-// slower than it on Intel's (0.55 to 0.66 of its speed), whose tiles are what is fast there. Nobody has measured
-// ARM's pairs and long vectors yet: only a table that has, as `headwise tune` writes one, chooses them.
+// slower than it on Intel's (0.55 to 0.66 of its speed), whose tiles are what is fast there. ARM's pairs and long
+// vectors have not been measured yet, and are used only where they are named.
 bool fast_here(const char *name) {
 #if defined(__x86_64__)
   if (!std::strcmp(name, "avx512bf16")) return __builtin_cpu_is("amd");
