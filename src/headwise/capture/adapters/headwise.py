@@ -4,12 +4,12 @@ call them in modules of their own."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attend import attend
 from ...core import heard
@@ -74,7 +74,7 @@ class _Observer:
         if self.before is not None:
             made = _untold(self.before, layer, q, k, v, keywords)
         for net in self.nets:
-            if not net.open:
+            if not net.hears(layer):
                 continue
             call = OwnCall(
                 net.names.name_of(layer) or "",
@@ -90,7 +90,7 @@ class _Observer:
                 first_head=layer.first_head,
             )
             call.layer = layer
-            new = net.tell(call)
+            new = net.tell(call, module=layer)
             made = call.out if new is None else new
         return made if isinstance(made, Tensor) else made()
 
@@ -105,10 +105,10 @@ _LOCK = threading.Lock()
 
 
 @contextmanager
-def own_layers(net: Net) -> Iterator[None]:
-    """Hear of the calls of the model's `MultiHeadAttention` layers, with others that hear of them,
-    who may end before or after."""
-    layers = [m for m in net.names.model.modules() if isinstance(m, MultiHeadAttention)]
+def own_layers(net: Net, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hear of the calls of the `MultiHeadAttention` layers among a model's modules, with others
+    that hear of them, who may end before or after."""
+    layers = [one for one in modules if isinstance(one, MultiHeadAttention)]
     with _LOCK:
         for layer in layers:
             if not isinstance(layer.observer, _Observer):

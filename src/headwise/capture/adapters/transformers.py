@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ..call import HeadsCall
 from ..known import forget
-from ..modules import Forward
 from ..net import Net, silence
 from ..patches import Replaced
 from .transformers_arguments import Function, Given, Meaning
@@ -189,8 +188,7 @@ def _tell(
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
-        among = None if net.in_full else Forward(given.module)
-        new = net.tell(call, among=among, by_interface=True)
+        new = net.tell(call, module=None if name is None else given.module)
         out = call.out if new is None else new
     if result is None:
         return out.transpose(1, 2).contiguous(), None
