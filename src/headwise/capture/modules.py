@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from .._text import and_more
 from ..core.numbers import whole
 from .parts import Waiting
-from .private_torch import in_backward, outside_graphs
+from .private_torch import outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..stats.results import Reading
+from ..stats.results import Reading, Sums
 
 Array = npt.NDArray[np.float64]
 Heads = Mapping[str, int]
@@ -23,18 +24,87 @@ FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
 deviations from their mean, and the square of what sampling adds to the sum's standard error."""
 
 
-def kept_of(reading: Reading) -> Tensor | None:
-    """What is kept of a call's reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64.
+TOGETHER = 1 << 19
+"""The most numbers of a metric that wait, or are copied, to be summed up with those of others."""
 
-    `None` of a reading that is not one number for each query or batch row, such as a map.
+
+def kept_of_each(readings: Sequence[Reading]) -> Tensor | None:
+    """Return what is kept of readings of one metric, their heads side by side, on the host.
+
+    That is `[4, N]` of means and `[1, N]` of maxima, in float64; `None` of readings that are not
+    one number for each query or batch row, such as maps. Readings of the same sizes are summed up
+    at once, as if their heads were those of one call.
     """
+    alike: dict[object, list[int]] = {}
+    for place, reading in enumerate(readings):
+        if not _recordable(reading):
+            return None
+        alike.setdefault(_form(reading), []).append(place)
+    columns: dict[int, Tensor] = {}
+    for places in alike.values():
+        some = [readings[place] for place in places]
+        kept = _kept_of(_side_by_side(some)).cpu()
+        if len(alike) == 1:
+            return kept
+        parts = kept.split([one.values.shape[1] for one in some], 1)
+        columns |= dict(zip(places, parts, strict=True))
+    return torch.cat([columns[place] for place in range(len(readings))], 1)
+
+
+def _recordable(reading: Reading) -> bool:
+    """Return True for a reading of one number for each query, or for each batch row."""
+    axes = 2 if reading.rows is None else 3
+    one_number = not reading.per_key and reading.over is None and reading.values.dim() == axes
+    return reading.largest or one_number
+
+
+def _form(reading: Reading) -> object:
+    """Return what must be equal in readings that are summed up together."""
+    x, parts = reading.values, (reading.rows, reading.error, reading.weights, reading.whole)
+    if x.numel() > TOGETHER:
+        return object()
+    return (len(x), x.shape[2:], x.dtype, x.device, reading.largest, *(p is None for p in parts))
+
+
+def _side_by_side(readings: Sequence[Reading]) -> Reading:
+    """Return the heads of several readings of one form as those of a single one."""
+    first = readings[0]
+    if len(readings) == 1:
+        return first
+    if first.whole is not None:
+        whole = [one.whole for one in readings if one.whole is not None]
+        sums = Sums(
+            *(torch.cat([getattr(one, name) for one in whole], -1) for name in ("total", "count")),
+            among=None,
+            squares=torch.cat([one.squares for one in whole]),
+            largest=first.whole.largest,
+        )
+        return replace(first, whole=sums, error=None)
+    values = torch.cat([one.values for one in readings], 1)
+    sizes = [one.values.shape for one in readings]
+    rows, weights, error = (
+        [x for x in parts if x is not None]
+        for parts in zip(*((one.rows, one.weights, one.error) for one in readings), strict=True)
+    )
+    return Reading(
+        values,
+        torch.cat([x.expand(size) for x, size in zip(rows, sizes, strict=True)], 1)
+        if rows
+        else None,
+        largest=first.largest,
+        error=torch.cat(error) if error else None,
+        weights=torch.cat([x.expand(size[1], -1) for x, size in zip(weights, sizes, strict=True)])
+        if weights
+        else None,
+    )
+
+
+def _kept_of(reading: Reading) -> Tensor:
+    """Return what is kept of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
     values = reading.values.detach()
     if reading.largest:
         empty = values.new_full((1, values.shape[1]), -math.inf)
         return torch.cat([values, empty]).amax(0)[None].double()
-    axes = 2 if reading.rows is None else 3
-    if reading.per_key or reading.over is not None or values.dim() != axes:
-        return None
     sums = reading.sums
     count = sums.count.sum(0)
     error = torch.zeros_like(count) if reading.error is None else (count * reading.error).square()
@@ -74,12 +144,12 @@ class Figures:
         """Whether some queries only were looked at; a maximum is then a lower bound."""
         return self.queries < self.of_queries
 
-    @property
+    @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """The heads of which there is a figure `[N]`."""
         return self.data[0] != (-math.inf if self.kind == MAXIMUM else 0)
 
-    @property
+    @cached_property
     def values(self) -> Array:
         """Each head's mean or maximum `[N]`; NaN where there is none, inf where not finite."""
         present, found = self.present, self.data[0]
@@ -100,6 +170,8 @@ class Figures:
     def wide(self, heads: int) -> Figures:
         """The same where the layers that came later are counted too: of them there is none."""
         missing = heads - self.data.shape[1]
+        if not missing:
+            return self
         empty = -math.inf if self.kind == MAXIMUM else 0.0
         data = np.pad(self.data, ((0, 0), (0, missing)), constant_values=empty)
         return Figures(self.kind, data, self.queries, self.of_queries)
@@ -121,10 +193,14 @@ class Figures:
 
 def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: Sequence[int]) -> Figures:
     """What layers gave by name, as one; layers of `heads` that gave nothing have no figure."""
-    kind = MAXIMUM if len(next(iter(parts.values()))) == 1 else MEAN
-    empty = -math.inf if kind == MAXIMUM else 0.0
+    rows = len(next(iter(parts.values())))
     columns = [
-        parts[name].cpu().numpy() if name in parts else np.full((len(FIELDS[kind]), number), empty)
-        for name, number in heads.items()
+        parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()
     ]
-    return Figures(kind, np.concatenate(columns, axis=1), *looked_at)
+    data = torch.cat([column.cpu() for column in columns], 1).numpy()
+    return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
+
+
+def nothing(rows: int, heads: int) -> Tensor:
+    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
+    return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

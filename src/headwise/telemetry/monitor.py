@@ -337,7 +337,7 @@ class Monitor:
 
     def _of_all(self, capture: StepCapture) -> StepSums:
         """What was seen, on all ranks."""
-        names = {name: plain_name(self.model, name) for name in capture.sums.spans}
+        names = {name: capture.plain_name(name) for name in capture.sums.spans}
         return self._ranks.sums(capture.sums.renamed(names))
 
     def _probed(self, probe: Probe) -> StepCapture:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -45,12 +46,21 @@ class StepSums:
         if (before := self.spans.setdefault(layer, span)) != span:
             raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
 
-    def add(self, statistic: str, layer: str, found: Tensor, looked_at: tuple[int, int]) -> None:
-        """Take in one statistic of a call."""
-        if statistic in self.unknown.get(layer, {}):
-            return
-        kept = self.kept.setdefault(statistic, {})
-        kept[layer] = merged(kept[layer], found) if layer in kept else found
+    def add(
+        self, statistic: str, layers: Sequence[str], found: Tensor, looked_at: tuple[int, int]
+    ) -> None:
+        """Take in one statistic of several calls, whose heads are side by side in `found`."""
+        blocks = found.split([self.spans[layer].heads for layer in layers], 1)
+        rounds = [self.kept.get(statistic, {})]
+        for layer, block in zip(layers, blocks, strict=True):
+            if self.unknown and statistic in self.unknown.get(layer, {}):
+                continue
+            place = next((one for one in rounds[1:] if layer not in one), None)
+            if place is None:
+                rounds.append(place := {})
+            place[layer] = block
+        if len(rounds) > 1:
+            self.kept[statistic] = reduce(_together, rounds)
         some, every = self.looked_at.get(statistic, (0, 0))
         self.looked_at[statistic] = (some + looked_at[0], every + looked_at[1])
 
@@ -64,6 +74,8 @@ class StepSums:
 
     def renamed(self, names: Mapping[str, str]) -> StepSums:
         """The same, with other names for the layers."""
+        if all(name == other for name, other in names.items()):
+            return self
         kept = {s: {names[n]: x for n, x in found.items()} for s, found in self.kept.items()}
         spans = {names[name]: span for name, span in self.spans.items()}
         unknown = {names[name]: dict(reasons) for name, reasons in self.unknown.items()}
@@ -86,6 +98,11 @@ class StepSums:
         return found
 
 
-def nothing(rows: int, heads: int) -> Tensor:
-    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
-    return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)
+def _together(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what is kept of the layers of two, by layer."""
+    both = [layer for layer in other if layer in one]
+    if both:
+        parts = [torch.cat([x[layer] for layer in both], 1) for x in (one, other)]
+        sizes = [one[layer].shape[1] for layer in both]
+        other = other | dict(zip(both, merged(*parts).split(sizes, 1), strict=True))
+    return one | other
