@@ -28,27 +28,25 @@ TOGETHER = 1 << 19
 """The most numbers of a metric that wait, or are copied, to be summed up with those of others."""
 
 
-def kept_of_each(readings: Sequence[Reading]) -> Tensor | None:
-    """Return what is kept of readings of one metric, their heads side by side, on the host.
+def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
+    """Return what is kept of each reading, on the host: `[4, H]` of a mean, `[1, H]` of a maximum.
 
-    That is `[4, N]` of means and `[1, N]` of maxima, in float64; `None` of readings that are not
-    one number for each query or batch row, such as maps. Readings of the same sizes are summed up
-    at once, as if their heads were those of one call.
+    In float64. `None` of one that is not one number for each query or batch row, such as a map.
+    Readings of the same sizes, of whatever metric, are summed up at once, as if their heads were
+    those of one call.
     """
     alike: dict[object, list[int]] = {}
     for place, reading in enumerate(readings):
-        if not _recordable(reading):
-            return None
-        alike.setdefault(_form(reading), []).append(place)
-    columns: dict[int, Tensor] = {}
+        if _recordable(reading):
+            alike.setdefault(_form(reading), []).append(place)
+    found: list[Tensor | None] = [None] * len(readings)
     for places in alike.values():
         some = [readings[place] for place in places]
         kept = _kept_of(_side_by_side(some)).cpu()
-        if len(alike) == 1:
-            return kept
         parts = kept.split([one.values.shape[1] for one in some], 1)
-        columns |= dict(zip(places, parts, strict=True))
-    return torch.cat([columns[place] for place in range(len(readings))], 1)
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part
+    return found
 
 
 def _recordable(reading: Reading) -> bool:

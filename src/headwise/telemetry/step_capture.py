@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._text import and_more
 from ..capture.adapters.compiled import AS_WRITTEN
 from ..capture.call import AttentionCall, Looking, seed_of_call
-from ..capture.modules import Modules, chosen, why_left_out
+from ..capture.modules import Modules, Names, chosen, why_left_out
 from ..capture.net import Net
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
@@ -113,7 +113,7 @@ class StepCapture:
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
-        self._why = ""
+        self._names: Names | None = None  # of the last forwards, which tell why nothing was seen
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
@@ -143,8 +143,8 @@ class StepCapture:
             return
         self._left_out = self.left_out
         names, self._net = self._net.names, None
-        if names.calls or not self._why:
-            self._why = f"no attention was seen: {names.why_nothing()}"
+        if names.calls or self._names is None:
+            self._names = names
         stack.close()
 
     @property
@@ -260,9 +260,9 @@ class StepCapture:
         return self._sums
 
     def _add_up(self) -> None:
-        """Add up what waits: each metric of all calls at once."""
+        """Add up what waits, at once."""
         pending, self._pending, self._numbers = self._pending, [], 0
-        found: dict[str, list[tuple[str, Reading, int, int]]] = {}
+        found: list[tuple[str, str, Reading, int, int]] = []
         for name, readings, some, every in pending:
             try:
                 for statistic, reading in readings.items():
@@ -270,19 +270,17 @@ class StepCapture:
                         self._sums.leave_out(statistic, name, reading.unknown)
                         continue
                     sampled = reading.sampled and reading.whole is None
-                    looked_at = some if sampled else every
-                    found.setdefault(statistic, []).append((name, reading, looked_at, every))
+                    found.append((statistic, name, reading, some if sampled else every, every))
             except Exception as error:
                 self._left_out[name] = str(error)
-        for statistic, calls in found.items():
-            names, readings, some, every = zip(*calls, strict=True)
-            kept = kept_of_each(readings)
-            if kept is None:
-                why = "is not one number a query or head, and is not recorded"
-                self._warn(f"{statistic!r} {why}", statistic)
-                self._no_numbers[repr(statistic)] = None
-            else:
-                self._sums.add(statistic, names, kept, (sum(some), sum(every)))
+        kept = kept_of_each([reading for _, _, reading, _, _ in found])
+        for (statistic, name, _, some, every), block in zip(found, kept, strict=True):
+            if block is not None:
+                self._sums.add(statistic, name, block, some, every)
+            elif (said := repr(statistic)) not in self._no_numbers:
+                self._warn(f"{said} is not one number a query or head, and is not recorded", said)
+                self._no_numbers[said] = None
+        self._sums.merge()
 
     @property
     def why_nothing(self) -> str:
@@ -294,7 +292,9 @@ class StepCapture:
             reasons.append(f"{and_more([*self._no_numbers])} cannot be recorded")
         if said := [not_monitored(name, why) for name, why in self.left_out.items()]:
             reasons.append(f"left out: {and_more(said)}")
-        return "; ".join(reasons) or self._why or "the monitor was paused"
+        if self._names is not None:
+            reasons = reasons or [f"no attention was seen: {self._names.why_nothing()}"]
+        return "; ".join(reasons) or "the monitor was paused"
 
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -36,6 +36,8 @@ class StepSums:
     kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     looked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
     unknown: dict[str, dict[str, str]] = field(default_factory=dict)
+    _rounds: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
+    """By statistic, of each layer's first call, of its second, and so on."""
 
     def know(self, layer: str, span: Span) -> None:
         """Take up a layer.
@@ -46,23 +48,23 @@ class StepSums:
         if (before := self.spans.setdefault(layer, span)) != span:
             raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
 
-    def add(
-        self, statistic: str, layers: Sequence[str], found: Tensor, looked_at: tuple[int, int]
-    ) -> None:
-        """Take in one statistic of several calls, whose heads are side by side in `found`."""
-        blocks = found.split([self.spans[layer].heads for layer in layers], 1)
-        rounds = [self.kept.get(statistic, {})]
-        for layer, block in zip(layers, blocks, strict=True):
-            if self.unknown and statistic in self.unknown.get(layer, {}):
-                continue
-            place = next((one for one in rounds[1:] if layer not in one), None)
-            if place is None:
-                rounds.append(place := {})
-            place[layer] = block
-        if len(rounds) > 1:
-            self.kept[statistic] = reduce(_together, rounds)
-        some, every = self.looked_at.get(statistic, (0, 0))
-        self.looked_at[statistic] = (some + looked_at[0], every + looked_at[1])
+    def add(self, statistic: str, layer: str, found: Tensor, some: int, every: int) -> None:
+        """Take in one statistic of a call, at so many queries of all; `merge()` ends such calls."""
+        if self.unknown and statistic in self.unknown.get(layer, {}):
+            return
+        rounds = self._rounds.setdefault(statistic, [])
+        place = next((one for one in rounds if layer not in one), None)
+        if place is None:
+            rounds.append(place := {})
+        place[layer] = found
+        before = self.looked_at.get(statistic, (0, 0))
+        self.looked_at[statistic] = (before[0] + some, before[1] + every)
+
+    def merge(self) -> None:
+        """Merge what was taken in."""
+        for statistic, rounds in self._rounds.items():
+            self.kept[statistic] = reduce(_together, rounds, self.kept.get(statistic, {}))
+        self._rounds.clear()
 
     def leave_out(self, statistic: str, layer: str, why: str) -> None:
         """Keep nothing of a statistic that cannot be known for a call of the layer."""
