@@ -87,7 +87,8 @@ class Watched(HeadTable):
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
-        kept = self._modules.get(module) or WatchedModule(module, self._running)
+        kept = self._modules.get(module)
+        kept = WatchedModule(module, self._running) if kept is None else kept
         kept.add(readings, heads, first_key, queries, first_head)
         kept.lost |= lost
         self._modules[module] = kept
@@ -293,7 +294,7 @@ class WatchedModule:
         Raises:
             ValueError: other heads or statistics than the calls before.
         """
-        names = tuple(readings)
+        names = tuple(name for name in readings)  # whose number is worked out only by listing them
         self._must_continue(heads, names, first_head)
         self._names = self._names or names
         self.heads, self.first_head = heads, first_head

@@ -107,7 +107,7 @@ def watch(
         )
     if queries is not None:
         check_queries(queries)
-    asked = Statistics(statistics)
+    asked = Statistics.of(statistics)
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
     told = told_heads(heads)
@@ -127,8 +127,10 @@ def watch(
                 f"and had no graph at first, as under reentrant activation checkpointing: its "
                 f"statistics would have no gradient; checkpoint with use_reentrant=False."
             )
-        drawn = looking if gradients else looking.of_call(calls[call.name])
-        calls[call.name] += 1
+        drawn = looking
+        if queries is not None and not gradients:
+            drawn = looking.of_call(calls[call.name])
+            calls[call.name] += 1
         try:
             readings = call.observe(asked, drawn)
         except ValueError as error:
@@ -138,18 +140,18 @@ def watch(
             ) from error
         if call.again:
             return
-        if looking.draws(call.queries):
+        if queries is not None and looking.draws(call.queries):
             watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         kept = (call.name, readings, call.heads, call.first_key)
         first = call.first_head
         looked_at = call.batch * looking.looked_at(call.queries)
-        lost = torch.is_grad_enabled() and not gradients
+        graph = torch.is_grad_enabled()
         call.once_whole(
-            lambda queries: watched.add(
-                *kept, queries=(looked_at, queries), first_head=first, lost=lost
+            lambda all_queries: watched.add(
+                *kept, (looked_at, all_queries), first, lost=graph and not gradients
             )
         )
-        if torch.is_grad_enabled():
+        if graph:
             with_graph.add(call.name)
 
     said, names = "", None
