@@ -10,6 +10,7 @@ model is as it was then; if it is not, it is followed in full from there on.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,11 +23,23 @@ from .modules import attending
 from .net import Net
 
 
-class Known(NamedTuple):
-    """A model as it was: its `form`, the qualified names of its modules, and which of them attended
-    in a forward of an outermost module, which is told by its id. `modules` are kept by no model."""
+class _Part(NamedTuple):
+    """A module as it was: its class, its parts by id and class, and its hooks."""
 
-    form: list[object]
+    module: weakref.ref[nn.Module]
+    form: tuple[object, ...]
+
+
+class Known(NamedTuple):
+    """A model as it was: the modules that are looked at, by which implementations they attend, the
+    qualified names of all, and which attended in a forward of an outermost module (by its id).
+
+    Looked at are modules that have parts, that attend, or that are outermost. `modules` are they,
+    for as long as the model is in use.
+    """
+
+    parts: tuple[_Part, ...]
+    implementations: list[object]
     names: dict[int, str]
     attended: set[tuple[int, frozenset[str]]]
     modules: list[nn.Module]
@@ -44,8 +57,14 @@ def known(model: nn.Module) -> Known | None:
     found = _KNOWN.get(model)
     if found is None:
         return None
-    modules, form = _look(model)
-    return found._replace(modules=modules) if form == found.form else None
+    modules = []
+    for ref, form in found.parts:
+        module = ref()
+        if module is None or _form(module) != form:
+            return None
+        modules.append(module)
+    same = _implementations(modules) == found.implementations
+    return found._replace(modules=modules) if same else None
 
 
 def learn(net: Net) -> None:
@@ -53,10 +72,12 @@ def learn(net: Net) -> None:
     model, names = net.names.model, net.names.names
     if not net.heard or not all(net.heard.values()) or net.names.left_out:
         return
-    modules, form = _look(model)
-    same = form is not None and set(names) == set(map(id, modules))
+    modules, outermost = list(model.modules()), {module for module, _ in net.attended}
+    seen = [m for m in modules if m._modules or names.get(id(m)) in net.heard or id(m) in outermost]
+    same = set(names) == set(map(id, modules)) and all(_form(module) for module in modules)
     if same and set(attending(model)) <= set(net.heard):
-        _KNOWN[model] = Known(form, names, net.attended, [])
+        parts = tuple(_Part(weakref.ref(module), _form(module)) for module in seen)
+        _KNOWN[model] = Known(parts, _implementations(seen), names, net.attended, [])
 
 
 def forget(model: nn.Module) -> None:
@@ -64,27 +85,21 @@ def forget(model: nn.Module) -> None:
     _KNOWN.pop(model, None)
 
 
-def _look(model: nn.Module) -> tuple[list[nn.Module], list[object] | None]:
-    """Return a model's modules, and what must not change: `None` if it may at any time."""
-    modules, seen = [model], {id(model)}
-    form: list[object] | None = []
-    configs: dict[int, Any] = {}
-    for module in modules:
-        own = vars(module)
-        if "forward" in own or own.get("_compiled_call_impl") is not None or "_c" in own:
-            form = None  # another forward than its class's
-        if form is not None:
-            form += id(module), type(module), *own["_forward_hooks"], *own["_forward_pre_hooks"]
-        config = own.get("config")
-        if config is not None:
-            configs[id(config)] = config
-        for part in module._modules.values():
-            if part is not None and id(part) not in seen:
-                seen.add(id(part))
-                modules.append(part)
-    if form is not None:
-        form += [str(getattr(one, "_attn_implementation", None)) for one in configs.values()]
-    return modules, form
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """Return what must not change of a module; nothing of one with another `forward` than its
+    class's, which may do anything."""
+    own = vars(module)
+    if "forward" in own or own.get("_compiled_call_impl") is not None or "_c" in own:
+        return ()
+    parts = own["_modules"].values()
+    hooks = (*own["_forward_hooks"], *own["_forward_pre_hooks"])
+    return type(module), hooks, *map(id, parts), *map(type, parts)
+
+
+def _implementations(modules: list[nn.Module]) -> list[object]:
+    """Return by which implementations the configurations of modules let them attend."""
+    configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
+    return [getattr(one, "_attn_implementation", None) for one in configs.values()]
 
 
 # ── when modules start ──────────────────────────────────────────────────────────────────────────
