@@ -141,9 +141,10 @@ class _Started:
 
 
 class _Following(NamedTuple):
-    """A net that is told, and what it does when its model is no longer as it was."""
+    """A net that is told, what is known of its model, and what it does when that has changed."""
 
     net: Net
+    about: Known
     changed: Callable[[], None]
 
     def enter(self, module: nn.Module) -> None:
@@ -157,6 +158,8 @@ class _Following(NamedTuple):
     def leave(self, module: nn.Module, output: Any) -> None:
         if not self.net.in_full:
             self.net.names.leave(module, output=output)
+            if not self.net.attended <= self.about.attended:  # other modules, in another way
+                forget(self.net.names.model)
 
 
 _LOCK = threading.Lock()
@@ -169,7 +172,7 @@ def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[No
 
     `changed` is called when one starts and the model is no longer as it was known.
     """
-    model, following = net.names.model, _Following(net, changed)
+    model, following = net.names.model, _Following(net, about, changed)
     outermost = {id(model), *(module for module, _ in about.attended)}
     modules = [one for one in about.modules if id(one) in outermost]
     with _LOCK:

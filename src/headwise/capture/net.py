@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -202,13 +203,10 @@ class Net:
         return not _QUIET.depth and self.names.inside
 
     def hears(self, module: nn.Module) -> bool:
-        """Return True if calls that this module tells of are to be noticed now.
-
-        Without hooks, that is not known of a call that a backward pass makes again.
-        """
+        """Return True if calls that this module tells of are to be noticed now."""
         if self.in_full:
             return self.open
-        return not _QUIET.depth and not in_backward() and self.names.hears(module)
+        return not _QUIET.depth and self.names.hears(module)
 
     def tell(
         self,
@@ -223,7 +221,8 @@ class Net:
         `among` (the innermost). Where the `module` that attends has told of it, no hook was needed.
         """
         if not self.names.stack:  # without hooks: a part of the model is called alone
-            assert module is not None
+            if module is None or in_backward():  # or of one that ran before
+                return None
             with self.names.alone(module):
                 return self.tell(call, waiting, among, module)
         among = among or self.names.stack[-1]
@@ -232,7 +231,8 @@ class Net:
         among.told = True
         self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
-        if place := place_of_heads(module or among.module, call.heads):
+        split = "torch.distributed.tensor" in sys.modules
+        if split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
         with silence(), self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)

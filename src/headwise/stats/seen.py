@@ -58,9 +58,7 @@ class Readings(Mapping[str, Reading]):
             assert found is not None
             statistic = self._statistics[number]
             part = statistic.read(found)
-            needs = needs_of(statistic).values()
-            of_some_queries = not needs or any(need.scores for need in needs)
-            if found.view.rows is not None and of_some_queries:
+            if found.view.rows is not None and _of_queries(statistic):
                 every = self._of_every_query(found.every, statistic)
                 drawn = found.view.drawn
                 part = {name: of_some(x, every.get(name), drawn) for name, x in part.items()}
@@ -115,11 +113,19 @@ class Readings(Mapping[str, Reading]):
         return f"<Readings: {', '.join(self.known)}>"
 
     def __iter__(self) -> Iterator[str]:
-        for part, statistic in zip(self._parts, self._statistics, strict=True):
-            yield from statistic.names if part is None else part
+        if not any(self._parts):
+            return iter(self.known)
+        every = zip(self._parts, self._statistics, strict=True)
+        return iter([x for part, one in every for x in (one.names if part is None else part)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _of_queries(statistic: Statistic) -> bool:
+    """Return True if a statistic reads something of the queries that are looked at."""
+    needs = needs_of(statistic).values()
+    return not needs or any(need.scores for need in needs)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -168,8 +168,6 @@ class Figures:
     def wide(self, heads: int) -> Figures:
         """The same where the layers that came later are counted too: of them there is none."""
         missing = heads - self.data.shape[1]
-        if not missing:
-            return self
         empty = -math.inf if self.kind == MAXIMUM else 0.0
         data = np.pad(self.data, ((0, 0), (0, missing)), constant_values=empty)
         return Figures(self.kind, data, self.queries, self.of_queries)
@@ -187,16 +185,6 @@ class Figures:
                 found.append(part[1].sum() / count if count else -math.inf)
         numbers = np.array(found)
         return np.where(numbers == -math.inf, np.nan, numbers)
-
-
-def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: Sequence[int]) -> Figures:
-    """What layers gave by name, as one; layers of `heads` that gave nothing have no figure."""
-    rows = len(next(iter(parts.values())))
-    columns = [
-        parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()
-    ]
-    data = torch.cat([column.cpu() for column in columns], 1).numpy()
-    return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
 
 
 def nothing(rows: int, heads: int) -> Tensor:

@@ -136,6 +136,11 @@ class StepCapture:
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()
 
+    def rest(self) -> None:
+        """End a step: see nothing any more, where seeing costs the model's modules something."""
+        if self._net is not None and self._net.in_full:
+            self.close()
+
     def close(self) -> None:
         """See nothing any more; what was added up stays."""
         stack, self._stack = self._stack, None
@@ -200,8 +205,9 @@ class StepCapture:
         if not self._counts():
             return
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
+        batch, queries = call.batch, call.queries
         try:
-            found = self._readings(call)
+            found = self._readings(call, batch, queries)
         except Exception as error:
             self._left_out[name] = str(error)
             return
@@ -213,11 +219,16 @@ class StepCapture:
             except Exception as error:
                 self._left_out[name] = str(error)
 
-        call.once_whole(keep)
+        if call.waiting is None:
+            keep(batch * queries)
+        else:
+            call.once_whole(keep)
 
-    def _readings(self, call: AttentionCall) -> list[tuple[Mapping[str, Reading], int, int]]:
+    def _readings(
+        self, call: AttentionCall, batch: int, every: int
+    ) -> list[tuple[Mapping[str, Reading], int, int]]:
         """The readings of a call, with the numbers of queries that were looked at, and of all."""
-        wanted, every = self._wanted, call.queries
+        wanted = self._wanted
         if wanted.queries is None or every <= wanted.queries:
             looks = ((wanted.all_together, None),)
         else:
@@ -228,7 +239,7 @@ class StepCapture:
                 looking = _ALL if queries is None else Looking(queries, self._draw(call.name))
                 some = every if queries is None else queries
                 readings = call.observe(statistics, looking)
-                found.append((readings, call.batch * some, call.batch * every))
+                found.append((readings, batch * some, batch * every))
         return found
 
     def _draw(self, name: str) -> int:
@@ -274,13 +285,14 @@ class StepCapture:
             except Exception as error:
                 self._left_out[name] = str(error)
         kept = kept_of_each([reading for _, _, reading, _, _ in found])
+        calls = []
         for (statistic, name, _, some, every), block in zip(found, kept, strict=True):
             if block is not None:
-                self._sums.add(statistic, name, block, some, every)
+                calls.append((statistic, name, block, some, every))
             elif (said := repr(statistic)) not in self._no_numbers:
                 self._warn(f"{said} is not one number a query or head, and is not recorded", said)
                 self._no_numbers[said] = None
-        self._sums.merge()
+        self._sums.add(calls)
 
     @property
     def why_nothing(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..stats.per_head import ABOVE
-from .figures import Figures, Heads, joined, merged
+from .figures import MAXIMUM, MEAN, Figures, Heads, merged, nothing
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class StepSums:
     kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     looked_at: dict[str, tuple[int, int]] = field(default_factory=dict)
     unknown: dict[str, dict[str, str]] = field(default_factory=dict)
-    _rounds: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
-    """By statistic, of each layer's first call, of its second, and so on."""
 
     def know(self, layer: str, span: Span) -> None:
         """Take up a layer.
@@ -48,23 +46,22 @@ class StepSums:
         if (before := self.spans.setdefault(layer, span)) != span:
             raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
 
-    def add(self, statistic: str, layer: str, found: Tensor, some: int, every: int) -> None:
-        """Take in one statistic of a call, at so many queries of all; `merge()` ends such calls."""
-        if self.unknown and statistic in self.unknown.get(layer, {}):
-            return
-        rounds = self._rounds.setdefault(statistic, [])
-        place = next((one for one in rounds if layer not in one), None)
-        if place is None:
-            rounds.append(place := {})
-        place[layer] = found
-        before = self.looked_at.get(statistic, (0, 0))
-        self.looked_at[statistic] = (before[0] + some, before[1] + every)
-
-    def merge(self) -> None:
-        """Merge what was taken in."""
-        for statistic, rounds in self._rounds.items():
-            self.kept[statistic] = reduce(_together, rounds, self.kept.get(statistic, {}))
-        self._rounds.clear()
+    def add(self, calls: Sequence[tuple[str, str, Tensor, int, int]]) -> None:
+        """Take in calls: of each a statistic, the layer, what is kept of it, and how many queries
+        were looked at, of how many."""
+        rounds: dict[str, list[dict[str, Tensor]]] = {}  # of each layer the first call, the second
+        for statistic, layer, found, some, every in calls:
+            if self.unknown and statistic in self.unknown.get(layer, {}):
+                continue
+            each = rounds.setdefault(statistic, [])
+            place = next((one for one in each if layer not in one), None)
+            if place is None:
+                each.append(place := {})
+            place[layer] = found
+            before = self.looked_at.get(statistic, (0, 0))
+            self.looked_at[statistic] = (before[0] + some, before[1] + every)
+        for statistic, each in rounds.items():
+            self.kept[statistic] = reduce(_together, each, self.kept.get(statistic, {}))
 
     def leave_out(self, statistic: str, layer: str, why: str) -> None:
         """Keep nothing of a statistic that cannot be known for a call of the layer."""
@@ -91,13 +88,23 @@ class StepSums:
     def figures(self, heads: Heads) -> dict[str, Figures]:
         """What was added up of whole layers, by statistic, of the layers of `heads`."""
         found = {
-            statistic: joined(parts, heads, self.looked_at[statistic])
+            statistic: _joined(parts, heads, self.looked_at[statistic])
             for statistic, parts in self.kept.items()
         }
         limited = [name for name in found if name.startswith(ABOVE)]
         for name in sorted(limited, key=lambda name: float(name.removeprefix(ABOVE))):
             found.setdefault("max_logit", found.pop(name))  # −inf where it is not above
         return found
+
+
+def _joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]) -> Figures:
+    """Return what layers gave as one; layers of `heads` that gave nothing have no figure."""
+    rows = len(next(iter(parts.values())))
+    columns = [
+        parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()
+    ]
+    data = torch.cat([column.cpu() for column in columns], 1).numpy()
+    return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
 
 
 def _together(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:

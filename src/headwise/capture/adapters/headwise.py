@@ -17,7 +17,7 @@ from ...core.call import Call
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
 from ...stats.base import Statistic
-from ...stats.observe import observe
+from ...stats.observe import observe_call
 from ...stats.results import Reading
 from ..call import HeadsCall, Looking
 from ..mask_import import at_the_end
@@ -42,15 +42,11 @@ class OwnCall(HeadsCall):
     def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
         if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
             return super().observe(statistics, looking)
-        seen = observe(
-            self.q,
-            self.k,
-            self.v,
-            *statistics,
-            projection=self.projection,
-            **looking.keywords,
-            **self.keywords,
-        )
+        keywords = dict(self.keywords)
+        backend = keywords.pop("backend")
+        call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
+        of_call: dict[str, Any] = {"projection": self.projection, **looking.keywords}
+        seen = observe_call(call, statistics, backend=backend, **of_call)
         self.made = seen.out
         return seen.readings.let_go()
 
@@ -77,7 +73,7 @@ class _Observer:
             if not net.hears(layer):
                 continue
             call = OwnCall(
-                net.names.name_of(layer) or "",
+                net.names.names.get(id(layer), ""),
                 "headwise",
                 q,
                 k,
