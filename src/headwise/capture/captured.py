@@ -159,16 +159,14 @@ class Watched(HeadTable):
         if self._running:
             return {name: module.figures(texts) for name, module in self._modules.items()}
         found: dict[str, dict[str, Figure | None]] = {name: {} for name in self._modules}
-        metrics = dict.fromkeys(x for module in self._modules.values() for x in module.statistics)
-        for metric in metrics:
-            readings = {
-                name: [call[metric] for call in module.calls]
-                for name, module in self._modules.items()
-                if metric in module.statistics
-            }
-            figures = summarise_each([*readings.values()], texts)
-            for name, figure in zip(readings, figures, strict=True):
-                found[name][metric] = figure
+        places, readings = [], []
+        for name, module in self._modules.items():
+            for metric in module.statistics:
+                places.append((name, metric))
+                readings.append([call[metric] for call in module.calls])
+        figures = summarise_each(readings, texts)
+        for (name, metric), figure in zip(places, figures, strict=True):
+            found[name][metric] = figure
         return found
 
     @property

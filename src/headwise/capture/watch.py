@@ -97,8 +97,10 @@ def watch(
         )
     if whole(seed) is None:
         raise ValueError(f"watch({kind}, …, seed={seed!r:.80}): give a whole number.")
-    check_statistics(statistics, "watch")
-    figures = [name for statistic in statistics for name in statistic.names]
+    figures: list[str] = []
+    if statistics is not DEFAULT:
+        check_statistics(statistics, "watch")
+        figures = [name for statistic in statistics for name in statistic.names]
     twice = [name for name in figures if figures.count(name) > 1]
     if twice:
         raise ValueError(
@@ -115,7 +117,7 @@ def watch(
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if not meant(call.name):
+        if modules is not None and not meant(call.name):
             left_out[call.name] = None
             return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
@@ -140,17 +142,18 @@ def watch(
             ) from error
         if call.again:
             return
-        if queries is not None and looking.draws(call.queries):
+        batch, every = call.batch, call.queries
+        if queries is not None and looking.draws(every):
             watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         kept = (call.name, readings, call.heads, call.first_key)
         first = call.first_head
-        looked_at = call.batch * looking.looked_at(call.queries)
+        looked_at = batch * (every if queries is None else looking.looked_at(every))
         graph = torch.is_grad_enabled()
-        call.once_whole(
-            lambda all_queries: watched.add(
-                *kept, (looked_at, all_queries), first, lost=graph and not gradients
-            )
-        )
+        lost = graph and not gradients
+        if call.waiting is None:
+            watched.add(*kept, (looked_at, batch * every), first, lost)
+        else:
+            call.once_whole(lambda found: watched.add(*kept, (looked_at, found), first, lost))
         if graph:
             with_graph.add(call.name)
 

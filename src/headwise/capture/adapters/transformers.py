@@ -174,7 +174,7 @@ def _tell(
         q, k, v = (x.to(dtype) for x in (q, k, v))
     out = made
     for net in nets:
-        name = net.names.name_of(given.module)
+        name = net.names.names.get(id(given.module))
         call = HeadsCall(
             net.names.current if name is None else name,
             given.named,
