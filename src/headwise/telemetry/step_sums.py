@@ -103,7 +103,7 @@ def _joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int
     columns = [
         parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()
     ]
-    data = torch.cat([column.cpu() for column in columns], 1).numpy()
+    data = torch.cat(columns, 1).numpy()
     return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
 
 
