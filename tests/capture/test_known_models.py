@@ -15,6 +15,7 @@ import headwise as hw
 from headwise.capture import known
 from headwise.capture.private_torch import modes
 from hugging_cases import CASES
+from journeys import moves
 
 STATISTICS = (hw.Entropy(), hw.MaxLogit(), hw.Mass(hw.First()), hw.Distance(absolute=True))
 
@@ -56,6 +57,18 @@ def test_a_known_model_runs_as_if_nobody_watched() -> None:
 
 
 @torch.no_grad()
+def test_a_table_of_a_layer_takes_few_moves_between_files() -> None:
+    model, inputs = CASES["llama"].model(num_hidden_layers=1), CASES["llama"].inputs(False)
+
+    def watched() -> None:
+        with hw.watch(model) as seen:
+            model(**inputs)
+        seen.table()
+
+    assert moves(watched) <= 275
+
+
+@torch.no_grad()
 def test_what_has_changed_is_followed_in_full() -> None:
     model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
 
@@ -74,6 +87,30 @@ def test_what_has_changed_is_followed_in_full() -> None:
     assert not is_known(model)
     watched()
     model.layers[1].self_attn.forward = model.layers[1].self_attn.forward
+    assert not is_known(model)
+
+
+@torch.no_grad()
+def test_what_changes_under_a_watch_is_followed_in_full() -> None:
+    model, inputs = CASES["llama"].model(), CASES["llama"].inputs(False)
+    with hw.watch(model):
+        model(**inputs)
+
+    class Attending(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            return x + 0 * out.transpose(1, 2).flatten(2)
+
+    with hw.watch(model, hw.Entropy()) as seen:
+        assert not modes()
+        model.layers[1].mlp = nn.Sequential(Attending())
+        model(**inputs)
+        assert modes()
+        model(**inputs)
+    assert set(seen) == {"layers.0.self_attn", "layers.1.self_attn", "layers.1.mlp.0"}
+    assert {len(seen[name].calls) for name in seen} == {2}
+    assert not modes()
     assert not is_known(model)
 
 

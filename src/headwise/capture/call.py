@@ -24,7 +24,7 @@ from ..stats.output_norm import HEAD_OUTPUT
 from ..stats.patterns import AmongPositions
 from ..stats.record import Reading
 from ..stats.statistic import Statistic, Statistics
-from .mask_import import with_padding, without_padding
+from .mask_import import reaches_all, with_padding, without_padding
 from .parts import Waiting
 from .ranks import rank_of_all
 
@@ -211,7 +211,7 @@ class HeadsCall(AttentionCall):
         mask = as_mask(self.mask)
         if not looking.padding:
             return with_padding(mask)
-        if not self.own_positions:
+        if not self.own_positions or reaches_all(mask):
             return mask
         first = self.keywords.get("first_query")
         extent = extent_of(self.q, self.k, self.v, self.road, first)

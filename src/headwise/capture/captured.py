@@ -87,7 +87,8 @@ class Watched(HeadTable):
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
-        kept = self._modules.get(module) or WatchedModule(module, self._running)
+        kept = self._modules.get(module)
+        kept = WatchedModule(module, self._running) if kept is None else kept
         kept.add(readings, heads, first_key, queries, first_head)
         kept.lost |= lost
         self._modules[module] = kept
@@ -158,16 +159,14 @@ class Watched(HeadTable):
         if self._running:
             return {name: module.figures(texts) for name, module in self._modules.items()}
         found: dict[str, dict[str, HeadSummary | None]] = {name: {} for name in self._modules}
-        metrics = dict.fromkeys(x for module in self._modules.values() for x in module.statistics)
-        for metric in metrics:
-            readings = {
-                name: [call[metric] for call in module.calls]
-                for name, module in self._modules.items()
-                if metric in module.statistics
-            }
-            figures = summarise_each([*readings.values()], texts)
-            for name, figure in zip(readings, figures, strict=True):
-                found[name][metric] = figure
+        places, readings = [], []
+        for name, module in self._modules.items():
+            for metric in module.statistics:
+                places.append((name, metric))
+                readings.append([call[metric] for call in module.calls])
+        figures = summarise_each(readings, texts)
+        for (name, metric), figure in zip(places, figures, strict=True):
+            found[name][metric] = figure
         return found
 
     @property
@@ -293,7 +292,7 @@ class WatchedModule:
         Raises:
             ValueError: other heads or statistics than the calls before.
         """
-        names = tuple(readings)
+        names = tuple(name for name in readings)  # whose number is worked out only by listing them
         self._must_continue(heads, names, first_head)
         self._names = self._names or names
         self.heads, self.first_head = heads, first_head

@@ -1,14 +1,20 @@
-"""Models whose attention goes through transformers' interface alone: watching them takes no hooks.
+"""Models whose attention modules tell of their calls themselves: these are followed without hooks.
 
+transformers' attention interface passes the module, and headwise's own layers tell of themselves.
 The first watch of a model follows it in full: hooks on all modules, a function mode that sees what
-is computed. If all that attended came through the interface, the next watch hears of it there, and
-the model runs as if nobody watched.
+is computed. If all that attended came in these ways, the next watch listens there alone, and the
+model runs as if nobody watched. When one of its outermost modules starts, it is made sure that the
+model is as it was then; if it is not, it is followed in full from there on.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -17,43 +23,61 @@ from .modules import attending
 from .net import Net
 
 
-class _Known(NamedTuple):
-    """The parts of a model as they were, and their qualified names."""
+class _Part(NamedTuple):
+    """A module as it was: its class, its parts by id and class, and its hooks."""
 
-    modules: tuple[weakref.ref[nn.Module], ...]
+    module: weakref.ref[nn.Module]
+    form: tuple[object, ...]
+
+
+class Known(NamedTuple):
+    """A model as it was: the modules that are looked at, by which implementations they attend, the
+    qualified names of all, and which attended in a forward of an outermost module (by its id).
+
+    Looked at are modules that have parts, that attend, or that are outermost. `modules` are they,
+    for as long as the model is in use.
+    """
+
+    parts: tuple[_Part, ...]
+    implementations: list[object]
     names: dict[int, str]
-    implementations: tuple[str, ...]
+    attended: set[tuple[int, frozenset[str]]]
+    modules: list[nn.Module]
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
-def known(model: nn.Module) -> dict[int, str] | None:
-    """Return the names of a known model's modules; `None` of one that is to be followed in full.
+def known(model: nn.Module) -> Known | None:
+    """Return what is known of a model; `None` of one that is to be followed in full.
 
-    A model of which a part was exchanged, compiled or given another `forward` is not known, nor one
-    that attends by another implementation than before.
+    A model of which a part was exchanged, compiled or given another `forward` or other hooks is not
+    known, nor one that attends by another implementation than before.
     """
     found = _KNOWN.get(model)
     if found is None:
         return None
-    modules = tuple(model.modules())
-    same = len(modules) == len(found.modules) and all(
-        ref() is module for ref, module in zip(found.modules, modules, strict=True)
-    )
-    same = same and all(map(_as_written, modules))
-    return found.names if same and _implementations(modules) == found.implementations else None
+    modules = []
+    for ref, form in found.parts:
+        module = ref()
+        if module is None or _form(module) != form:
+            return None
+        modules.append(module)
+    same = _implementations(modules) == found.implementations
+    return found._replace(modules=modules) if same else None
 
 
 def learn(net: Net) -> None:
-    """Remember the model of a watch in which all attention came through the interface."""
-    model = net.names.model
+    """Remember the model of a watch in which modules told of all attention themselves."""
+    model, names = net.names.model, net.names.names
     if not net.heard or not all(net.heard.values()) or net.names.left_out:
         return
-    modules = tuple(model.modules())
-    if set(attending(model)) <= set(net.heard) and all(map(_as_written, modules)):
-        parts = tuple(map(weakref.ref, modules))
-        _KNOWN[model] = _Known(parts, net.names.names, _implementations(modules))
+    modules, outermost = list(model.modules()), {module for module, _ in net.attended}
+    seen = [m for m in modules if m._modules or names.get(id(m)) in net.heard or id(m) in outermost]
+    same = set(names) == set(map(id, modules)) and all(_form(module) for module in modules)
+    if same and set(attending(model)) <= set(net.heard):
+        parts = tuple(_Part(weakref.ref(module), _form(module)) for module in seen)
+        _KNOWN[model] = Known(parts, _implementations(seen), names, net.attended, [])
 
 
 def forget(model: nn.Module) -> None:
@@ -61,12 +85,109 @@ def forget(model: nn.Module) -> None:
     _KNOWN.pop(model, None)
 
 
-def _implementations(modules: tuple[nn.Module, ...]) -> tuple[str, ...]:
-    """Return by which implementations the configurations of a model let it attend."""
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """Return what must not change of a module; nothing of one with another `forward` than its
+    class's, which may do anything."""
+    own = vars(module)
+    if "forward" in own or own.get("_compiled_call_impl") is not None or "_c" in own:
+        return ()
+    parts = own["_modules"].values()
+    hooks = (*own["_forward_hooks"], *own["_forward_pre_hooks"])
+    return type(module), hooks, *map(id, parts), *map(type, parts)
+
+
+def _implementations(modules: list[nn.Module]) -> list[object]:
+    """Return by which implementations the configurations of modules let them attend."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
-    return tuple(str(getattr(one, "_attn_implementation", None)) for one in configs.values())
+    return [getattr(one, "_attn_implementation", None) for one in configs.values()]
 
 
-def _as_written(module: nn.Module) -> bool:
-    """Return True if a module runs the `forward` of its class."""
-    return "forward" not in vars(module) and module._compiled_call_impl is None
+# ── when modules start ──────────────────────────────────────────────────────────────────────────
+
+
+class _Started:
+    """Tells nets when modules of a class start and end, while any listens.
+
+    The class's `__call__` is replaced meanwhile: hooks of a module's own would travel with copies,
+    and those of all modules cost each of them.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.kind, self.own, before = kind, vars(kind).get("__call__"), kind.__call__
+        self.heard: dict[int, tuple[_Following, ...]] = {}
+        heard = self.heard
+
+        @wraps(before)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found, output = heard.get(id(module)), None
+            if found is None:
+                return before(module, *args, **kwargs)
+            for one in found:
+                one.enter(module)
+            try:
+                output = before(module, *args, **kwargs)
+                return output
+            finally:
+                for one in reversed(found):
+                    one.leave(module, output)
+
+        kind.__call__ = call
+
+    def restore(self) -> None:
+        if self.own is None:
+            del self.kind.__call__
+        else:
+            self.kind.__call__ = self.own
+
+
+class _Following(NamedTuple):
+    """A net that is told, what is known of its model, and what it does when that has changed."""
+
+    net: Net
+    about: Known
+    changed: Callable[[], None]
+
+    def enter(self, module: nn.Module) -> None:
+        if self.net.in_full:
+            return
+        if not self.net.names.stack and known(self.net.names.model) is None:
+            self.changed()
+        else:
+            self.net.names.enter(module)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        if not self.net.in_full:
+            self.net.names.leave(module, output=output)
+            if not self.net.attended <= self.about.attended:  # other modules, in another way
+                forget(self.net.names.model)
+
+
+_LOCK = threading.Lock()
+_STARTED: dict[type[nn.Module], _Started] = {}
+
+
+@contextmanager
+def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[None]:
+    """Let a net know when its model's outermost modules start and end.
+
+    `changed` is called when one starts and the model is no longer as it was known.
+    """
+    model, following = net.names.model, _Following(net, about, changed)
+    outermost = {id(model), *(module for module, _ in about.attended)}
+    modules = [one for one in about.modules if id(one) in outermost]
+    with _LOCK:
+        for module in modules:
+            kind = type(module)
+            started = _STARTED.get(kind) or _STARTED.setdefault(kind, _Started(kind))
+            started.heard[id(module)] = (*started.heard.get(id(module), ()), following)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for module in modules:
+                started = next(one for one in _STARTED.values() if id(module) in one.heard)
+                left = tuple(x for x in started.heard.pop(id(module)) if x.net is not net)
+                if left:
+                    started.heard[id(module)] = left
+                if not started.heard:
+                    _STARTED.pop(started.kind).restore()

@@ -262,7 +262,7 @@ def _first_query(mask: Mask, extent: Extent, device: torch.device, sure: bool) -
     j = torch.arange(extent.keys, device=device)[None]
     some = sorted({0, queries // 2, queries - 1})  # these rule most positions out
     i = torch.tensor(some, device=device)[:, None]
-    allowed = None if _reaches_all(mask) else mask.allowed(i, j, extent)
+    allowed = None if reaches_all(mask) else mask.allowed(i, j, extent)
     if allowed is None or (own is None and not bool((allowed & (j > i + end)).any())):
         return end
     real = attended(mask, extent, device)
@@ -298,7 +298,7 @@ def _last(flags: Tensor, count: int = 8) -> list[int]:
 def _own_keys(mask: Mask, extent: Extent, first: int, device: torch.device) -> Tensor | None:
     """Return which queries may attend to their own keys, `[B or 1, T, 1]`; `None` if all may."""
     i = torch.arange(extent.queries, device=device)[:, None]
-    own = None if _reaches_all(mask) else mask.allowed(i, i + first, extent)
+    own = None if reaches_all(mask) else mask.allowed(i, i + first, extent)
     return None if own is None or bool(own.all()) else _of_all_heads(own)
 
 
@@ -307,10 +307,10 @@ def _of_all_heads(allowed: Tensor) -> Tensor:
     return allowed[(None,) * (4 - allowed.dim())].any(1)
 
 
-def _reaches_all(mask: Mask) -> bool:
+def reaches_all(mask: Mask) -> bool:
     """Whether every query sees its own key, whatever the sizes."""
     if isinstance(mask, And):
-        return all(_reaches_all(part) for part in mask.parts)
+        return all(reaches_all(part) for part in mask.parts)
     return type(mask) in (Everything, Causal, Window, ALiBi)
 
 
@@ -333,7 +333,7 @@ def at_the_end(mask: Mask, extent: Extent) -> bool:
 
 def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
     """The number of keys up to the last one that some query may attend to."""
-    if _reaches_all(mask):
+    if reaches_all(mask):
         return extent.keys
     seen = attended(mask, extent, device).any(0).nonzero()
     return int(seen[-1]) + 1 if len(seen) else 0

@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from .._text import and_more
 from ..core.numbers import whole
 from .parts import Waiting
-from .private_torch import in_backward, outside_graphs
+from .private_torch import outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -112,7 +112,7 @@ class Names:
         self.left_out: dict[str, str] = {}
         self._begin, self._end, self._watching = begin, end, watching
         self._in_other_thread = elsewhere
-        self.names = names or {id(x): as_written(name) for name, x in model.named_modules()}
+        self.names = names or names_of(model)
         self._threads = {threading.get_ident()}
         self._mark, self._task = object(), _task()
         self._elsewhere = False
@@ -166,8 +166,8 @@ class Names:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow while this lasts."""
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        before = hooks.register_module_forward_pre_hook(self.enter)
+        after = hooks.register_module_forward_hook(self.leave, always_call=True)
         try:
             with self.marked():
                 yield
@@ -181,16 +181,25 @@ class Names:
         if id(module) not in self.names:
             return False
         if threading.get_ident() not in self._threads:
-            if not in_backward():
-                self._in_other_thread(module)
             return False
+        if self.stack:
+            return True
         if self._of_another_task():
             self._elsewhere = True
             return False
-        self.calls += 1
         return True
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    @contextmanager
+    def alone(self, module: nn.Module) -> Iterator[None]:
+        """Let a module be the outermost that runs while this lasts."""
+        self.enter(module)
+        try:
+            yield
+        finally:
+            self.leave(module)
+
+    def enter(self, module: nn.Module, _: Any = None) -> None:
+        """Note that a module starts."""
         if id(module) not in self.names:
             return
         if torch.compiler.is_compiling():
@@ -207,7 +216,8 @@ class Names:
             self._begin()
         self.stack.append(Forward(module))
 
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
+        """Note that a module has ended, and what it gave."""
         here = self.stack and threading.get_ident() in self._threads
         if here and self.stack[-1].module is module:
             self._end(self.stack.pop(), output)
@@ -250,6 +260,11 @@ class Names:
             f"what {and_more(alike)} computed was no function that is known to attend, "
             f"nor a softmax over the last axis that values were multiplied with"
         )
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the qualified name of each module of a model, by its id."""
+    return {id(x): as_written(name) for name, x in model.named_modules()}
 
 
 def _task() -> Callable[[], Any]:

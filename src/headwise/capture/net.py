@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,8 +52,9 @@ class Net:
     `roads` are the functions that are known to attend, or to be a step of it; those of them that
     are in `always` are noticed also while no module runs. `begin` and `elsewhere` are those of
     `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
-    order; `heard` those that were told, and whether all their calls came through transformers'
-    interface. Of a model that is `known` to attend there alone, its modules are not followed.
+    order; `heard` those that were told, and whether the modules told of all their calls themselves.
+    Of a model that is `known` to attend in such modules alone, no others are followed. `attended`
+    has the outermost module of each forward, by its id, and the modules that attended in it.
     `heads` says what somebody has told of a module's heads. Errors name the public `function` that
     spread it out.
     """
@@ -82,6 +84,7 @@ class Net:
         self.functions = Functions(self)
         self.noticed: list[str] = []
         self.heard: dict[str, bool] = {}
+        self.attended: set[tuple[int, frozenset[str]]] = set()
         self.heads: Callable[[str], int | None] = lambda name: None
 
     @property
@@ -122,6 +125,8 @@ class Net:
             self._settle(forward, settled)
         if told:  # what is said of its calls comes first
             self._name_unseen(forward, outer)
+        if outer is None:
+            self.attended.add((id(forward.module), frozenset(self.noticed)))
 
     def _name_unseen(self, forward: Forward, outer: Forward | None) -> None:
         """Leave out what seems to attend in a module and was not seen.
@@ -198,7 +203,7 @@ class Net:
         return not _QUIET.depth and self.names.inside
 
     def hears(self, module: nn.Module) -> bool:
-        """Return True if calls of this module are to be noticed now."""
+        """Return True if calls that this module tells of are to be noticed now."""
         if self.in_full:
             return self.open
         return not _QUIET.depth and self.names.hears(module)
@@ -208,20 +213,26 @@ class Net:
         call: AttentionCall,
         waiting: Waiting | None = None,
         among: Forward | None = None,
-        by_interface: bool = False,
+        module: nn.Module | None = None,
     ) -> Tensor | None:
         """Let the listener hear of a call; gives what is to take the place of its output.
 
         A call that may be a part is `waiting` until more is known, in the forward that it is
-        `among` (the innermost).
+        `among` (the innermost). Where the `module` that attends has told of it, no hook was needed.
         """
+        if not self.names.stack:  # without hooks: a part of the model is called alone
+            if module is None or in_backward():  # or of one that ran before
+                return None
+            with self.names.alone(module):
+                return self.tell(call, waiting, among, module)
         among = among or self.names.stack[-1]
         self.noticed.append(call.name)
-        self.heard[call.name] = by_interface and self.heard.get(call.name, True)
+        self.heard[call.name] = module is not None and self.heard.get(call.name, True)
         among.told = True
         self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
-        if place := place_of_heads(among.module, call.heads):
+        split = "torch.distributed.tensor" in sys.modules
+        if split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
         with silence(), self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)

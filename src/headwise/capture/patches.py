@@ -19,29 +19,24 @@ class Replaced:
         self._replace = replace
         self._restore: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._out: tuple[Net, ...] = ()
+        self.everyone: tuple[Net, ...] = ()  # all nets that are out, of whatever thread
 
     @contextmanager
     def heard_by(self, net: Net) -> Iterator[None]:
         """Replaced while this lasts; `net` is among those that listen."""
         with self._lock:
-            if not self._out:
+            if not self.everyone:
                 self._restore = self._replace()
-            self._out = (*self._out, net)
+            self.everyone = (*self.everyone, net)
         try:
             yield
         finally:
             with self._lock:
-                self._out = tuple(other for other in self._out if other is not net)
-                if not self._out:
+                self.everyone = tuple(other for other in self.everyone if other is not net)
+                if not self.everyone:
                     self._restore()
-
-    @property
-    def everyone(self) -> tuple[Net, ...]:
-        """All nets that are out, of whatever thread."""
-        return self._out
 
     @property
     def nets(self) -> tuple[Net, ...]:
         """Those that listen now, in this thread, outermost first."""
-        return tuple(net for net in self._out if net.open)
+        return tuple(net for net in self.everyone if net.open)

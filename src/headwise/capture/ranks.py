@@ -35,7 +35,7 @@ def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
     A module with rows of its weights over ranks, that says it has so many times the heads of the
     call, attends with this rank's: transformers under its `tp_plan`, PyTorch's `ColwiseParallel`.
     """
-    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         return None
     every = number_of_heads(module)
     if every is None or every == heads:

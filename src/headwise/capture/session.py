@@ -22,8 +22,8 @@ from .adapters.varlen import functions as varlen_attention
 from .backward import functions as backward_passes
 from .call import Listener
 from .heads import functions as projections
-from .known import known, learn
-from .modules import Names
+from .known import Known, forget, known, learn, starting
+from .modules import Names, names_of
 from .net import Functions, Net
 from .patches import Replaced
 from .private_torch import global_hooks, modes, replace
@@ -44,37 +44,60 @@ def catch(
     `begin` is called whenever the outermost module starts, `elsewhere` when the model starts in
     another thread; by default that is an error. Errors name the public `function` that listens.
     Everything is restored on exit, also after an exception. With `in_full`, modules are followed
-    while they run; else only if it is not known that the model attends through transformers'
-    interface alone. Parts that `torch.compile` has compiled run as they are written meanwhile.
+    while they run; else only if it is not known that those which attend tell of it themselves.
+    Parts that `torch.compile` has compiled run as they are written meanwhile.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled by `torch.jit`.
     """
-    names = None if in_full else known(model)
-    if names is not None:
-        net = Net(function, model, listener, {}, (), begin, elsewhere, names)
-        with net.names.marked(), attention_functions(net):
-            yield net
-        return
-    always = backward_passes()
-    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
-    roads |= varlen_attention()
-    net = Net(function, model, listener, roads, always, begin, elsewhere)
+    about = None if in_full else known(model)
+    names = None if about is None else about.names
+    net = Net(function, model, listener, {}, (), begin, elsewhere, names)
     with ExitStack() as stack:
-        stack.enter_context(run_as_written(model))
-        refuse_compiled(function, model)
-        stack.enter_context(net.names.following())
-        stack.enter_context(own_layers(net))
-        stack.enter_context(own_calls(net))
-        stack.enter_context(attention_functions(net))
-        stack.enter_context(flex_calls(net))
-        stack.enter_context(compiled_functions(net))
-        stack.enter_context(_FUSED_LAYERS.heard_by(net))
-        stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
-        stack.enter_context(net.functions.on())
+        if about is None:
+            _follow(net, stack)
+        else:
+            _listen(net, about, stack)
         yield net
-    if not in_full:
+    if net.in_full and not in_full:
         learn(net)
+    elif about is not None and not net.attended <= about.attended:
+        forget(model)
+
+
+def _listen(net: Net, about: Known, stack: ExitStack) -> None:
+    """Hear of the calls that modules of a known model tell of themselves."""
+    inner = stack.enter_context(ExitStack())
+
+    def changed() -> None:
+        """Follow the model in full from now on."""
+        inner.close()
+        forget(net.names.model)
+        net.in_full, net.names.names = True, names_of(net.names.model)
+        _follow(net, stack)
+
+    inner.enter_context(net.names.marked())
+    inner.enter_context(attention_functions(net))
+    inner.enter_context(own_layers(net, about.modules))
+    inner.enter_context(starting(net, about, changed))
+
+
+def _follow(net: Net, stack: ExitStack) -> None:
+    """Follow the modules of a model while they run, and see what they compute."""
+    model, always = net.names.model, backward_passes()
+    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
+    net.roads, net.always = roads | varlen_attention(), always
+    stack.enter_context(run_as_written(model))
+    refuse_compiled(net.function, model)
+    stack.enter_context(net.names.following())
+    stack.enter_context(own_layers(net, list(model.modules())))
+    stack.enter_context(own_calls(net))
+    stack.enter_context(attention_functions(net))
+    stack.enter_context(flex_calls(net))
+    stack.enter_context(compiled_functions(net))
+    stack.enter_context(_FUSED_LAYERS.heard_by(net))
+    stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
+    stack.enter_context(net.functions.on())
 
 
 @contextmanager

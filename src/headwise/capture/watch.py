@@ -98,8 +98,10 @@ def watch(
         )
     if whole(seed) is None:
         raise ValueError(f"watch({kind}, …, seed={seed!r:.80}): give a whole number.")
-    check_statistics(statistics, "watch")
-    figures = [name for statistic in statistics for name in statistic.names]
+    figures: list[str] = []
+    if statistics is not DEFAULT:
+        check_statistics(statistics, "watch")
+        figures = [name for statistic in statistics for name in statistic.names]
     twice = [name for name in figures if figures.count(name) > 1]
     if twice:
         raise ValueError(
@@ -108,7 +110,7 @@ def watch(
         )
     if queries is not None:
         check_queries(queries)
-    asked = Statistics(statistics)
+    asked = Statistics.of(statistics)
     left_out: dict[str, None] = {}
     looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
     told = told_heads(heads)
@@ -116,7 +118,7 @@ def watch(
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if not meant(call.name):
+        if modules is not None and not meant(call.name):
             left_out[call.name] = None
             return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
@@ -128,8 +130,10 @@ def watch(
                 f"and had no graph at first, as under reentrant activation checkpointing: its "
                 f"statistics would have no gradient; checkpoint with use_reentrant=False."
             )
-        drawn = looking if gradients else looking.of_call(calls[call.name])
-        calls[call.name] += 1
+        drawn = looking
+        if queries is not None and not gradients:
+            drawn = looking.of_call(calls[call.name])
+            calls[call.name] += 1
         try:
             readings = call.observe(asked, drawn)
         except ValueError as error:
@@ -139,18 +143,19 @@ def watch(
             ) from error
         if call.again:
             return
-        if looking.draws(call.queries):
+        batch, every = call.batch, call.queries
+        if queries is not None and looking.draws(every):
             watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         kept = (call.name, readings, call.heads, call.first_key)
         first = call.first_head
-        looked_at = call.batch * looking.looked_at(call.queries)
-        lost = torch.is_grad_enabled() and not gradients
-        call.once_whole(
-            lambda queries: watched.add(
-                *kept, queries=(looked_at, queries), first_head=first, lost=lost
-            )
-        )
-        if torch.is_grad_enabled():
+        looked_at = batch * (every if queries is None else looking.looked_at(every))
+        graph = torch.is_grad_enabled()
+        lost = graph and not gradients
+        if call.waiting is None:
+            watched.add(*kept, (looked_at, batch * every), first, lost)
+        else:
+            call.once_whole(lambda found: watched.add(*kept, (looked_at, found), first, lost))
+        if graph:
             with_graph.add(call.name)
 
     said, names = "", None

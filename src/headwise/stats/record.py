@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,3 +125,54 @@ class Reading(Brief):
             return replace(self, sampled=True, weights=weights, whole=every.moments)
         error = standard_error(values, rows.expand(values.shape), weights)
         return replace(self, sampled=True, weights=weights, error=error)
+
+    @property
+    def of_heads(self) -> bool:
+        """True if a mean or maximum of each head is to be had of it."""
+        axes = 2 if self.rows is None else 3
+        single = not self.per_key and self.over is None and self.values.dim() == axes
+        return self.largest or single
+
+
+TOGETHER = 1 << 19
+"""The most numbers in a reading that is copied, to be summed up together with others."""
+
+
+def form_of(reading: Reading) -> object:
+    """Return what must be equal in readings that stand side by side."""
+    x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
+    if not reading.of_heads or reading.unknown or x.numel() > TOGETHER:
+        return object()
+    given = tuple(part is None for part in (*parts, reading.whole))
+    among = reading.whole is not None and reading.whole.among is None
+    return len(x), x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, given, among
+
+
+def side_by_side(readings: Sequence[Reading]) -> Reading:
+    """Return the heads of several readings of one form as those of a single one."""
+    first = readings[0]
+    if len(readings) == 1:
+        return first
+
+    def joined(parts: list[Tensor | None], sizes: list[torch.Size] | None = None) -> Any:
+        given = [x for x in parts if x is not None]
+        if not given:
+            return None
+        if sizes is not None:
+            given = [x.expand(size) for x, size in zip(given, sizes, strict=True)]
+        return torch.cat(given, -1 if sizes is None else len(sizes[0]) - 2)
+
+    sizes = [one.values.shape for one in readings]
+    whole = None
+    if first.whole is not None:
+        every = zip(*(vars(one.whole).values() for one in readings), strict=True)
+        whole = Moments(*(joined([*parts]) for parts in every))
+    return replace(
+        first,
+        values=torch.cat([one.values for one in readings], 1),
+        rows=joined([one.rows for one in readings], sizes),
+        among=joined([one.among for one in readings], sizes),
+        error=joined([one.error for one in readings]),
+        weights=joined([one.weights for one in readings], [size[1:] for size in sizes]),
+        whole=whole,
+    )

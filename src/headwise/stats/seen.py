@@ -54,8 +54,7 @@ class Readings(Mapping[str, Reading]):
             assert record is not None
             statistic = self._statistics[number]
             part = statistic.metric(record)
-            needs = statistic.needs.values()
-            if record.view.rows is not None and (not needs or any(need.scores for need in needs)):
+            if record.view.rows is not None and _of_queries(statistic):
                 every = self._of_every_query(record.every, statistic)
                 drawn = record.view.drawn
                 part = {name: x.of_some(every.get(name), drawn) for name, x in part.items()}
@@ -109,11 +108,19 @@ class Readings(Mapping[str, Reading]):
         return f"<Readings: {', '.join(self.known)}>"
 
     def __iter__(self) -> Iterator[str]:
-        for part, statistic in zip(self._parts, self._statistics, strict=True):
-            yield from statistic.names if part is None else part
+        if not any(self._parts):
+            return iter(self.known)
+        every = zip(self._parts, self._statistics, strict=True)
+        return iter([x for part, one in every for x in (one.names if part is None else part)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _of_queries(statistic: Statistic) -> bool:
+    """Return True if a statistic reads something of the queries that are looked at."""
+    needs = statistic.needs.values()
+    return not needs or any(need.scores for need in needs)
 
 
 @dataclass(eq=False, repr=False)

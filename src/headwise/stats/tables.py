@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from .._text import Brief, and_more
 from ..core.numbers import fault_of_flags, said
 from .moments import ClusterVariance
-from .record import Reading
+from .record import Reading, form_of, side_by_side
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,10 +65,6 @@ def summarise(readings: Sequence[Reading], texts: bool = False) -> HeadSummary |
     return HeadSummary(mean, coverage, error, count=count, unknown=unknown)
 
 
-TOGETHER = 1 << 19
-"""The most numbers in a reading that is copied, to be summed up together with others."""
-
-
 def summarise_each(
     each: Sequence[Sequence[Reading]], texts: bool = False
 ) -> list[HeadSummary | None]:
@@ -79,11 +75,11 @@ def summarise_each(
     """
     alike: dict[object, list[int]] = {}
     for place, readings in enumerate(each):
-        alike.setdefault(tuple(map(_form, readings)), []).append(place)
+        alike.setdefault(tuple(map(form_of, readings)), []).append(place)
     summaries: list[HeadSummary | None] = [None] * len(each)
     for places in alike.values():
         calls = zip(*(each[place] for place in places), strict=True)
-        every = summarise([_side_by_side(call) for call in calls], texts)
+        every = summarise([side_by_side(call) for call in calls], texts)
         if every is None:
             continue
         sizes = [each[place][0].values.shape[1] for place in places]
@@ -95,37 +91,6 @@ def summarise_each(
             one = HeadSummary(mean, coverage, error, every.sampled, count, every.unknown)
             summaries[place] = one
     return summaries
-
-
-def _form(reading: Reading) -> object:
-    """Return what must be equal in readings that stand side by side; of some, nothing is."""
-    x = reading.values
-    apart = reading.weights is not None or reading.whole is not None or reading.over is not None
-    apart = apart or x.dim() != (2 if reading.rows is None else 3) or x.numel() > TOGETHER
-    if apart or reading.per_key or reading.unknown:
-        return object()
-    none = tuple(part is None for part in (reading.rows, reading.among, reading.error))
-    return x.shape[0], x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, none
-
-
-def _side_by_side(readings: Sequence[Reading]) -> Reading:
-    """Return the heads of several readings of one form as those of a single one."""
-    if len(readings) == 1:
-        return readings[0]
-
-    def joined(name: str) -> Tensor | None:
-        parts = [getattr(one, name) for one in readings]
-        if parts[0] is None:
-            return None
-        return torch.cat(
-            [x.expand(r.values.shape) for x, r in zip(parts, readings, strict=True)], 1
-        )
-
-    errors = [one.error for one in readings if one.error is not None]
-    values, rows, among = (joined(name) for name in ("values", "rows", "among"))
-    assert values is not None
-    error = torch.cat(errors) if errors else None
-    return replace(readings[0], values=values, rows=rows, among=among, error=error)
 
 
 def check_texts(texts: object) -> None:

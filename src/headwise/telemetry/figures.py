@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..stats.record import Reading
+from ..stats.record import Reading, form_of, side_by_side
 
 Array = npt.NDArray[np.float64]
 Heads = Mapping[str, int]
@@ -23,18 +24,34 @@ FIELDS = {MEAN: ("count", "sum", "squares", "error"), MAXIMUM: ("maximum",)}
 deviations from their mean, and the square of what sampling adds to the sum's standard error."""
 
 
-def kept_of(reading: Reading) -> Tensor | None:
-    """What is kept of a call's reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64.
+def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
+    """Return what is kept of each reading, on the host: `[4, H]` of a mean, `[1, H]` of a maximum.
 
-    `None` of a reading that is not one number for each query or batch row, such as a map.
+    In float64. `None` of one that is not one number for each query or batch row, such as a map.
+    Readings of the same sizes, of whatever metric, are summed up at once, as if their heads were
+    those of one call.
     """
+    alike: dict[object, list[int]] = {}
+    readings = [x if x.among is None else replace(x, among=None) for x in readings]
+    for place, reading in enumerate(readings):
+        if reading.of_heads:
+            alike.setdefault(form_of(reading), []).append(place)
+    found: list[Tensor | None] = [None] * len(readings)
+    for places in alike.values():
+        some = [readings[place] for place in places]
+        kept = _kept_of(side_by_side(some)).cpu()
+        parts = kept.split([one.values.shape[1] for one in some], 1)
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part
+    return found
+
+
+def _kept_of(reading: Reading) -> Tensor:
+    """Return what is kept of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
     values = reading.values.detach()
     if reading.largest:
         empty = values.new_full((1, values.shape[1]), -math.inf)
         return torch.cat([values, empty]).amax(0)[None].double()
-    axes = 2 if reading.rows is None else 3
-    if reading.per_key or reading.over is not None or values.dim() != axes:
-        return None
     one = reading.moments.heads
     errors = torch.zeros_like(one.count) if one.errors is None else one.errors
     return torch.stack([one.count, one.total, one.squares, errors])
@@ -73,12 +90,12 @@ class Figures:
         """Whether some queries only were looked at; a maximum is then a lower bound."""
         return self.queries < self.of_queries
 
-    @property
+    @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """The heads of which there is a figure `[N]`."""
         return self.data[0] != (-math.inf if self.kind == MAXIMUM else 0)
 
-    @property
+    @cached_property
     def values(self) -> Array:
         """Each head's mean or maximum `[N]`; NaN where there is none, inf where not finite."""
         present, found = self.present, self.data[0]
@@ -118,12 +135,6 @@ class Figures:
         return np.where(numbers == -math.inf, np.nan, numbers)
 
 
-def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: Sequence[int]) -> Figures:
-    """What layers gave by name, as one; layers of `heads` that gave nothing have no figure."""
-    kind = MAXIMUM if len(next(iter(parts.values()))) == 1 else MEAN
-    empty = -math.inf if kind == MAXIMUM else 0.0
-    columns = [
-        parts[name].cpu().numpy() if name in parts else np.full((len(FIELDS[kind]), number), empty)
-        for name, number in heads.items()
-    ]
-    return Figures(kind, np.concatenate(columns, axis=1), *looked_at)
+def nothing(rows: int, heads: int) -> Tensor:
+    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
+    return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

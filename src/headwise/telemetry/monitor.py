@@ -142,6 +142,7 @@ class Monitor:
         self._scale = None if scaler is None else scaler.get_scale()
         self._statistics, self._queries, self._probe = tuple(statistics), queries, probe
         self._warned: set[object] = set()
+        self._known_wanted: dict[object, Wanted | None] = {}
         self._missed = 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ranks = Ranks(self._device)
@@ -245,11 +246,15 @@ class Monitor:
 
     def _wanted(self, step: int) -> Wanted | None:
         """What to take of a step; `None` if nothing."""
-        if self._due(step):
-            rules = [rule for rule in self._rules if rule.statistic == "max_logit"]
-            return Wanted(self._statistics, self._queries, self._largest(rules))
-        largest = self._largest([])
-        return None if largest is None else Wanted((), self._queries, largest)
+        due = self._due(step)
+        about = (due, self.clip)
+        if about not in self._known_wanted:
+            rules = [rule for rule in self._rules if due and rule.statistic == "max_logit"]
+            largest = self._largest(rules)
+            statistics = self._statistics if due else ()
+            wanted = Wanted(statistics, self._queries, largest) if due or largest else None
+            self._known_wanted[about] = wanted
+        return self._known_wanted[about]
 
     def _largest(self, rules: Sequence[Rule]) -> MaxLogit | None:
         """What is to be known of largest logits: all, or those above the least of the limits."""
@@ -295,7 +300,7 @@ class Monitor:
     def _record(self) -> list[Alarm]:
         """Take up what the step gave; gives its alarms."""
         capture = self._capture
-        capture.close()
+        capture.rest() if self._probe is None else capture.close()
         try:
             every = {"": self._of_all(capture)}
             if self._probe is not None:
@@ -337,7 +342,7 @@ class Monitor:
 
     def _of_all(self, capture: StepCapture) -> StepSums:
         """What was seen, on all ranks."""
-        names = {name: plain_name(self.model, name) for name in capture.sums.spans}
+        names = {name: capture.plain_name(name) for name in capture.sums.spans}
         return self._ranks.sums(capture.sums.renamed(names))
 
     def _probed(self, probe: Probe) -> StepCapture:

@@ -14,8 +14,8 @@ from torch import distributed as dist
 
 from ..capture.private_torch import store_of_group
 from ..capture.ranks import rank_of_all
-from .figures import merged
-from .step_sums import Span, StepSums, nothing
+from .figures import merged, nothing
+from .step_sums import Span, StepSums
 
 
 def several() -> bool:

@@ -178,7 +178,11 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
 def _series(statistic: str, records: Sequence[Record], heads: int) -> Array | None:
     """The recorded figures `[n, N]` that may break rules; `None` if the last record has none."""
     found = [record.figures.get(statistic) for record in records]
-    usable = [f for f in found if f is not None and not (f.kind == MAXIMUM and f.sampled)]
+    usable = [
+        f for f in found if f is not None and (f.kind != MAXIMUM or f.queries == f.of_queries)
+    ]
     if not usable or usable[-1] is not found[-1]:
         return None
-    return np.stack([figures.wide(heads).values for figures in usable])
+    return np.stack(
+        [f.values if f.data.shape[1] == heads else f.wide(heads).values for f in usable]
+    )

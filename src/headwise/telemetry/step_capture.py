@@ -17,14 +17,14 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._text import and_more
 from ..capture.adapters.compiled import AS_WRITTEN
 from ..capture.call import AttentionCall, Looking, seed_of_call
-from ..capture.modules import Modules, chosen, why_left_out
+from ..capture.modules import Modules, Names, chosen, why_left_out
 from ..capture.net import Net
 from ..capture.ranks import rank_of_all
 from ..capture.session import catch
 from ..stats.max_logit import MaxLogit, Norms
-from ..stats.record import Reading
-from ..stats.statistic import Statistic
-from .figures import kept_of
+from ..stats.record import TOGETHER, Reading
+from ..stats.statistic import Statistic, Statistics
+from .figures import kept_of_each
 from .step_sums import Span, StepSums
 from .wrappers import innermost, plain_name
 
@@ -49,17 +49,22 @@ class Wanted:
     largest: MaxLogit | None
 
     @cached_property
-    def of_all(self) -> tuple[Statistic, ...]:
+    def of_all(self) -> Statistics:
         """What is taken of every query."""
         kept = tuple(s for s in self.statistics if self._whole(s))
         if self.largest is None or any(s == MaxLogit() for s in kept if isinstance(s, MaxLogit)):
-            return kept
-        return (*kept, self.largest)
+            return Statistics.of(kept)
+        return Statistics.of((*kept, self.largest))
 
     @cached_property
-    def of_some(self) -> tuple[Statistic, ...]:
+    def of_some(self) -> Statistics:
         """What is taken of drawn queries."""
-        return tuple(s for s in self.statistics if not self._whole(s))
+        return Statistics.of(s for s in self.statistics if not self._whole(s))
+
+    @cached_property
+    def all_together(self) -> Statistics:
+        """What is taken of calls of no more queries than are drawn."""
+        return Statistics.of((*self.of_all, *self.of_some))
 
     def _whole(self, statistic: Statistic) -> bool:
         """Whether every query is looked at: always for maxima, which a sample only bounds."""
@@ -95,17 +100,20 @@ class StepCapture:
         self._forward: Any = None
         self._every = self._graded = False
         self._calls: Counter[str] = Counter()  # of each module in the forward that is running
+        self._plain: dict[str, str] = {}  # the modules' names without wrappers
         self.clear()
 
     def clear(self) -> None:
         """Forget all that was added up, and why nothing else was."""
         self.forwards = 0
-        self.sums = StepSums()
+        self._sums = StepSums()
+        self._pending: list[tuple[str, Mapping[str, Reading], int, int]] = []
+        self._numbers = 0  # in the readings that wait
         self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
         self._no_numbers: dict[str, None] = {}
-        self._why = ""
+        self._names: Names | None = None  # of the last forwards, which tell why nothing was seen
 
     # ── open and shut ───────────────────────────────────────────────────────────────────────────
 
@@ -117,13 +125,21 @@ class StepCapture:
         self._wanted, self._step, self._every = wanted, step, every
         if self._stack is not None:
             return
+        self._plain.clear()
         with ExitStack() as stack:
             stack.enter_context(AS_WRITTEN)
             found = catch(
-                self.model, self._listen, self._begin, self._elsewhere, function="Monitor"
+                *(self.model, self._listen, self._begin, self._elsewhere),
+                function="Monitor",
+                in_full=False,
             )
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()
+
+    def rest(self) -> None:
+        """End a step: see nothing any more, where seeing costs the model's modules something."""
+        if self._net is not None and self._net.in_full:
+            self.close()
 
     def close(self) -> None:
         """See nothing any more; what was added up stays."""
@@ -132,8 +148,8 @@ class StepCapture:
             return
         self._left_out = self.left_out
         names, self._net = self._net.names, None
-        if names.calls or not self._why:
-            self._why = f"no attention was seen: {names.why_nothing()}"
+        if names.calls or self._names is None:
+            self._names = names
         stack.close()
 
     @property
@@ -144,7 +160,14 @@ class StepCapture:
         return meant | self._left_out
 
     def _is_meant(self, name: str) -> bool:
-        return self._meant(plain_name(self.model, name))
+        return self.modules is None or self._meant(self.plain_name(name))
+
+    def plain_name(self, name: str) -> str:
+        """Return a module's name without wrappers."""
+        found = self._plain.get(name)
+        if found is None:
+            found = self._plain[name] = plain_name(self.model, name)
+        return found
 
     def _elsewhere(self, model: nn.Module) -> None:
         self._warn(f"{_ELSEWHERE} is not counted")
@@ -157,17 +180,18 @@ class StepCapture:
     def _counts(self) -> bool:
         """Whether the forward that is running counts; with its first call, it does so as one."""
         assert self._net is not None
-        running = self._net.names.stack
-        training = innermost(running[0].module).training
-        counts = self._every or (self._graded and training)
-        if not counts:
+        outermost = self._net.names.stack[0]
+        if outermost is self._forward:
+            return True
+        training = innermost(outermost.module).training
+        if not self._every and not (self._graded and training):
             self._other_forwards[_NO_GRADIENTS if training else _EVAL_MODE] = None
-        elif running[0] is not self._forward:
-            self._forward = running[0]
-            self._begun()
-            self.forwards += 1
-            self._calls.clear()
-        return counts
+            return False
+        self._forward = outermost
+        self._begun()
+        self.forwards += 1
+        self._calls.clear()
+        return True
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
@@ -180,33 +204,42 @@ class StepCapture:
             return
         if not self._counts():
             return
-        try:
-            readings = self._readings(call)
-        except Exception as error:
-            self._left_out[call.name] = str(error)
-            return
-        self._calls[call.name] += 1
         name, span = call.name, Span(call.first_head, call.heads, call.all_heads)
+        batch, queries = call.batch, call.queries
+        try:
+            found = self._readings(call, batch, queries)
+        except Exception as error:
+            self._left_out[name] = str(error)
+            return
+        self._calls[name] += 1
 
         def keep(queries: int) -> None:
             try:
-                self._keep(name, span, readings, queries)
+                self._keep(name, span, found, queries)
             except Exception as error:
                 self._left_out[name] = str(error)
 
-        call.once_whole(keep)
+        if call.waiting is None:
+            keep(batch * queries)
+        else:
+            call.once_whole(keep)
 
-    def _readings(self, call: AttentionCall) -> dict[str, tuple[Reading, int]]:
-        """The readings of a call, each with the number of queries that were looked at."""
-        wanted, found = self._wanted, {}
-        for statistics, queries in ((wanted.of_all, None), (wanted.of_some, wanted.queries)):
-            if not statistics:
-                continue
-            looking = Looking(queries, seed=self._draw(call.name))
-            some, every = looking.looked_at(call.queries), call.queries
-            for name, reading in call.observe(statistics, looking).items():
-                sampled = reading.sampled and reading.whole is None
-                found[name] = reading, call.batch * (some if sampled else every)
+    def _readings(
+        self, call: AttentionCall, batch: int, every: int
+    ) -> list[tuple[Mapping[str, Reading], int, int]]:
+        """The readings of a call, with the numbers of queries that were looked at, and of all."""
+        wanted = self._wanted
+        if wanted.queries is None or every <= wanted.queries:
+            looks = ((wanted.all_together, None),)
+        else:
+            looks = (wanted.of_all, None), (wanted.of_some, wanted.queries)
+        found = []
+        for statistics, queries in looks:
+            if statistics.each:
+                looking = _ALL if queries is None else Looking(queries, self._draw(call.name))
+                some = every if queries is None else queries
+                readings = call.observe(statistics, looking)
+                found.append((readings, batch * some, batch * every))
         return found
 
     def _draw(self, name: str) -> int:
@@ -216,21 +249,50 @@ class StepCapture:
         return seed_of_call(mixed, self._calls[name]) % 2**62
 
     def _keep(
-        self, name: str, span: Span, readings: Mapping[str, tuple[Reading, int]], queries: int
+        self,
+        name: str,
+        span: Span,
+        found: list[tuple[Mapping[str, Reading], int, int]],
+        queries: int,
     ) -> None:
-        """Add up the readings of a call that has so many queries."""
-        self.sums.know(name, span)
-        for statistic, (reading, looked_at) in readings.items():
-            if reading.unknown:
-                self.sums.leave_out(statistic, name, reading.unknown)
-                continue
-            found = kept_of(reading)
-            if found is None:
-                why = "is not one number a query or head, and is not recorded"
-                self._warn(f"{statistic!r} {why}", statistic)
-                self._no_numbers[repr(statistic)] = None
-                continue
-            self.sums.add(statistic, name, found, (min(looked_at, queries), queries))
+        """Keep the readings of a call that has so many queries, to be added up with others."""
+        self._sums.know(name, span)
+        for readings, some, every in found:
+            self._pending.append((name, readings, min(some, queries), min(every, queries)))
+            self._numbers += some * span.heads
+        if self._numbers > TOGETHER:
+            self._add_up()
+
+    @property
+    def sums(self) -> StepSums:
+        """What the calls add up to."""
+        if self._pending:
+            self._add_up()
+        return self._sums
+
+    def _add_up(self) -> None:
+        """Add up what waits, at once."""
+        pending, self._pending, self._numbers = self._pending, [], 0
+        found: list[tuple[str, str, Reading, int, int]] = []
+        for name, readings, some, every in pending:
+            try:
+                for statistic, reading in readings.items():
+                    if reading.unknown:
+                        self._sums.leave_out(statistic, name, reading.unknown)
+                        continue
+                    sampled = reading.sampled and reading.whole is None
+                    found.append((statistic, name, reading, some if sampled else every, every))
+            except Exception as error:
+                self._left_out[name] = str(error)
+        kept = kept_of_each([reading for _, _, reading, _, _ in found])
+        calls = []
+        for (statistic, name, _, some, every), block in zip(found, kept, strict=True):
+            if block is not None:
+                calls.append((statistic, name, block, some, every))
+            elif (said := repr(statistic)) not in self._no_numbers:
+                self._warn(f"{said} is not one number a query or head, and is not recorded", said)
+                self._no_numbers[said] = None
+        self._sums.add(calls)
 
     @property
     def why_nothing(self) -> str:
@@ -242,7 +304,9 @@ class StepCapture:
             reasons.append(f"{and_more([*self._no_numbers])} cannot be recorded")
         if said := [not_monitored(name, why) for name, why in self.left_out.items()]:
             reasons.append(f"left out: {and_more(said)}")
-        return "; ".join(reasons) or self._why or "the monitor was paused"
+        if self._names is not None:
+            reasons = reasons or [f"no attention was seen: {self._names.why_nothing()}"]
+        return "; ".join(reasons) or "the monitor was paused"
 
     # ── what it has come to ─────────────────────────────────────────────────────────────────────
 
@@ -258,6 +322,7 @@ class StepCapture:
         return {name: x[0] for name, x in self.sums.kept.get("max_logit", {}).items()}
 
 
+_ALL = Looking()
 _EVAL_MODE = "the model ran in eval mode (call model.train())"
 _NO_GRADIENTS = "the model ran without gradients (such as in torch.no_grad())"
 _ELSEWHERE = "a forward in another thread than that of the last step"

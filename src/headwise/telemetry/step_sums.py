@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from ..stats.max_logit import ABOVE
-from .figures import Figures, Heads, joined, merged
+from .figures import MAXIMUM, MEAN, Figures, Heads, merged, nothing
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,22 @@ class StepSums:
         if (before := self.spans.setdefault(layer, span)) != span:
             raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
 
-    def add(self, statistic: str, layer: str, found: Tensor, looked_at: tuple[int, int]) -> None:
-        """Take in one statistic of a call."""
-        if statistic in self.unknown.get(layer, {}):
-            return
-        kept = self.kept.setdefault(statistic, {})
-        kept[layer] = merged(kept[layer], found) if layer in kept else found
-        some, every = self.looked_at.get(statistic, (0, 0))
-        self.looked_at[statistic] = (some + looked_at[0], every + looked_at[1])
+    def add(self, calls: Sequence[tuple[str, str, Tensor, int, int]]) -> None:
+        """Take in calls: of each a statistic, the layer, what is kept of it, and how many queries
+        were looked at, of how many."""
+        rounds: dict[str, list[dict[str, Tensor]]] = {}  # of each layer the first call, the second
+        for statistic, layer, found, some, every in calls:
+            if self.unknown and statistic in self.unknown.get(layer, {}):
+                continue
+            each = rounds.setdefault(statistic, [])
+            place = next((one for one in each if layer not in one), None)
+            if place is None:
+                each.append(place := {})
+            place[layer] = found
+            before = self.looked_at.get(statistic, (0, 0))
+            self.looked_at[statistic] = (before[0] + some, before[1] + every)
+        for statistic, each in rounds.items():
+            self.kept[statistic] = reduce(_together, each, self.kept.get(statistic, {}))
 
     def leave_out(self, statistic: str, layer: str, why: str) -> None:
         """Keep nothing of a statistic that cannot be known for a call of the layer."""
@@ -64,6 +73,8 @@ class StepSums:
 
     def renamed(self, names: Mapping[str, str]) -> StepSums:
         """The same, with other names for the layers."""
+        if all(name == other for name, other in names.items()):
+            return self
         kept = {s: {names[n]: x for n, x in found.items()} for s, found in self.kept.items()}
         spans = {names[name]: span for name, span in self.spans.items()}
         unknown = {names[name]: dict(reasons) for name, reasons in self.unknown.items()}
@@ -77,7 +88,7 @@ class StepSums:
     def figures(self, heads: Heads) -> dict[str, Figures]:
         """What was added up of whole layers, by statistic, of the layers of `heads`."""
         found = {
-            statistic: joined(parts, heads, self.looked_at[statistic])
+            statistic: _joined(parts, heads, self.looked_at[statistic])
             for statistic, parts in self.kept.items()
         }
         limited = [name for name in found if name.startswith(ABOVE)]
@@ -86,6 +97,21 @@ class StepSums:
         return found
 
 
-def nothing(rows: int, heads: int) -> Tensor:
-    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
-    return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)
+def _joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]) -> Figures:
+    """Return what layers gave as one; layers of `heads` that gave nothing have no figure."""
+    rows = len(next(iter(parts.values())))
+    columns = [
+        parts[name] if name in parts else nothing(rows, number) for name, number in heads.items()
+    ]
+    data = torch.cat(columns, 1).numpy()
+    return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
+
+
+def _together(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what is kept of the layers of two, by layer."""
+    both = [layer for layer in other if layer in one]
+    if both:
+        parts = [torch.cat([x[layer] for layer in both], 1) for x in (one, other)]
+        sizes = [one[layer].shape[1] for layer in both]
+        other = other | dict(zip(both, merged(*parts).split(sizes, 1), strict=True))
+    return one | other

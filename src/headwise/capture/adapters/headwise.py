@@ -4,18 +4,18 @@ call them in modules of their own."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attend import attend
 from ...core.call import Call, observers
 from ...core.masks import as_mask
 from ...layers.attention import MultiHeadAttention, Observer
-from ...stats.observe import observe
+from ...stats.observe import observe_call
 from ...stats.record import Reading
 from ...stats.statistic import Statistic
 from ..call import HeadsCall, Looking
@@ -41,15 +41,11 @@ class OwnCall(HeadsCall):
     def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
         if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
             return super().observe(statistics, looking)
-        seen = observe(
-            self.q,
-            self.k,
-            self.v,
-            *statistics,
-            projection=self.projection,
-            **looking.keywords,
-            **self.keywords,
-        )
+        keywords = dict(self.keywords)
+        backend = keywords.pop("backend")
+        call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
+        of_call: dict[str, Any] = {"projection": self.projection, **looking.keywords}
+        seen = observe_call(call, statistics, backend=backend, **of_call)
         self.made = seen.out
         return seen.readings.let_go()
 
@@ -73,10 +69,10 @@ class _Observer:
         if self.before is not None:
             made = _untold(self.before, layer, q, k, v, keywords)
         for net in self.nets:
-            if not net.open:
+            if not net.hears(layer):
                 continue
             call = OwnCall(
-                net.names.name_of(layer) or "",
+                net.names.names.get(id(layer), ""),
                 "headwise",
                 q,
                 k,
@@ -89,7 +85,7 @@ class _Observer:
                 first_head=layer.first_head,
             )
             call.layer = layer
-            new = net.tell(call)
+            new = net.tell(call, module=layer)
             made = call.out if new is None else new
         return made if isinstance(made, Tensor) else made()
 
@@ -104,10 +100,10 @@ _LOCK = threading.Lock()
 
 
 @contextmanager
-def own_layers(net: Net) -> Iterator[None]:
-    """Hear of the calls of the model's `MultiHeadAttention` layers, with others that hear of them,
-    who may end before or after."""
-    layers = [m for m in net.names.model.modules() if isinstance(m, MultiHeadAttention)]
+def own_layers(net: Net, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hear of the calls of the `MultiHeadAttention` layers among a model's modules, with others
+    that hear of them, who may end before or after."""
+    layers = [one for one in modules if isinstance(one, MultiHeadAttention)]
     with _LOCK:
         for layer in layers:
             if not isinstance(layer.observer, _Observer):

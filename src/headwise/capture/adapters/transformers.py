@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ..call import HeadsCall
 from ..known import forget
-from ..modules import Forward
 from ..net import Net, silence
 from ..patches import Replaced
 from .transformers_arguments import Function, Given, Meaning
@@ -71,7 +70,7 @@ def _wrap() -> Callable[[], None]:
 
     def updated(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *a: Any, **b: Any) -> Any:
         kept = update(self, keys, values, layer_idx, *a, **b)
-        if _INTERFACE.everyone and self.is_sliding[layer_idx]:
+        if _INTERFACE.everyone and getattr(self.layers[layer_idx], "is_sliding", False):
             dropped = int(self.get_seq_length(layer_idx)) - kept[0].shape[2]
             _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
         return kept
@@ -167,13 +166,15 @@ def _tell(
     """Tell every net, those inside of what those outside have made of the output."""
     served = given.served()
     result: Any = None if served is not None else run()
-    made: Any = served.out if served is not None else given.heads_of(result)
+    made: Any = served.out if served is not None else partial(given.heads_of, result)
     # Under autocast the function has cast them all to the dtype of its output.
-    dtype = made.dtype if served is None else served.call.q.dtype
-    q, k, v = (x.to(dtype) for x in (given.q, meaning.k, meaning.v))
+    dtype = result[0].dtype if served is None else served.call.q.dtype
+    q, k, v = given.q, meaning.k, meaning.v
+    if not q.dtype == k.dtype == v.dtype == dtype:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     out = made
     for net in nets:
-        name = net.names.name_of(given.module)
+        name = net.names.names.get(id(given.module))
         call = HeadsCall(
             net.names.current if name is None else name,
             given.named,
@@ -189,9 +190,9 @@ def _tell(
         )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
-        among = None if net.in_full else Forward(given.module)
-        new = net.tell(call, among=among, by_interface=True)
-        out = call.out if new is None else new
+        new = net.tell(call, module=None if name is None else given.module)
+        if new is not None or served is not None:
+            out = call.out if new is None else new
     if result is None:
         return out.transpose(1, 2).contiguous(), None
     if out is made:
@@ -202,7 +203,7 @@ def _tell(
 def _projection(module: nn.Module, width: int) -> Tensor | None:
     """The weight `[O, H · Dv]` by which the module projects its heads' outputs, if it has one."""
     for name in _PROJECTIONS:
-        layer = getattr(module, name, None)
+        layer = module._modules.get(name)
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue

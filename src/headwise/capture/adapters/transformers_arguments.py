@@ -37,6 +37,9 @@ _KNOWN = {
 """Functions of transformers and of headwise, of which it is known what they make of their
 arguments."""
 
+_PLACES = ("transformers.integrations.", f"{__package__}.")
+"""The modules of these functions."""
+
 
 @dataclass(frozen=True)
 class Meaning:
@@ -53,7 +56,8 @@ class Meaning:
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of `observe()`."""
-        return {name: getattr(self, name) for name in ("mask", "scale", "softcap", "sinks")}
+        scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        return {"mask": self.mask, **scores}
 
 
 class Given:
@@ -79,11 +83,11 @@ class Given:
         self.behind = behind
         self.net, self.found, self.function, self.module = net, found, function, module
         self.mask, self.options, self.given = mask, options, (q, k, v, mask)
-        batch = max(len(q), len(k))  # a single row of queries may serve the whole batch
-        self.q, self.k, self.v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
+        if len(q) != len(k):  # a single row of queries may serve the whole batch
+            q, k, v = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k, v))
+        self.q, self.k, self.v = q, k, v
         self.named = getattr(function, "__name__", type(function).__name__)
-        places = ("transformers.integrations.", f"{__package__}.")
-        own = getattr(function, "__module__", "").startswith(places)
+        own = getattr(function, "__module__", "").startswith(_PLACES)
         self.kind = _KNOWN.get(self.named) if own else None
         if self.kind == "headwise" and not textbook(type(module), special(options)):
             self.kind = None
@@ -106,9 +110,9 @@ class Given:
 
     def meaning(self) -> Meaning | None:
         """What the arguments mean to the function; `None` if it computes something else."""
-        meanings = dict(self.meanings())
         if self.kind is not None:
-            return next(iter(meanings.values()))
+            return next(self.meanings())[1]
+        meanings = dict(self.meanings())
         (queries, keys), mask = (self.q.shape[2], self.k.shape[2]), self.mask
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
         place = (self.function, type(self.module), self.causal, *form)
@@ -148,8 +152,7 @@ class Given:
             yield (
                 name,
                 Meaning(
-                    self.k[:, :, :keys],
-                    self.v[:, :, :keys],
+                    *(x if keys == x.shape[2] else x[:, :, :keys] for x in (self.k, self.v)),
                     mask,
                     options.get("scaling"),
                     known.get("softcap"),
