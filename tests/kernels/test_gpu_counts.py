@@ -15,6 +15,9 @@ import transformers
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.backends.native import Native
+from headwise.core.call import Call
+from headwise.kernels.interface import FIGURES
 from simulated_gpu import Count, simulated
 
 SIX = (
@@ -69,10 +72,29 @@ def test_attend_is_one_kernel(gpu: Count) -> None:
 def test_what_is_observed_and_not_read(gpu: Count) -> None:
     """The output, one launch for all statistics, and what the largest score of a head takes."""
     q, k, v = qkv()
-    hw.observe(q, k, v, *SIX, mask=hw.Causal())
-    gpu.clear()
-    hw.observe(q, k, v, *SIX, mask=hw.Causal())
+    for _ in range(2):
+        gpu.clear()
+        hw.observe(q, k, v, *SIX, mask=hw.Causal())
     assert len(gpu.kernels) <= 4, str(gpu)
+    assert "triton forward, LSE known" in dict(gpu.kernels), "the fused kernel gives it"
+    assert not gpu.waits, str(gpu)
+
+
+@pytest.mark.parametrize("name", ["causal", "padded"])
+def test_the_kernels_own_part(gpu: Count, name: str) -> None:
+    """All figures in one launch, into one tensor; a mask of lengths takes nothing beside it."""
+    mask = hw.Causal() if name == "causal" else padded()
+    call = Call.of(*qkv(), mask=mask)
+    figures = [figure for figure in FIGURES if figure != "lse"]
+    gpu.clear()
+    given = Native().observe(call, figures)
+    assert len(gpu.kernels) == (2 if name == "causal" else 1), str(gpu)
+    assert not gpu.waits, str(gpu)
+    assert len({getattr(given, figure)._base.inner.data_ptr() for figure in figures}) == 1
+    gpu.clear()
+    assert given.lse is not None
+    Native().received(call, given.lse)
+    assert len(gpu.kernels) <= 2, "the kernel itself looks where the log-sum-exp is too large"
     assert not gpu.waits, str(gpu)
 
 

@@ -15,7 +15,7 @@ from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import triton_api as cuda
 from headwise.kernels.interface import FIGURES, Problem, Terms
-from headwise.kernels.torch_ops import DIFFERENTIABLE
+from headwise.kernels.torch_ops import BIT, DIFFERENTIABLE
 from support import MASKS_WITH_POSITIONS, B, H
 
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -73,6 +73,7 @@ def assert_equal(problem: Problem) -> None:
     for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
         assert_near(got, right, dtype, name)
     figures = dict(zip(FIGURES, want[1:], strict=True))
+    assert_statistics_equal(problem, figures)
     figures = {name: figures[name] for name in DIFFERENTIABLE}
     for with_out in (True, False):
         values, out = (v, want[0]) if with_out else (None, None)
@@ -91,3 +92,51 @@ def assert_equal(problem: Problem) -> None:
     sums = (side.sums(problem._replace(v=None), lse, weight, True, blocks) for side in (cuda, cpu))
     for name, got, right in zip(("received", "map"), *sums, strict=True):
         assert_near(got, right, torch.float32, name)
+
+
+def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) -> None:
+    """What is written in one launch, with and without the log-sum-exp of another kernel."""
+    shape, names = problem.q.shape[:3], FIGURES[1:]
+    for lse in (None, want["lse"]):
+        into = torch.full((len(names), *shape), torch.nan)
+        cuda.statistics(problem, ~BIT["lse"], into, lse, torch.zeros((), dtype=torch.int32))
+        assert into.isnan().all(), "it is off"
+        cuda.statistics(problem, ~BIT["lse"], into, lse, torch.ones((), dtype=torch.int32))
+        for name, got in zip(names, into, strict=True):
+            assert_near(got, want[name], problem.q.dtype, f"{name}, {lse is not None}")
+    into = torch.full((2, *shape), torch.nan)
+    cuda.statistics(problem, BIT["entropy"] | BIT["self"], into, want["lse"])
+    for name, got in zip(("entropy", "self"), into, strict=True):
+        assert_near(got, want[name], problem.q.dtype, name)
+
+
+def test_heads_whose_memory_is_far_apart() -> None:
+    """A head's place times its stride does not fit into 32 bits."""
+    apart = 2**30
+    try:
+        memory = torch.empty(2 * apart + 4096, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("no 4 GiB of address space")
+    q, k = (memory[place:].as_strided((1, 3, 8, 16), (0, apart, 16, 1)) for place in (0, 1024))
+    for x in (q, k):
+        x.copy_(torch.randn(x.shape))
+    problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
+    want = cpu.forward(problem._replace(q=q.contiguous(), k=k.contiguous()), 127)
+    for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
+        assert_near(got, right, q.dtype, name)
+
+
+def test_rows_that_are_no_numbers() -> None:
+    q, k = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    q[0, 0, 3] = torch.nan
+    q[0, 1, 30] = torch.inf
+    problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
+    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    into = torch.zeros(3, 1, 2, 40)
+    asked = BIT["entropy"] | BIT["ahead"] | BIT["first"]
+    cuda.statistics(problem, asked, into, want["lse"])
+    for name, got in zip(("entropy", "ahead", "first"), into, strict=True):
+        right = want[name]
+        assert right is not None
+        assert torch.equal(got.isnan(), right.isnan()), name
+        assert right.isnan().sum() == 2, name

@@ -44,7 +44,7 @@ class Native(OnePass):
         device = call.q.device.type
         if device not in ("cpu", "cuda"):
             return [f"kernels for CPUs and CUDA, and this call is on {device}"]
-        missing = cpu.why_not() if device == "cpu" else cuda.why_not()
+        missing = cpu.why_not() if device == "cpu" else cuda.why_not(call.q.device)
         if missing:
             return [missing]
         reasons = []
@@ -93,13 +93,17 @@ class Native(OnePass):
             wishes = tuple(wishes)
             out, lse = Sdpa().run(call, gradients and not wishes)
             with nullcontext() if gradients else torch.no_grad():
-                given = self.figures(call, wishes) if wishes else Figures(None, lse)
+                given = self.figures(call, wishes, lse) if wishes else Figures(None, lse)
             return replace(given, out=out)
         return Figures(*native_ops.compute(_problem(call, call.v), _bits(wishes), again, gradients))
 
-    def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
-        """The same without the output; the values are not read."""
-        return Figures(*native_ops.compute(_problem(call, None), _bits(wishes), again))
+    def figures(self, call: Call, wishes: Iterable[str], lse: Tensor | None = None) -> Figures:
+        """The same without the output; the values are not read.
+
+        A log-sum-exp that is at hand spares the kernel for GPUs half of its work.
+        """
+        known = None if lse is None else lse.detach()
+        return Figures(*native_ops.compute(_problem(call, None), _bits(wishes), again, lse=known))
 
     def received(
         self,
