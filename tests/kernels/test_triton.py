@@ -5,6 +5,10 @@ On a GPU, tests/backends/test_cuda.py holds them to the definition.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,11 +101,12 @@ def assert_equal(problem: Problem) -> None:
 def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) -> None:
     """What is written in one launch, with and without the log-sum-exp of another kernel."""
     shape, names = problem.q.shape[:3], FIGURES[1:]
+    wished = sum(BIT[name] for name in names)
     for lse in (None, want["lse"]):
         into = torch.full((len(names), *shape), torch.nan)
-        cuda.statistics(problem, ~BIT["lse"], into, lse, torch.zeros((), dtype=torch.int32))
+        cuda.statistics(problem, wished, into, lse, torch.zeros((), dtype=torch.int32))
         assert into.isnan().all(), "it is off"
-        cuda.statistics(problem, ~BIT["lse"], into, lse, torch.ones((), dtype=torch.int32))
+        cuda.statistics(problem, wished, into, lse, torch.ones((), dtype=torch.int32))
         for name, got in zip(names, into, strict=True):
             assert_near(got, want[name], problem.q.dtype, f"{name}, {lse is not None}")
     into = torch.full((2, *shape), torch.nan)
@@ -140,3 +145,50 @@ def test_rows_that_are_no_numbers() -> None:
         assert right is not None
         assert torch.equal(got.isnan(), right.isnan()), name
         assert right.isnan().sum() == 2, name
+
+
+LENGTHS = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+class Driver:  # of a GPU that is not there
+    launcher_cls = None
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def map_python_to_cpp_type(self, kind): return kind
+
+class Compiled:
+    metadata = packed_metadata = function = None
+    name = hash = "forward"
+    def launch_metadata(self, *_): return None
+    def run(self, *_): pass
+
+def compile(self, key, signature, device, *_):
+    compiled.append(key)
+    found = self.device_caches[device][0][key] = Compiled()
+    return found
+
+driver.set_active(Driver())
+jit.JITFunction._do_compile = compile
+compiled = []
+
+from headwise.kernels import triton_api
+from headwise.kernels.interface import Problem, Terms
+
+for queries, keys in ((1, 16), (1, 17), (2, 33), (16, 16), (17, 17), (100, 100), (101, 101)):
+    q, k = (torch.randn(2, n, 4, 64).transpose(1, 2) for n in (queries, keys))
+    terms = Terms(offset=keys - queries, causal=True)
+    triton_api.forward(Problem(q, k, k, None, terms, 0.125, 0.0), 127)
+print(len(compiled))
+"""
+
+
+def test_other_lengths_compile_nothing_again() -> None:
+    """Prefill and each step of decoding run one compiled kernel."""
+    own = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LENGTHS]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "1", done.stdout + done.stderr

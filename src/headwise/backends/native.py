@@ -23,7 +23,7 @@ from ..core.modes import forward_derivatives, traced, transformed
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
-from ..kernels.interface import Problem
+from ..kernels.interface import Problem, Terms
 from .base import Figures, OnePass
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
 from .recompute import again
@@ -199,14 +199,23 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
     known = None if call.kind is None else call.kind.known
     terms = None if known is None else known.get("terms")
     if terms is None:
-        terms = terms_of(call.mask, call.extent, call.q.device)
-        if any(isinstance(x, Tensor) for x in terms):
-            known = None
-        if known is not None:
-            known["terms"] = terms
+        terms = _terms(call)
+    if known is not None and any(isinstance(x, Tensor) for x in terms):
+        known = None
     dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
     return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, known)
+
+
+def _terms(call: Call) -> Terms:
+    """The terms of a call's mask; where it holds no tensors, calls of a kind share them."""
+    if call.kind is None:
+        return terms_of(call.mask, call.extent, call.q.device)
+    with torch.inference_mode(False):  # graphs keep them
+        terms = terms_of(call.mask, call.extent, call.q.device)
+    if terms.allowed is None and terms.bias is None:  # which may be large
+        call.kind.known["terms"] = terms
+    return terms
 
 
 def _bits(wishes: Iterable[str]) -> int:

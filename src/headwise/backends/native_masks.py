@@ -83,6 +83,8 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
         return Terms(offset=extent.offset, causal=True)
     if type(mask) is Everything:
         return Terms(offset=extent.offset)
+    if isinstance(mask, OfTerms):
+        return mask.terms
     parts = _parts(mask, extent)
     view = next((p.view for p in parts if p.view.rows is not None), _View(extent))
     found = _Found(extent.heads, device)
@@ -99,17 +101,19 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
         return 0
     allowed, bias = _Size(), _Size()
     for part in _parts(mask, extent):
-        if part.free or (type(part.mask) is Documents and _runs(part, device) is not None):
+        kind, copied = type(part.mask), part.view.rows is not None
+        if part.free or kind is Padding:
             continue
-        i, j = part.view.grid(device)
-        copied = part.view.rows is not None
-        if type(part.mask) is Dense:
+        if kind is Documents and _runs(part, device) is not None:
+            continue
+        if isinstance(part.mask, Dense) and kind is Dense:
             allowed.add(part.mask.mask, extent, copied)
-        elif type(part.mask) is Bias:
+        elif isinstance(part.mask, Bias) and kind is Bias:
             values = part.mask.values
             bias.add(values, extent, copied or values.dtype != torch.float32)
         else:
             # Two rows and two columns tell which axes an answer has.
+            i, j = part.view.grid(device)
             few = i[:2], j[:, :2], part.view.whole
             if part.mask.biased or part.mask.interval(i, part.view.whole) is None:
                 allowed.add(part.mask.allowed(*few), extent, True)
@@ -178,8 +182,13 @@ class _Found:
         elif kind is ALiBi and flags:
             slopes = alibi_slopes(self.heads, self.device)
             self.slopes = slopes if self.slopes is None else self.slopes + slopes
-        elif kind is Bias:  # what it forbids is −inf already
-            self._bias(mask.bias(*part.view.grid(self.device), part.view.whole))
+        elif isinstance(mask, Dense) and kind is Dense and part.view.rows is None:
+            self._table(mask.mask.to(self.device))
+        elif isinstance(mask, Bias) and kind is Bias:  # what it forbids is −inf already
+            if part.view.rows is None:
+                self._bias(mask.values.to(self.device))
+            else:
+                self._bias(mask.bias(*part.view.grid(self.device), part.view.whole))
         elif kind is Documents:
             runs = _runs(part, self.device)
             if runs is None:

@@ -60,12 +60,13 @@ class Mask(Brief):
 
         `None` where they are not one range a query. A bias may forbid keys inside of it.
         """
-        found = self.interval(grid(extent, device)[0], extent)
+        i = torch.arange(extent.queries, device=device)[:, None]
+        found = self.interval(i, extent)
         if found is None:
             return None
-        every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
-        low, high, _ = torch.broadcast_tensors(*found, every_row)
-        return low[..., 0], high.maximum(low)[..., 0]
+        shape = torch.broadcast_shapes((1, 1, *i.shape), *(edge.shape for edge in found))
+        low, high = (edge.expand(shape)[..., 0] for edge in found)
+        return low, high.maximum(low)
 
     def looks_ahead(self, extent: Extent) -> bool:
         """Whether a query may attend to a key beyond its own position, as far as sizes tell."""
@@ -161,12 +162,12 @@ class And(Mask):
         return functools.reduce(added, found) if found else None
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        found = [p.interval(i, extent) for p in self.parts]
-        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
-        for part in found:
-            if part is None:
-                return None
-            low, high = torch.maximum(low, part[0]), torch.minimum(high, part[1])
+        found = [part.interval(i, extent) for part in self.parts]
+        edges = [edge for edge in found if edge is not None]
+        if len(edges) < len(found):
+            return None
+        low = functools.reduce(torch.maximum, (edge[0] for edge in edges))
+        high = functools.reduce(torch.minimum, (edge[1] for edge in edges))
         return low, torch.maximum(low, high)
 
     def looks_ahead(self, extent: Extent) -> bool:

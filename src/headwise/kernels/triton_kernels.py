@@ -320,7 +320,7 @@ def forward(
             own = tl.exp2((sink - base) * unit)
             spread += tl.where(own > 0, own * (sink - base), 0.0)
         # What comes of scores that are no numbers is none, either.
-        total = tl.where((known != known) | (known == float("inf")), float("nan"), total)
+        total = tl.where(size < float("inf"), total, float("nan"))
         m = base
     else:
         dead = total == 0
@@ -332,7 +332,8 @@ def forward(
     if out is not None:
         d = tl.arange(0, BV)
         cells = _cells(out + b * out_at[0] + h * out_at[1], wanted, out_at, d)
-        acc = tl.where(dead[:, None], 0.0, acc / weight[:, None])
+        gone = dead[:, None]  # pyright: ignore[reportIndexIssue]
+        acc = tl.where(gone, 0.0, acc / weight[:, None])
         tl.store(cells, acc.to(out.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
     if lse_out is not None:
         found = tl.where(dead, float("-inf"), m * natural + tl.log2(weight) * LN2)
