@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.backends import native_masks
 from headwise.backends.native import Native
 from headwise.core.call import Call
 from headwise.kernels.interface import FIGURES
@@ -41,8 +42,12 @@ def qkv(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.randn(B, H, T, D).to("cuda", dtype) for _ in range(3)]
 
 
+def lengths() -> Tensor:
+    return torch.tensor([T, T - 20], device="cuda")
+
+
 def padded() -> hw.Mask:
-    return hw.Causal() & hw.Padding(torch.tensor([T, T - 20], device="cuda"))
+    return hw.Causal() & hw.Padding(lengths())
 
 
 def test_the_numbers_are_those_of_the_cpu(gpu: Count) -> None:
@@ -50,7 +55,7 @@ def test_the_numbers_are_those_of_the_cpu(gpu: Count) -> None:
         here = qkv(torch.float32)
         seen = hw.observe(*here, *SIX, mask=mask)
         there = [x.cpu() for x in here]
-        on_cpu = mask if mask.free else hw.Causal() & hw.Padding(torch.tensor([T, T - 20]))
+        on_cpu = mask if mask.free else hw.Causal() & hw.Padding(lengths().cpu())
         want = hw.observe(*there, *SIX, mask=on_cpu, backend="eager")
         torch.testing.assert_close(seen.out.cpu(), want.out, rtol=1e-4, atol=1e-5)
         for name in ("lse", *ALL):
@@ -95,6 +100,32 @@ def test_the_kernels_own_part(gpu: Count, name: str) -> None:
     assert given.lse is not None
     Native().received(call, given.lse)
     assert len(gpu.kernels) <= 2, "the kernel itself looks where the log-sum-exp is too large"
+    assert not gpu.waits, str(gpu)
+
+
+MASKS = {
+    "window": (lambda: hw.Window(9), 1),
+    "padding": (padded, 1),
+    "padding on the left": (lambda: hw.Causal() & hw.Padding(lengths(), "left"), 2),
+    "alibi": (lambda: hw.Causal() & hw.ALiBi(), 1),
+    "dense": (lambda: hw.Causal() & hw.Dense((lengths() > 0)[:, None, None, None]), 1),
+    "bias": (lambda: hw.Bias(torch.zeros(T, T, device="cuda")), 1),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_cost_no_kernels_of_their_own(
+    gpu: Count, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, most = MASKS[name]
+    mask, (q, k, v) = make(), qkv()
+    monkeypatch.setattr(native_masks, "TABLE_LIMIT", B * H * T * T)  # sizes of tables are looked at
+    for _ in range(2):  # what a mask without tensors comes to is made in the first call
+        call = Call.of(q, k, v, mask=mask)
+        gpu.clear()
+        assert not Native().refuse(call)
+        Native().observe(call, ["entropy", "self"])
+    assert len(gpu.kernels) <= most, str(gpu)
     assert not gpu.waits, str(gpu)
 
 

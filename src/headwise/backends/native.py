@@ -35,7 +35,8 @@ class Native(OnePass):
     """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
 
     On CUDA the output of a call without a mask, or with a causal one that is square, is that of
-    PyTorch's fused kernel, which is faster still; the figures come from a pass without values.
+    PyTorch's fused kernel, which is faster still; the figures come from a pass without values that
+    knows its log-sum-exp.
     """
 
     name = "native"
