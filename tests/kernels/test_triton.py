@@ -99,20 +99,26 @@ def assert_equal(problem: Problem) -> None:
 
 
 def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) -> None:
-    """What is written in one launch, with and without the log-sum-exp of another kernel."""
-    shape, names = problem.q.shape[:3], FIGURES[1:]
-    wished = sum(BIT[name] for name in names)
-    for lse in (None, want["lse"]):
-        into = torch.full((len(names), *shape), torch.nan)
-        cuda.statistics(problem, wished, into, lse, torch.zeros((), dtype=torch.int32))
+    """What is written in one launch from the log-sum-exp of another kernel."""
+    names = FIGURES[1:]
+    into = torch.full((len(names), *problem.q.shape[:3]), torch.nan)
+    cuda.statistics(problem._replace(v=None), sum(BIT[x] for x in names), into, want["lse"])
+    for name, got in zip(names, into, strict=True):
+        assert_near(got, want[name], problem.q.dtype, f"{name}, where the log-sum-exp is known")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_some_figures_and_none(known: bool) -> None:
+    q, k = torch.randn(B, H, 9, 16), torch.randn(B, 3, 20, 16)
+    problem = Problem(q, k, None, None, Terms(offset=11, causal=True), 0.25, 0.0)
+    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    wished, into = BIT["entropy"] | BIT["self"], torch.full((2, B, H, 9), torch.nan)
+    for on in (0, 1):
         assert into.isnan().all(), "it is off"
-        cuda.statistics(problem, wished, into, lse, torch.ones((), dtype=torch.int32))
-        for name, got in zip(names, into, strict=True):
-            assert_near(got, want[name], problem.q.dtype, f"{name}, {lse is not None}")
-    into = torch.full((2, *shape), torch.nan)
-    cuda.statistics(problem, BIT["entropy"] | BIT["self"], into, want["lse"])
+        switch = torch.tensor(on, dtype=torch.int32)
+        cuda.statistics(problem, wished, into, want["lse"] if known else None, switch)
     for name, got in zip(("entropy", "self"), into, strict=True):
-        assert_near(got, want[name], problem.q.dtype, name)
+        assert_near(got, want[name], q.dtype, name)
 
 
 def test_heads_whose_memory_is_far_apart() -> None:
