@@ -88,3 +88,11 @@ def test_in_a_compiled_graph() -> None:
     step(call.q, call.k, layers, torch.zeros_like(on))
     assert not layers.any()
     assert graphs.frame_count == 1
+
+
+def test_the_operator_is_as_its_schema_says() -> None:
+    call, into = problem(torch.randn(4)), torch.zeros(len(NAMES), 2, 4, 30)
+    q, k, _, sinks, terms, scale, softcap, *_ = call
+    on = torch.ones((), dtype=torch.int32)
+    given = (q, k, sinks, *terms, scale, softcap, None, into, on, WISHES)
+    torch.library.opcheck(torch.ops.headwise.statistics.default, given)
