@@ -5,6 +5,10 @@ On a GPU, tests/backends/test_cuda.py holds them to the definition.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +19,7 @@ from headwise.core.shapes import Extent
 from headwise.kernels import ctypes_api as cpu
 from headwise.kernels import triton_api as cuda
 from headwise.kernels.interface import FIGURES, Problem, Terms
-from headwise.kernels.torch_ops import DIFFERENTIABLE
+from headwise.kernels.torch_ops import BIT, DIFFERENTIABLE
 from support import MASKS_WITH_POSITIONS, B, H
 
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -73,6 +77,7 @@ def assert_equal(problem: Problem) -> None:
     for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
         assert_near(got, right, dtype, name)
     figures = dict(zip(FIGURES, want[1:], strict=True))
+    assert_statistics_equal(problem, figures)
     figures = {name: figures[name] for name in DIFFERENTIABLE}
     for with_out in (True, False):
         values, out = (v, want[0]) if with_out else (None, None)
@@ -91,3 +96,105 @@ def assert_equal(problem: Problem) -> None:
     sums = (side.sums(problem._replace(v=None), lse, weight, True, blocks) for side in (cuda, cpu))
     for name, got, right in zip(("received", "map"), *sums, strict=True):
         assert_near(got, right, torch.float32, name)
+
+
+def assert_statistics_equal(problem: Problem, want: dict[str, Tensor | None]) -> None:
+    """What is written in one launch from the log-sum-exp of another kernel."""
+    names = FIGURES[1:]
+    into = torch.full((len(names), *problem.q.shape[:3]), torch.nan)
+    cuda.statistics(problem._replace(v=None), sum(BIT[x] for x in names), into, want["lse"])
+    for name, got in zip(names, into, strict=True):
+        assert_near(got, want[name], problem.q.dtype, f"{name}, where the log-sum-exp is known")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_some_figures_and_none(known: bool) -> None:
+    q, k = torch.randn(B, H, 9, 16), torch.randn(B, 3, 20, 16)
+    problem = Problem(q, k, None, None, Terms(offset=11, causal=True), 0.25, 0.0)
+    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    wished, into = BIT["entropy"] | BIT["self"], torch.full((2, B, H, 9), torch.nan)
+    for on in (0, 1):
+        assert into.isnan().all(), "it is off"
+        switch = torch.tensor(on, dtype=torch.int32)
+        cuda.statistics(problem, wished, into, want["lse"] if known else None, switch)
+    for name, got in zip(("entropy", "self"), into, strict=True):
+        assert_near(got, want[name], q.dtype, name)
+
+
+def test_heads_whose_memory_is_far_apart() -> None:
+    """A head's place times its stride does not fit into 32 bits."""
+    apart = 2**30
+    try:
+        memory = torch.empty(2 * apart + 4096, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("no 4 GiB of address space")
+    q, k = (memory[place:].as_strided((1, 3, 8, 16), (0, apart, 16, 1)) for place in (0, 1024))
+    for x in (q, k):
+        x.copy_(torch.randn(x.shape))
+    problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
+    want = cpu.forward(problem._replace(q=q.contiguous(), k=k.contiguous()), 127)
+    for name, got, right in zip(("out", *FIGURES), cuda.forward(problem, 127), want, strict=True):
+        assert_near(got, right, q.dtype, name)
+
+
+def test_rows_that_are_no_numbers() -> None:
+    q, k = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    q[0, 0, 3] = torch.nan
+    q[0, 1, 30] = torch.inf
+    problem = Problem(q, k, None, None, Terms(causal=True), 0.25, 0.0)
+    want = dict(zip(FIGURES, cpu.forward(problem, 127)[1:], strict=True))
+    into = torch.zeros(3, 1, 2, 40)
+    asked = BIT["entropy"] | BIT["ahead"] | BIT["first"]
+    cuda.statistics(problem, asked, into, want["lse"])
+    for name, got in zip(("entropy", "ahead", "first"), into, strict=True):
+        right = want[name]
+        assert right is not None
+        assert torch.equal(got.isnan(), right.isnan()), name
+        assert right.isnan().sum() == 2, name
+
+
+LENGTHS = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+class Driver:  # of a GPU that is not there
+    launcher_cls = None
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def map_python_to_cpp_type(self, kind): return kind
+
+class Compiled:
+    metadata = packed_metadata = function = None
+    name = hash = "forward"
+    def launch_metadata(self, *_): return None
+    def run(self, *_): pass
+
+def compile(self, key, signature, device, *_):
+    compiled.append(key)
+    found = self.device_caches[device][0][key] = Compiled()
+    return found
+
+driver.set_active(Driver())
+jit.JITFunction._do_compile = compile
+compiled = []
+
+from headwise.kernels import triton_api
+from headwise.kernels.interface import Problem, Terms
+
+for queries, keys in ((1, 16), (1, 17), (2, 33), (16, 16), (17, 17), (100, 100), (101, 101)):
+    q, k = (torch.randn(2, n, 4, 64).transpose(1, 2) for n in (queries, keys))
+    terms = Terms(offset=keys - queries, causal=True)
+    triton_api.forward(Problem(q, k, k, None, terms, 0.125, 0.0), 127)
+print(len(compiled))
+"""
+
+
+def test_other_lengths_compile_nothing_again() -> None:
+    """Prefill and each step of decoding run one compiled kernel."""
+    own = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LENGTHS]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "1", done.stdout + done.stderr

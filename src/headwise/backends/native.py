@@ -26,7 +26,7 @@ from ..core.shapes import Extent
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
 from ..kernels import triton_api as cuda
-from ..kernels.interface import Problem
+from ..kernels.interface import Problem, Terms
 from .base import Backend, Figures
 from .blocked import figures_again
 from .native_masks import TABLE_LIMIT, table_bytes, terms_of
@@ -38,7 +38,8 @@ class Native(Backend):
     """The kernels of headwise: C++ on CPUs, Triton on CUDA; float32, bfloat16 and float16.
 
     On CUDA the output of a call without a mask, or with a causal one that is square, is that of
-    PyTorch's fused kernel, which is faster still; the figures come from a pass without values.
+    PyTorch's fused kernel, which is faster still; the figures come from a pass without values that
+    knows its log-sum-exp.
     """
 
     name = "native"
@@ -47,7 +48,7 @@ class Native(Backend):
         device = call.q.device.type
         if device not in ("cpu", "cuda"):
             return [f"kernels for CPUs and CUDA, and this call is on {device}"]
-        missing = cpu.why_not() if device == "cpu" else cuda.why_not()
+        missing = cpu.why_not() if device == "cpu" else cuda.why_not(call.q.device)
         if missing:
             return [missing]
         reasons = []
@@ -101,13 +102,16 @@ class Native(Backend):
             wishes = tuple(wishes)
             out, lse = Sdpa().run(call, gradients and not wishes)
             with nullcontext() if gradients else torch.no_grad():
-                given = self.figures(call, wishes) if wishes else Figures(None, lse)
+                given = self.figures(call, wishes, lse) if wishes else Figures(None, lse)
             return replace(given, out=out)
         return _computed(call, call.v, wishes, gradients)
 
-    def figures(self, call: Call, wishes: Iterable[str]) -> Figures:
-        """Return the same without the output; the values are not read."""
-        return _computed(call, None, wishes)
+    def figures(self, call: Call, wishes: Iterable[str], lse: Tensor | None = None) -> Figures:
+        """Return the same without the output; the values are not read.
+
+        A log-sum-exp that is known spares the kernel for GPUs half of its work.
+        """
+        return _computed(call, None, wishes, lse=None if lse is None else lse.detach())
 
     def received(
         self,
@@ -182,24 +186,38 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
     known, structs = call.prepared, None
     terms = None if known is None else known.terms
     if terms is None:
-        terms = terms_of(call.mask, call.extent, call.q.device)
-        if known is not None and not any(isinstance(x, Tensor) for x in terms):
-            known.terms = terms
-    if known is not None and known.terms is not None:
+        terms = _terms(call)
+    if known is not None and not any(isinstance(x, Tensor) for x in terms):
         structs = known.structs
     dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
     return Problem(call.q, call.k, v, sinks, terms, call.scale, softcap, dropped, seed, structs)
 
 
+def _terms(call: Call) -> Terms:
+    """Return the terms of a call's mask; where it holds no tensors, alike calls share them."""
+    known = call.prepared
+    if known is None:
+        return terms_of(call.mask, call.extent, call.q.device)
+    with torch.inference_mode(False):  # graphs keep them
+        terms = terms_of(call.mask, call.extent, call.q.device)
+    if terms.allowed is None and terms.bias is None:  # which may be large
+        known.terms = terms
+    return terms
+
+
 def _computed(
-    call: Call, v: Tensor | None, wishes: Iterable[str], gradients: bool = True
+    call: Call,
+    v: Tensor | None,
+    wishes: Iterable[str],
+    gradients: bool = True,
+    lse: Tensor | None = None,
 ) -> Figures:
     bits = native_ops.BIT["lse"]
     for wish in wishes:
         bits |= native_ops.BIT[wish]
     again = partial(_again, call.mask, call.extent)
-    return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients))
+    return Figures(*native_ops.compute(_problem(call, v), bits, again, gradients, lse=lse))
 
 
 def _again(mask: Mask, extent: Extent, problem: Problem) -> list[Tensor]:

@@ -69,6 +69,10 @@ def terms_of(mask: Mask, extent: Extent, device: torch.device) -> Terms:
             length = _per_query(part.lengths.to(device).view(-1, 1, 1, 1))
             right = part.side == "right"
             (highs if right else lows).append(length if right else of.keys - length)
+        elif isinstance(part, Dense) and kind is Dense and some is None:
+            tables.append(part.mask.to(device))
+        elif isinstance(part, Bias) and kind is Bias and some is None:  # it has −inf already
+            biases.append(part.values.to(device))
         elif kind is not Everything:
             i, j = _grid(some, of, device)
             interval = _interval(part, i, of)

@@ -58,12 +58,12 @@ class Mask(Brief):
 
         `None` where they are not one range a query. A bias may forbid keys inside of it.
         """
-        found = self.interval(grid(extent, device)[0], extent)
+        i = torch.arange(extent.queries, device=device)[:, None]
+        found = self.interval(i, extent)
         if found is None:
             return None
-        every_row = torch.zeros(1, 1, extent.queries, 1, dtype=torch.long, device=device)
-        low, high, _ = torch.broadcast_tensors(*found, every_row)
-        low, high = (edge[..., 0].clamp(0, extent.keys) for edge in (low, high))
+        shape = torch.broadcast_shapes((1, 1, *i.shape), *(edge.shape for edge in found))
+        low, high = (edge.expand(shape)[..., 0].clamp(0, extent.keys) for edge in found)
         return low, high.maximum(low)
 
     def looks_ahead(self, extent: Extent) -> bool:
@@ -167,11 +167,13 @@ class And(_Combined):
         return _reduced(added, [p.bias(i, j, extent) for p in self.parts])
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        low, high = torch.zeros_like(i), torch.full_like(i, extent.keys)
+        edges: list[Interval] = []
         for part in self.parts:
             if (found := part.interval(i, extent)) is None:
                 return None
-            low, high = torch.maximum(low, found[0]), torch.minimum(high, found[1])
+            edges.append(found)
+        low = functools.reduce(torch.maximum, [edge[0] for edge in edges])
+        high = functools.reduce(torch.minimum, [edge[1] for edge in edges])
         return low, torch.maximum(low, high)
 
     def looks_ahead(self, extent: Extent) -> bool:

@@ -89,7 +89,7 @@ class Causal(Mask):
         return False
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        return torch.zeros_like(i), (i + extent.offset + 1).clamp(0, extent.keys)
+        return torch.zeros_like(i), (i + (extent.offset + 1)).clamp(0, extent.keys)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Window(Mask):
         return False
 
     def interval(self, i: Tensor, extent: Extent) -> Interval:
-        after = i + extent.offset + 1
+        after = i + (extent.offset + 1)
         return (after - self.size).clamp(0, extent.keys), after.clamp(0, extent.keys)
 
 

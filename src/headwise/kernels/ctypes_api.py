@@ -47,6 +47,8 @@ __all__ = [
     "forward",
     "instructions",
     "library",
+    "rows_of",
+    "statistics",
     "sums",
     "unit",
     "why_not",
@@ -244,6 +246,44 @@ def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
     if _run("hw_forward", call) & _OVERFLOW and out is not None:
         _sum_smaller_numbers(problem, out)
     return found
+
+
+def statistics(
+    problem: Problem,
+    wishes: int,
+    into: Tensor,
+    lse: Tensor | None = None,
+    on: Tensor | None = None,
+) -> None:
+    """Write the figures of which `wishes` has the bit set into `into` `[F, B, H, T]`.
+
+    The log-sum-exp is computed anew, whether it is given or not. With 0 in `on`, nothing is done.
+    """
+    if on is not None and not int(on):
+        return
+    call = _start_alike(problem._replace(v=None))
+    for name, row in zip(FIGURES, rows_of(into, wishes, problem.q), strict=True):
+        if row is not None:
+            setattr(call, name, row.data_ptr())
+    _run("hw_forward", call)
+
+
+def rows_of(into: Tensor, wishes: int, q: Tensor) -> list[Tensor | None]:
+    """Give each wished figure its place in `into` `[F, B, H, T]`.
+
+    Raises:
+        ValueError: a tensor that does not hold them, each in one piece.
+    """
+    shape = (wishes.bit_count(), *q.shape[:3])
+    found = into.unbind() if into.shape == shape else ()
+    alike = into.dtype == torch.float32 and into.device == q.device
+    if len(found) != shape[0] or not alike or not all(x.is_contiguous() for x in found):
+        raise ValueError(
+            f"native kernel: into is {into.dtype} {list(into.shape)} on {into.device}, and must be "
+            f"float32 {list(shape)} on {q.device}, dense along its last three axes."
+        )
+    rows = iter(found)
+    return [next(rows) if wishes >> bit & 1 else None for bit in range(len(FIGURES))]
 
 
 def output(problem: Problem) -> Tensor | None:

@@ -32,14 +32,19 @@ Again = Callable[[Problem], list[Tensor]]
 
 
 def compute(
-    problem: Problem, wishes: int, again: Again, gradients: bool = True
+    problem: Problem,
+    wishes: int,
+    again: Again,
+    gradients: bool = True,
+    lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Output (`None` without values) and the wished figures, differentiable where anything is.
 
     `wishes` is a sum of `BIT`s. The largest score has no gradient, and without `gradients` no
     figure but the log-sum-exp has one: then the backward pass keeps what it keeps of a call without
     wishes, tensor by tensor, as activation checkpointing needs it. Second derivatives are those of
-    `again`.
+    `again`. On CUDA figures without a graph share one tensor `[F, B, H, T]`, and come from `lse`
+    where another kernel has given it with the output.
     """
     q, k, v, sinks, terms, *numbers, seed, _ = problem
     wishes_kept = (wishes | BIT["lse"], wishes | BIT["lse"] if gradients else BIT["lse"])
@@ -51,7 +56,36 @@ def compute(
         return [x if yes else None for x, yes in zip(found, wished, strict=True)]
     if _differentiated(problem):
         return list(_Attention.apply(*problem, *wishes_kept, again))
-    return _library(problem).forward(problem, wishes)
+    if not q.is_cuda:
+        return cpu.forward(problem, wishes)
+    if lse is not None:
+        wishes &= ~BIT["lse"]
+    into = q.new_empty((wishes.bit_count(), *q.shape[:3]), dtype=torch.float32)
+    found, rows = [cuda.statistics(problem, wishes, into, lse)], iter(into.unbind())
+    found += (next(rows) if wishes & bit else None for bit in BIT.values())
+    return found if lse is None else [found[0], lse, *found[2:]]
+
+
+def statistics(
+    problem: Problem,
+    wishes: int,
+    into: Tensor,
+    lse: Tensor | None = None,
+    on: Tensor | None = None,
+) -> None:
+    """Write the wished figures into `into` `[F, B, H, T]` (float32, dense), without a gradient.
+
+    On CUDA that is one launch, and neither allocates nor waits. `lse` is that of the kernel that
+    made the output, where it gives one; with 0 in `on` (int32 `[]`) nothing is written. Compiled
+    code has it as the operator `headwise::statistics`.
+    """
+    q, k, _, sinks, terms, scale, softcap, *_ = problem
+    q, k, sinks = q.detach(), k.detach(), None if sinks is None else sinks.detach()
+    problem = Problem(q, k, None, sinks, terms, scale, softcap, images=problem.images)
+    if _by_pointer(problem, into, lse, on):
+        _library(problem).statistics(problem, wishes, into, lse, on)
+    else:
+        torch.ops.headwise.statistics(q, k, sinks, *terms, scale, softcap, lse, into, on, wishes)
 
 
 def output(problem: Problem) -> Tensor | None:
@@ -359,6 +393,29 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return _filled([columns, table], q)
 
 
+# It makes no tensor, and one that is defined so is called in a ninth of the time.
+_operators = torch.library.Library("headwise", "FRAGMENT")
+_operators.define(
+    f"statistics({_READ.replace('Tensor? v, ', '')}, Tensor? lse, Tensor(a!) into, Tensor? on, "
+    "int wishes) -> ()"
+)
+
+
+def _statistics(*args: Any) -> None:
+    problem = _problem((*args[:2], None, *args[2:14]))
+    lse, into, on, wishes = args[14:]
+    _library(problem).statistics(problem, wishes, into, lse, on)
+
+
+for _key in ("CPU", "CUDA"):
+    _operators.impl("statistics", _statistics, _key)
+
+
+@torch.library.register_fake("headwise::statistics", lib=_operators)
+def _(*args: Any) -> None:
+    return None
+
+
 # ── what they count as ──────────────────────────────────────────────────────────────────────────
 
 
@@ -373,6 +430,6 @@ def _(q: torch.Size, k: torch.Size, v: torch.Size | None, *_: Any, **__: Any) ->
     return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * (0 if v is None else v[3]))
 
 
-@register_flop_formula(torch.ops.headwise.native_sums)
+@register_flop_formula([torch.ops.headwise.native_sums, torch.ops.headwise.statistics])
 def _(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * math.prod(q[:3]) * k[2] * q[3]

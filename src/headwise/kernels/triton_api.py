@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ctypes_api import gradient_like, output_like
+from .ctypes_api import gradient_like, output_like, rows_of
 from .interface import FIGURES, Problem, Terms
 
 WIDEST_EXACT = 128
@@ -19,22 +19,19 @@ WIDEST_EXACT = 128
 COLUMNS = 64
 """Of a block map, how many are made in one pass: as values they are in float32."""
 
-FAR = 2.0**11
-"""The log-sum-exp from which on weights taken from it would be off by more than 1e-4."""
-
 _BEYOND = 2**30
 """Farther than any key."""
 
 
-def why_not() -> str:
-    """What keeps the kernels from running here; empty if nothing does."""
+def why_not(device: torch.device | None = None) -> str:
+    """Return what keeps the kernels from running on a device; empty if nothing does."""
     try:
         import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         return "its kernels for GPUs need Triton, which is not installed"
     if torch.version.hip is not None:
         return "its kernels for GPUs were never run on ROCm"
-    if torch.cuda.get_device_capability() < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "its kernels for GPUs need compute capability 8.0"
     return ""
 
@@ -49,21 +46,46 @@ def _kernels() -> Any:
 def forward(problem: Problem, wishes: int) -> list[Tensor | None]:
     """Output and the figures of which `wishes` has the bit set, as `ctypes_api.forward`."""
     q, v = problem.q, problem.v
-    shape = q.shape[:3]
     out = None if v is None else output_like(q, v)
-    found: list[Tensor | None] = [
-        q.new_empty(shape, dtype=torch.float32) if wishes >> bit & 1 else None
+    found = [
+        q.new_empty(q.shape[:3], dtype=torch.float32) if wishes >> bit & 1 else None
         for bit in range(len(FIGURES))
     ]
     _forward(problem, out, found)
     return [out, *found]
 
 
-def _forward(problem: Problem, out: Tensor | None, figures: Sequence[Tensor | None]) -> None:
-    strides = None if out is None else out.stride()
+def statistics(
+    problem: Problem,
+    wishes: int,
+    into: Tensor,
+    lse: Tensor | None = None,
+    on: Tensor | None = None,
+) -> Tensor | None:
+    """Write the figures of which `wishes` has the bit set into `into` `[F, B, H, T]`.
+
+    That is one launch. Return the output, where there are values. Without them the log-sum-exp
+    `[B, H, T]` of another kernel may be given: then nothing is rescaled. The kernel reads `on`, an
+    int32 `[]`: with 0 it leaves what is there.
+    """
+    found = rows_of(into, wishes, problem.q)
+    out = None if problem.v is None else output_like(problem.q, problem.v)
+    _forward(problem, out, found, None if lse is None else lse.contiguous(), on)
+    return out
+
+
+def _forward(
+    problem: Problem,
+    out: Tensor | None,
+    figures: Sequence[Tensor | None],
+    lse: Tensor | None = None,
+    on: Tensor | None = None,
+    softmax: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+) -> None:
     named = {f"{name}_out": x for name, x in zip(FIGURES, figures, strict=True)}
-    named |= {"top_out": None, "total_out": None}
-    _launch("forward", problem, "queries", out=out, out_at=strides, **named)
+    named |= {"top_out": softmax[0], "total_out": softmax[1], "lse": lse, "on": on}
+    named |= {"out": out, "out_at": None if out is None else out.stride()}
+    _launch("forward", problem, "queries", **named)
 
 
 def output(problem: Problem) -> Tensor | None:
@@ -102,7 +124,7 @@ def backward(
         if name == "lse":
             constant += g
         elif name == "entropy":
-            constant -= g * (figure if total is None else figure - total.log())
+            constant -= g * (figure - total.log())
         else:
             constant -= g * figure
     constant.masked_fill_(gone, 0.0)
@@ -126,7 +148,7 @@ def backward(
     g_sinks = None
     if needed[3] and sinks is not None:
         above = sinks.float()[:, None] - top.masked_fill(gone, torch.inf)
-        weight = above.exp() if total is None else above.exp() / total
+        weight = above.exp() / total
         change = constant
         if "entropy" in incoming:
             change = change - incoming["entropy"] * above.masked_fill(weight == 0, 0.0)
@@ -156,21 +178,16 @@ def sums(
     return columns, table
 
 
-def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+def _softmax_of(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What the scores of each row are taken relative to, and the sum of the weights then.
 
-    That is the log-sum-exp and 1 (None), but where it is so large that its last place shows in the
-    weights: there it is the largest score, in one more pass.
+    That is the log-sum-exp and 1, but where it is so large that its last place shows in the
+    weights: there it is the largest score. The kernel itself looks; the host does not wait.
     """
-    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-        far = (lse.abs() > FAR) & lse.isfinite()
-        if bool(far.any()):
-            top, total = torch.empty_like(lse), torch.empty_like(lse)
-            nothing = {f"{name}_out": None for name in FIGURES}
-            named = {"out": None, "out_at": None, "top_out": top, "total_out": total, **nothing}
-            _launch("forward", problem._replace(v=None), "queries", **named)
-            return top, total
-    return lse, None
+    lse = lse.contiguous()
+    softmax = torch.empty_like(lse), torch.empty_like(lse)
+    _forward(problem._replace(v=None), None, [None] * len(FIGURES), lse, softmax=softmax)
+    return softmax
 
 
 def _block_map(
@@ -198,11 +215,8 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
     """Run a kernel, with a program for each block of queries or of keys of each head."""
     q, k, v, sinks, terms, scale, softcap = problem[:7]
     heads, kv_heads = q.shape[1], k.shape[1]
-    kernel = getattr(_kernels(), name)
     wide = 0 if v is None else v.shape[3]
-    sizes = {"BD": _power(q.shape[3]), "BV": _power(wide)}
-    exact = torch.float32 in (q.dtype, q.dtype if v is None else v.dtype)
-    chosen = _blocks(name, max(sizes.values()), exact, v is not None)
+    kernel, known, chosen = _chosen(name, q.shape[3], wide, q.dtype, None if v is None else v.dtype)
     asked: dict[str, Any] = {
         **{"q": q, "k": k, "v": v, "sinks": sinks},
         **{"q_at": q.stride(), "k_at": k.stride(), "v_at": None if v is None else v.stride()},
@@ -210,16 +224,34 @@ def _launch(name: str, problem: Problem, over: str, **rest: Any) -> None:
         **{"queries": q.shape[2], "keys": k.shape[2], "offset": terms.offset},
         **{"scale": float(scale), "softcap": softcap or None, "CAUSAL": terms.causal},
         **{"window": min(terms.window, _BEYOND) or None, "slopes": terms.slopes},
-        **{"position": terms.position, **_shared(terms)},
-        **{"EVEN": sizes["BD"] == q.shape[3], "EVEN_V": sizes["BV"] == wide, **sizes},
-        **{"PRECISION": _precision(q), "PRECISION_V": _precision(v), **chosen, **rest},
+        **{"position": terms.position, **_shared(terms), **rest},
     }
     block = chosen["BM"] if over == "queries" else chosen["BN"]
     length = q.shape[2] if over == "queries" else k.shape[2]
     rows = q.shape[0] * (kv_heads if name == "backward_keys" else heads)
-    known = {*kernel.arg_names, "num_warps", "num_stages"}
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        kernel[(-(-length // block) * rows,)](**{x: y for x, y in asked.items() if x in known})
+        kernel[(-(-length // block) * rows,)](
+            **{x: y for x, y in asked.items() if x in known}, **chosen
+        )
+
+
+@functools.cache
+def _chosen(
+    name: str, dim: int, wide: int, dtype: torch.dtype, dtype_v: torch.dtype | None
+) -> tuple[Any, frozenset[str], dict[str, Any]]:
+    """A kernel, its arguments, and those of them that its sizes and dtypes say."""
+    kernel = getattr(_kernels(), name)
+    known = frozenset(kernel.arg_names)
+    sizes = {"BD": _power(dim), "BV": _power(wide)}
+    blocks = _blocks(
+        name, max(sizes.values()), torch.float32 in (dtype, dtype_v), dtype_v is not None
+    )
+    chosen = {
+        **{"EVEN": sizes["BD"] == dim, "EVEN_V": sizes["BV"] == wide, **sizes},
+        **{"PRECISION": _precision(dtype), "PRECISION_V": _precision(dtype_v), **blocks},
+    }
+    meant = known | {"num_warps", "num_stages"}
+    return kernel, known, {x: y for x, y in chosen.items() if x in meant}
 
 
 def _shared(terms: Terms) -> dict[str, Any]:
@@ -236,9 +268,9 @@ def _shared(terms: Terms) -> dict[str, Any]:
     return found
 
 
-def _precision(x: Tensor | None) -> str:
+def _precision(dtype: torch.dtype | None) -> str:
     """How products are made: in float32 by three of TF32, which keep its digits."""
-    return "tf32x3" if x is not None and x.dtype == torch.float32 else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def _power(width: int) -> int:

@@ -17,6 +17,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
+FAR: tl.constexpr = tl.constexpr(2048.0)
+"""The log-sum-exp from which on weights taken from it would be off by more than 1e-4."""
+
+LENGTHS = ["queries", "keys", "offset"]
+"""Arguments that change from call to call: no kernel is compiled for some of their values."""
+
 
 @triton.jit
 def _cells(x, row, at, column):
@@ -53,7 +59,7 @@ def _position(i, position, offset):
 def _edge(i, edge, at, b, h, keys, otherwise):
     """A range's edge for each query, within the sequence."""
     if edge is not None:
-        found = tl.load(edge + b * at[0] + h * at[1] + i * at[2])
+        found = tl.load(edge + b * at[0] + h * at[1] + i.to(tl.int64) * at[2])
         return tl.minimum(tl.maximum(found, 0), keys).to(tl.int32)
     return tl.zeros_like(i) + otherwise
 
@@ -131,13 +137,14 @@ def _span(
 
 @triton.jit
 def _sweep(
-    m, total, spread, ahead, acc, q, i, pos, low, high, b, h, k, k_at, v, v_at, keys, start, stop,
-    window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, DV,
-    ENTROPY: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
-    PRECISION: tl.constexpr, PRECISION_V: tl.constexpr,
+    m, base, total, spread, ahead, acc, q, i, pos, low, high, b, h, k, k_at, v, v_at, keys, start,
+    stop, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, D, DV,
+    KNOWN: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, AHEAD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BV: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION_V: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys from `start` to `stop`."""
+    """Take in the keys from `start` to `stop`; where the base is KNOWN, nothing is rescaled."""
     unit = _unit(softcap, bias, slopes)
     for n in range(start, stop, BN):
         j = n + tl.arange(0, BN)
@@ -147,27 +154,54 @@ def _sweep(
             dot, i[:, None], pos[:, None], j[None, :], low[:, None], high[:, None], b, h, keys,
             window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes, CAUSAL, MASKED,
         )  # fmt: skip
-        top = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        x = s - base[:, None]
-        p = tl.exp2(x * unit)
-        shrink = tl.exp2((m - base) * unit)
-        if ENTROPY:
-            moved = tl.where(m == float("-inf"), 0.0, m - base)
-            each = p * x
-            if MASKED:
-                each = tl.where(p > 0, each, 0.0)
-            spread = shrink * (spread + total * moved) + tl.sum(each, 1)
-        if AHEAD:
-            ahead = shrink * ahead + tl.sum(p * (j[None, :] - pos[:, None]).to(tl.float32), 1)
-        total = shrink * total + tl.sum(p, 1)
-        if v is not None:
-            values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
-            acc = tl.dot(
-                p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION_V
-            )
-        m = top
+        if KNOWN:
+            if MAX:
+                m = tl.maximum(m, tl.max(s, 1))
+            x = s - base[:, None]
+            p = tl.exp2(x * unit)
+            if ENTROPY:
+                each = p * x
+                if MASKED:
+                    each = tl.where(p > 0, each, 0.0)
+                spread += tl.sum(each, 1)
+            if AHEAD:  # the distance to the block's first key is the same for all of a row
+                column = tl.arange(0, BN).to(tl.float32)
+                ahead += tl.sum(p * column[None, :], 1) + tl.sum(p, 1) * (n - pos).to(tl.float32)
+        else:
+            top = tl.maximum(m, tl.max(s, 1))
+            lowest = tl.where(top == float("-inf"), 0.0, top)
+            x = s - lowest[:, None]
+            p = tl.exp2(x * unit)
+            shrink = tl.exp2((m - lowest) * unit)
+            if ENTROPY:
+                moved = tl.where(m == float("-inf"), 0.0, m - lowest)
+                each = p * x
+                if MASKED:
+                    each = tl.where(p > 0, each, 0.0)
+                spread = shrink * (spread + total * moved) + tl.sum(each, 1)
+            if AHEAD:
+                away = (j[None, :] - pos[:, None]).to(tl.float32)
+                ahead = shrink * ahead + tl.sum(p * away, 1)
+            total = shrink * total + tl.sum(p, 1)
+            if v is not None:
+                values = _load(v, j, keys, v_at, DV, BV, EVEN_V)
+                acc = tl.dot(
+                    p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION_V
+                )
+            m = top
     return m, total, spread, ahead, acc
+
+
+@triton.jit
+def _add_sink(m, total, spread, ahead, acc, sink, unit):
+    """Take in one more score, which has no key."""
+    top = tl.maximum(m, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shrink, own = tl.exp2((m - base) * unit), tl.exp2((sink - base) * unit)
+    moved = tl.where(m == float("-inf"), 0.0, m - base)
+    spread = shrink * (spread + total * moved) + tl.where(own > 0, own * (sink - base), 0.0)
+    total = tl.where(total == 0, 0.0, shrink * total + own)
+    return top, total, spread, shrink * ahead, acc * shrink[:, None]
 
 
 @triton.jit
@@ -188,21 +222,34 @@ def _single(
     return tl.where((inside == j) & (s != float("-inf")), weight, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def forward(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, sinks, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
-    out, out_at, top_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
+    on, lse, out, out_at, top_out, total_out, lse_out, max_out, entropy_out, ahead_out, first_out,
     previous_out, self_out,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, PRECISION: tl.constexpr,
     PRECISION_V: tl.constexpr,
 ):  # fmt: skip
-    """Output and figures of a block of queries."""
+    """Output and figures of a block of queries.
+
+    Where `lse` is given, weights are taken from it, and there is no output; rows in which it is so
+    large that weights would lose digits are gone over twice. `top_out` and `total_out` are what
+    scores are taken relative to and the sum of the weights then: the log-sum-exp and 1, or the
+    largest score. With 0 in `on`, nothing is done.
+    """
+    if on is not None:  # noqa: SIM102 (Triton must know whether there is something to load)
+        if tl.load(on) == 0:
+            return
+    KNOWN: tl.constexpr = lse is not None
+    MAX: tl.constexpr = max_out is not None
+    ENTROPY: tl.constexpr = entropy_out is not None
+    AHEAD: tl.constexpr = ahead_out is not None
     blocks = tl.cdiv(queries, BM)
     place = tl.program_id(0)
     bh = place // blocks
-    b, h = (bh // heads).to(tl.int64), bh % heads
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     block = blocks - 1 - place % blocks  # those that see most come first
     wanted = block * BM + tl.arange(0, BM)
     i = tl.minimum(wanted, queries - 1)
@@ -214,65 +261,88 @@ def forward(
         v += b * v_at[0] + (h // group) * v_at[1]
     rows = _load(q, i, queries, q_at, D, BD, EVEN, False)
 
+    unit = _unit(softcap, bias, slopes)
+    natural = unit * LN2  # scores times this are natural logarithms
     m = tl.full([BM], float("-inf"), tl.float32)
+    base = tl.zeros([BM], tl.float32)
     total = tl.zeros([BM], tl.float32)
     spread = tl.zeros([BM], tl.float32)
     ahead = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32) / natural
     start, open_start, open_stop, stop = _span(
         pos, lows, highs, keys, window, allowed, bias, CAUSAL, BN
     )
-    ENTROPY: tl.constexpr = entropy_out is not None
-    AHEAD: tl.constexpr = ahead_out is not None
-    if (window is not None) or (low is not None):
+    if KNOWN:
+        known = tl.load(lse + bh.to(tl.int64) * queries + i)
+        size = tl.abs(known)
+        base = tl.where(size == float("inf"), float("inf"), known / natural)
+        total += 1.0
+        again = tl.max(tl.where((size > FAR) & (size != float("inf")), 1, 0)) > 0
+        if again:
+            top, weight, _, _, _ = _sweep(
+                m, base, total * 0.0, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at,
+                None, v_at, keys, start, stop, window, scale, softcap, allowed, allowed_at, bias,
+                bias_at, slopes, D, DV, False, False, False, False, CAUSAL, True, BN, BD, BV, EVEN,
+                EVEN_V, PRECISION, PRECISION_V,
+            )  # fmt: skip
+            if sinks is not None:
+                top, weight, _, _, _ = _add_sink(top, weight, spread, ahead, acc, sink, unit)
+            base = tl.where(top == float("-inf"), float("inf"), top)
+            total = tl.where(weight == 0, 1.0, weight)
+    if (not KNOWN) or MAX or ENTROPY or AHEAD:
+        if (window is not None) or (low is not None):
+            m, total, spread, ahead, acc = _sweep(
+                m, base, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v,
+                v_at, keys, start, open_start, window, scale, softcap, allowed, allowed_at, bias,
+                bias_at, slopes, D, DV, KNOWN, MAX, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN,
+                EVEN_V, PRECISION, PRECISION_V,
+            )  # fmt: skip
+        if (allowed is None) and (bias is None):
+            m, total, spread, ahead, acc = _sweep(
+                m, base, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v,
+                v_at, keys, open_start, open_stop, window, scale, softcap, allowed, allowed_at,
+                bias, bias_at, slopes, D, DV, KNOWN, MAX, ENTROPY, AHEAD, CAUSAL, False, BN, BD,
+                BV, EVEN, EVEN_V, PRECISION, PRECISION_V,
+            )  # fmt: skip
         m, total, spread, ahead, acc = _sweep(
-            m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
-            start, open_start, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
-            D, DV, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN, EVEN_V, PRECISION, PRECISION_V,
+            m, base, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at,
+            keys, open_stop, stop, window, scale, softcap, allowed, allowed_at, bias, bias_at,
+            slopes, D, DV, KNOWN, MAX, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN, EVEN_V,
+            PRECISION, PRECISION_V,
         )  # fmt: skip
-    if (allowed is None) and (bias is None):
-        m, total, spread, ahead, acc = _sweep(
-            m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
-            open_start, open_stop, window, scale, softcap, allowed, allowed_at, bias, bias_at,
-            slopes, D, DV, ENTROPY, AHEAD, CAUSAL, False, BN, BD, BV, EVEN, EVEN_V, PRECISION,
-            PRECISION_V,
-        )  # fmt: skip
-    m, total, spread, ahead, acc = _sweep(
-        m, total, spread, ahead, acc, rows, i, pos, lows, highs, b, h, k, k_at, v, v_at, keys,
-        open_stop, stop, window, scale, softcap, allowed, allowed_at, bias, bias_at, slopes,
-        D, DV, ENTROPY, AHEAD, CAUSAL, True, BN, BD, BV, EVEN, EVEN_V, PRECISION, PRECISION_V,
-    )  # fmt: skip
 
-    dead = total == 0
-    unit = _unit(softcap, bias, slopes)
-    natural = unit * LN2  # scores times this are natural logarithms
     largest = m * natural
-    if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) / natural
-        top = tl.maximum(m, sink)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        shrink, own = tl.exp2((m - base) * unit), tl.exp2((sink - base) * unit)
-        moved = tl.where(m == float("-inf"), 0.0, m - base)
-        spread = shrink * (spread + total * moved) + tl.where(own > 0, own * (sink - base), 0.0)
-        ahead *= shrink
-        acc *= shrink[:, None]
-        total = tl.where(dead, 0.0, shrink * total + own)
-        m = top
+    if KNOWN:
+        dead = known == float("-inf")
+        if sinks is not None:
+            own = tl.exp2((sink - base) * unit)
+            spread += tl.where(own > 0, own * (sink - base), 0.0)
+        # What comes of scores that are no numbers is none, either.
+        total = tl.where(size < float("inf"), total, float("nan"))
+        m = base
+    else:
+        dead = total == 0
+        if sinks is not None:
+            m, total, spread, ahead, acc = _add_sink(m, total, spread, ahead, acc, sink, unit)
     weight = tl.where(dead, 1.0, total)
-    lse = tl.where(dead, float("-inf"), m * natural + tl.log2(weight) * LN2)
     stored = wanted < queries
     figure = bh.to(tl.int64) * queries + wanted
     if out is not None:
         d = tl.arange(0, BV)
         cells = _cells(out + b * out_at[0] + h * out_at[1], wanted, out_at, d)
-        acc = tl.where(dead[:, None], 0.0, acc / weight[:, None])
+        gone = dead[:, None]  # pyright: ignore[reportIndexIssue]
+        acc = tl.where(gone, 0.0, acc / weight[:, None])
         tl.store(cells, acc.to(out.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
     if lse_out is not None:
-        tl.store(lse_out + figure, lse, mask=stored)
+        found = tl.where(dead, float("-inf"), m * natural + tl.log2(weight) * LN2)
+        tl.store(lse_out + figure, found, mask=stored)
     if top_out is not None:
-        tl.store(top_out + figure, tl.where(dead, float("-inf"), m * natural), mask=stored)
+        top = tl.where(dead, float("-inf"), m * natural)
+        tl.store(top_out + figure, tl.where(again, top, known), mask=stored)
         tl.store(total_out + figure, weight, mask=stored)
-    if max_out is not None:
+    if MAX:
         tl.store(max_out + figure, largest, mask=stored)
     if ENTROPY:
         entropy = tl.log2(weight) * LN2 - spread / weight * natural
@@ -309,11 +379,8 @@ def _base(top, at, gone, natural):
 
 @triton.jit
 def _weights(above, total, at, unit):
-    """The softmax of scores above their row's base, whose weights have this total (1 if None)."""
-    p = tl.exp2(above * unit)
-    if total is not None:
-        p /= tl.load(total + at)[:, None]
-    return p
+    """The softmax of scores above their row's base, whose weights have this total."""
+    return tl.exp2(above * unit) * (1.0 / tl.load(total + at))[:, None]
 
 
 @triton.jit
@@ -339,7 +406,7 @@ def _change(
     return p * change
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_queries(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
@@ -353,7 +420,7 @@ def backward_queries(
     blocks = tl.cdiv(queries, BM)
     place = tl.program_id(0)
     bh = place // blocks
-    b, h = (bh // heads).to(tl.int64), bh % heads
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     wanted = (blocks - 1 - place % blocks) * BM + tl.arange(0, BM)
     i = tl.minimum(wanted, queries - 1)
     pos = _position(i, position, offset)
@@ -410,7 +477,7 @@ def _meeting(
     return start, stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def backward_keys(
     q, k, v, q_at, k_at, v_at, position, low, low_at, high, high_at, allowed, allowed_at, bias,
     bias_at, slopes, heads, group, queries, keys, offset, window, scale, softcap, D, DV,
@@ -426,7 +493,7 @@ def backward_keys(
     place = tl.program_id(0)
     bg = place // blocks
     kv_heads = heads // group
-    b, kv = (bg // kv_heads).to(tl.int64), bg % kv_heads
+    b, kv = (bg // kv_heads).to(tl.int64), (bg % kv_heads).to(tl.int64)
     n = place % blocks * BN
     j = n + tl.arange(0, BN)
     k += b * k_at[0] + kv * k_at[1]
@@ -486,7 +553,7 @@ def backward_keys(
         tl.store(cells, acc_v.to(g_v.dtype.element_ty), mask=inside & (d < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def columns(
     q, k, q_at, k_at, position, low, low_at, high, high_at, allowed, allowed_at, bias, bias_at,
     slopes, heads, group, queries, keys, offset, window, scale, softcap, D,
@@ -500,7 +567,7 @@ def columns(
     blocks = tl.cdiv(keys, BN)
     place = tl.program_id(0)
     bh = place // blocks
-    b, h = (bh // heads).to(tl.int64), bh % heads
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     n = place % blocks * BN
     j = n + tl.arange(0, BN)
     q += b * q_at[0] + h * q_at[1]
