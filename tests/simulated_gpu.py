@@ -328,7 +328,7 @@ def simulated() -> Iterator[Count]:
     _count = Count()
     library = torch.library.Library("aten", "IMPL")
     plain = calls._PLAIN | {OnGpu}
-    calls.KINDS.clear()
+    calls.PREPARED.clear()
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
         with ExitStack() as stack:
@@ -350,5 +350,5 @@ def simulated() -> Iterator[Count]:
             yield _count
     finally:
         library._destroy()
-        calls.KINDS.clear()
+        calls.PREPARED.clear()
         _count = None

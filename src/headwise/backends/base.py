@@ -52,6 +52,19 @@ class Figures:
     previous: Float[Tensor, "B H T"] | None = None
     self: Float[Tensor, "B H T"] | None = None
 
+    def at(self, rows: Tensor) -> Figures:
+        """Return the results of some queries, without the output; of one tensor in one step."""
+        given = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        given.pop("out", None)
+        bases = {id(x._base): x._base for x in given.values()}
+        base = next(iter(bases.values()), None)
+        if len(bases) > 1 or base is None or base.dim() != 4 or base.requires_grad:
+            return Figures(None, **{"lse": None} | {n: x[:, :, rows] for n, x in given.items()})
+        some, step, first = base[..., rows], base.stride(0), base.storage_offset()
+        return Figures(
+            None, **{n: some[(x.storage_offset() - first) // step] for n, x in given.items()}
+        )
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Figures:
         """Return the same results, each put through `change`."""
         found = (getattr(self, field.name) for field in fields(self))

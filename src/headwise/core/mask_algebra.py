@@ -27,6 +27,9 @@ class Mask(Brief):
     free = False
     """True for masks that hold no tensors: equal ones are then the same mask, whenever."""
 
+    fixed = False
+    """Whether the tensors that the mask holds are its own, and stay as they are."""
+
     from_first_key = False
     """True if each range of `interval` begins at key 0: a union of such is a range, too."""
 
@@ -147,6 +150,7 @@ class _Combined(Mask):
     def __post_init__(self) -> None:
         # A list, as torch.compile follows no generator here.
         object.__setattr__(self, "free", all([part.free for part in self.parts]))
+        object.__setattr__(self, "fixed", all([part.free or part.fixed for part in self.parts]))
 
     def check(self, extent: Extent) -> None:
         for part in self.parts:
@@ -167,14 +171,15 @@ class And(_Combined):
         return _reduced(added, [p.bias(i, j, extent) for p in self.parts])
 
     def interval(self, i: Tensor, extent: Extent) -> Interval | None:
-        edges: list[Interval] = []
+        lows: list[Tensor] = []
+        highs: list[Tensor] = []
         for part in self.parts:
             if (found := part.interval(i, extent)) is None:
                 return None
-            edges.append(found)
-        low = functools.reduce(torch.maximum, [edge[0] for edge in edges])
-        high = functools.reduce(torch.minimum, [edge[1] for edge in edges])
-        return low, torch.maximum(low, high)
+            if not (lows and part.from_first_key):  # which adds nothing
+                lows.append(found[0])
+            highs.append(found[1])
+        return functools.reduce(torch.maximum, lows), functools.reduce(torch.minimum, highs)
 
     def looks_ahead(self, extent: Extent) -> bool:
         return all(part.looks_ahead(extent) for part in self.parts)

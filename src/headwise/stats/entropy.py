@@ -36,12 +36,18 @@ class Entropy(Statistic):
         return _NEEDS
 
     def metric(self, record: Record) -> dict[str, Reading]:
-        alive, entropy = record.valid_rows, record[ENTROPY]
-        outcomes = record.counts + alive if record.view.has_sinks else record.counts
-        bound = outcomes.clamp(min=1).to(entropy.dtype).log()
-        shared = outcomes > 1
-        share = torch.where(shared, entropy / torch.where(shared, bound, 1.0), 0.0)
-        return {"entropy": Reading(entropy, alive), "entropy_share": Reading(share, shared)}
+        view, entropy = record.view, record[ENTROPY]
+
+        def bound() -> Tensor:
+            outcomes = record.counts + record.valid_rows if view.has_sinks else record.counts
+            return outcomes.to(view.dtype).log().masked_fill(outcomes <= 1, torch.inf)
+
+        most = view.once(("entropy bound", view.has_sinks), bound)
+        shared = view.once(("entropy shared", view.has_sinks), lambda: most != torch.inf)
+        return {
+            "entropy": Reading(entropy, record.valid_rows),
+            "entropy_share": Reading(entropy / most, shared),
+        }
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         entropy = torch.special.entr(full.weights).sum(-1)

@@ -19,7 +19,7 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
 from .blocks import Block, RowFigure, probability
-from .patterns import KeyRanges, ranges_of
+from .patterns import First, KeyRanges, OneKey, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -100,6 +100,12 @@ def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
     """Tell which queries may attend to the key of a pattern that has one at most."""
 
     def targets() -> Tensor:
+        if isinstance(keys, First | OneKey) and (seen := view.ranges) is not None:
+            low, high = seen
+            if isinstance(keys, First):
+                return (low < keys.count) & (high > low)
+            key = view.positions - keys.behind
+            return (low <= key) & (key < high)
         ranges = ranges_of(keys, view.whole, view.device)
         assert ranges is not None
         ranges = ranges.of(view.rows)

@@ -77,7 +77,7 @@ class First(Mask):
         return torch.zeros_like(i), torch.full_like(i, min(self.count, extent.keys))
 
 
-class _OneKey(Mask):
+class OneKey(Mask):
     """The key at a fixed offset from the query's own position."""
 
     behind: int
@@ -100,7 +100,7 @@ class _OneKey(Mask):
 
 
 @dataclass(frozen=True)
-class Previous(_OneKey):
+class Previous(OneKey):
     """The key `distance` before the query's own position."""
 
     distance: int = 1
@@ -116,7 +116,7 @@ class Previous(_OneKey):
 
 
 @dataclass(frozen=True)
-class Self(_OneKey):
+class Self(OneKey):
     """The query's own position."""
 
     name = "self"
@@ -125,7 +125,7 @@ class Self(_OneKey):
 
 
 @dataclass(frozen=True)
-class At(_OneKey):
+class At(OneKey):
     """The key at a fixed offset from the query's own position: ahead where it is positive.
 
     It is called `next` and `ahead_2`, `ahead_3`, …; `previous` and `back_2`, `back_3`, …; `self`.

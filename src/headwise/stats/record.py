@@ -75,7 +75,7 @@ class Reading(Brief):
     Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
     a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
     says how many queries each stands for, and `error` is the standard error of each head's mean
-    `[H]`; or `whole` has the sums over all queries, and the mean is exact.
+    `[H]`; or `every` is the reading of all queries, or `whole` has its sums, and the mean is exact.
 
     For metrics that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -95,6 +95,7 @@ class Reading(Brief):
     weights: Tensor | None = None
     whole: Moments | None = None
     unknown: str = ""
+    every: Reading | None = None
 
     def without_values(self, why: str) -> Reading:
         """Return the reading of a metric that cannot be known for its call."""
@@ -106,6 +107,8 @@ class Reading(Brief):
         """The sums that tables take of it."""
         if self.whole is not None:
             return self.whole
+        if self.every is not None:
+            return self.every.moments
         made = moments_of(self.values, self.rows, self.among, self.weights)
         if self.error is None:
             return made
@@ -122,7 +125,7 @@ class Reading(Brief):
         if rows is None or values.dim() != 3 or weights is None:
             return replace(self, sampled=True)
         if every is not None:
-            return replace(self, sampled=True, weights=weights, whole=every.moments)
+            return replace(self, sampled=True, weights=weights, every=every)
         error = standard_error(values, rows.expand(values.shape), weights)
         return replace(self, sampled=True, weights=weights, error=error)
 
@@ -143,9 +146,11 @@ def form_of(reading: Reading) -> object:
     x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
     if not reading.of_heads or reading.unknown or x.numel() > TOGETHER:
         return object()
-    given = tuple(part is None for part in (*parts, reading.whole))
-    among = reading.whole is not None and reading.whole.among is None
-    return len(x), x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, given, among
+    given = tuple(
+        part is None for part in (*parts, reading.whole, reading.whole and reading.whole.among)
+    )
+    every = None if reading.every is None else form_of(reading.every)
+    return len(x), x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, given, every
 
 
 def side_by_side(readings: Sequence[Reading]) -> Reading:
@@ -175,4 +180,7 @@ def side_by_side(readings: Sequence[Reading]) -> Reading:
         error=joined([one.error for one in readings]),
         weights=joined([one.weights for one in readings], [size[1:] for size in sizes]),
         whole=whole,
+        every=None
+        if first.every is None
+        else side_by_side([one.every for one in readings if one.every]),
     )

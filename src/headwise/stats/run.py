@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def run(work: Work, plan: Plan) -> Record:
 def _answers(work: Work, routes: Mapping[Need, Route]) -> dict[Need, Any]:
     """Answer each need: by the field of a one-pass backend as it is, or by its route."""
     fields, given, view = work.plan.fields, work.given, work.view
-    if not view.mask.free:  # its tensors may hold other numbers when a metric is read
+    if not view.keep_mask():  # its tensors may hold other numbers when a metric is read
         _ = view.valid_rows
         for need in fields:
             need.settle(view)
@@ -80,7 +81,7 @@ class Work:
 
     plan: Plan
     given: Figures | None = None
-    """The output, log-sum-exp and fields, of the queries that are looked at."""
+    """The log-sum-exp and fields, of the queries that are looked at."""
     every: Work | None = None
     """The same call at all queries, of which some are drawn, where their log-sum-exp is known."""
     whole_out: Tensor | None = None
@@ -120,7 +121,6 @@ class Work:
             assert lse is not None
             if self.strict:
                 check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
-            self.whole_out = None if whole is None else whole.out
             self.whole_lse = lse if view.gradients else lse.detach()
 
     def _with_output(self) -> Figures:
@@ -129,16 +129,20 @@ class Work:
             whole = chosen.observe(view.asked, self.plan.fields.values(), view.gradients)
         else:
             whole = Figures(*chosen.run(view.asked, view.gradients))
-        as_is = view.rows is None and (view.gradients or not self.keeps_graph)
-        self.given = whole if as_is else whole.map(view.rows_of)
+        self.whole_out = whole.out
+        kept = replace(whole, out=None)
+        if not view.gradients and self.keeps_graph:
+            kept = kept.map(Tensor.detach)
+        self.given = kept if view.rows is None else kept.at(view.rows)
         if view.drawn is not None:
-            self.every = self._at_every_query(whole.map(Tensor.detach))
+            self.every = self._at_every_query(kept.map(Tensor.detach))
         return whole
 
     def _without_output(self) -> None:
         view = self.view
         if self.every is not None and self.every.given is not None and not view.gradients:
-            self.given = self.every.given.map(view.rows_of)
+            assert view.rows is not None
+            self.given = self.every.given.at(view.rows)
         elif isinstance(self.backend, OnePass):
             self.given = self.backend.figures(view.scored, self.plan.fields.values())
 
@@ -153,7 +157,7 @@ class Work:
                 call = self.view.asked.with_(**tensors, dropout=0.0)
                 every.lse = every.chosen.run(call)[1]  # type: ignore[misc]  # in place of the lazy one
             lse: Tensor = every.lse  # type: ignore[assignment]
-            if not bool(lse.isnan().any()):
+            if lse.device.type != "cpu" or not bool(lse.isnan().any()):  # elsewhere nobody waits
                 self.every = every
 
     def _at_every_query(self, given: Figures | None) -> Work:
@@ -174,14 +178,13 @@ class Work:
         Raises:
             ValueError: the call was observed without its output.
         """
-        if self.precomputed is not None:
-            return self.view.rows_of(self.precomputed)
-        if self.given is None or self.given.out is None:
+        out = self.whole_out if self.precomputed is None else self.precomputed
+        if out is None:
             raise ValueError(
                 "a statistic of the heads' outputs, such as OutputNorm(), was asked for with "
                 "output=False; observe with output=True"
             )
-        return self.given.out
+        return self.view.rows_of(out)
 
     @Lazy
     def backend(self) -> Backend:

@@ -56,7 +56,7 @@ def draw(
         if queries >= of:
             return None
         rows, weights = (_drawn if traced() else _draw)(queries, of, seed)
-        return Sample(rows.to(device), weights.to(device))
+        return Sample(*(x.to(device, non_blocking=True) for x in (rows, weights)))
     rows = torch.as_tensor(queries).flatten()
     ordered = (_sort if readable(rows) else _sorted)(rows, of)
     if len(ordered) == of:

@@ -18,7 +18,7 @@ from .detached import without_graph
 from .entries import Which, entries
 from .record import Reading, Record
 from .statistic import Statistic, Statistics
-from .tables import summarise, table_rows, unavailable
+from .tables import summaries_of, table_rows, unavailable
 
 
 class Readings(Mapping[str, Reading]):
@@ -84,8 +84,6 @@ class Readings(Mapping[str, Reading]):
         if name not in statistic.raw:
             return None
         need = statistic.needs[name]
-        if record.every and need in record.every.answers:
-            return None
         answer = record.answers[need]
         return answer[0] if isinstance(answer, tuple) else answer
 
@@ -272,4 +270,4 @@ class Seen(HeadTable):
     @property
     def unavailable(self) -> dict[str, str]:
         """Return the reason for each metric that heads lack in the table, by its name."""
-        return unavailable({name: summarise([one]) for name, one in self.readings.items()})
+        return unavailable(summaries_of(self.readings))

@@ -103,7 +103,13 @@ def check_texts(texts: object) -> None:
 
 def table_rows(readings: Mapping[str, Reading], heads: int) -> list[dict[str, float]]:
     """Return the metrics of each head of a call; statistics that are maps are left out."""
-    return summary_rows({name: summarise([one]) for name, one in readings.items()}, heads)
+    return summary_rows(summaries_of(readings), heads)
+
+
+def summaries_of(readings: Mapping[str, Reading]) -> dict[str, HeadSummary | None]:
+    """Return the metrics of a call in one number per head; those that are alike at once."""
+    each = summarise_each([[one] for one in readings.values()])
+    return dict(zip(readings, each, strict=True))
 
 
 def summary_rows(summaries: Mapping[str, HeadSummary | None], heads: int) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class View:
         self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
-        self._once: dict[Hashable, Tensor] = {}
+        self._once: dict[Hashable, Any] = {}
+        self._kept = asked.mask.free
 
     @classmethod
     def of(cls, asked: Call, sample: Sample | None, gradients: bool) -> View:
@@ -54,9 +55,16 @@ class View:
         """Return what is known of the call beside its numbers; of masks, those that hold none."""
         kept, known = object.__new__(View), vars(self)
         vars(kept).update({name: known[name] for name in _SIZES})
-        if self.mask.free:
+        if self._kept:
             kept.mask = self.mask
         return kept
+
+    def keep_mask(self) -> bool:
+        """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
+        if not self._kept and (own := _copied(self.asked.mask)) is not None:
+            self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
+            self._kept = True
+        return self._kept
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what copies take along: the call, and nothing that is worked out of it."""
@@ -144,12 +152,45 @@ class View:
     @property
     def counts(self) -> Int[Tensor, "#B #H n"]:
         """The number of keys that each query may attend to."""
-        return self.once("visible keys", lambda: visible_keys(self.mask, self.extent, self.device))
+
+        def counted() -> Tensor:
+            if self.rows is not None and self.prepared is not None:
+                return self._of_all.counts[..., self.rows]
+            if self.ranges is not None:
+                return self.ranges[1] - self.ranges[0]
+            return visible_keys(self.mask, self.extent, self.device)
+
+        return self.once("visible keys", counted)
 
     @property
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
         """The queries that may attend to something."""
-        return self.once("valid rows", lambda: self.counts > 0)
+
+        def valid() -> Tensor:
+            if self.rows is not None and self.prepared is not None:
+                return self._of_all.valid_rows[..., self.rows]
+            return self.counts > 0 if self.ranges is None else self.ranges[1] > self.ranges[0]
+
+        return self.once("valid rows", valid)
+
+    @Lazy
+    def _of_all(self) -> View:
+        """The same call at all queries, without its numbers."""
+        assert isinstance(self.mask, Rows)
+        kept, known = object.__new__(View), vars(self)
+        vars(kept).update({name: known[name] for name in _SIZES})
+        kept.rows = kept.drawn = None
+        kept.extent, kept.mask, kept._once = self.whole, self.mask.mask, {}
+        return kept
+
+    @property
+    def ranges(self) -> Interval | None:
+        """Each query's visible keys as `[low, high)`, `[B or 1, 1, n]`; `None` if they are none."""
+        if "ranges" not in self._once:
+            biased = self.mask.biased
+            found = None if biased else self.mask.key_ranges(self.extent, self.device)
+            self._once["ranges"] = found
+        return self._once["ranges"]
 
     def once(self, about: Hashable, make: Callable[[], Tensor], free: bool = True) -> Tensor:
         """Return what is made once for the call.
@@ -165,7 +206,7 @@ class View:
         if found is None:
             with torch.inference_mode(False) if known else nullcontext():  # graphs keep it
                 found = make()
-            if known is not None and found.numel() <= 1 << 12:
+            if known is not None and found.numel() <= SMALL:
                 known.tensors[about] = found
         if known is not None:
             found = found.clone()  # the caller's own
@@ -181,8 +222,31 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_SIZES = "rows gradients drawn prepared has_sinks whole extent device dtype _once".split()
+_SIZES = "rows gradients drawn prepared has_sinks whole extent device dtype _once _kept".split()
 """What a view knows of a call without its tensors, beside its mask."""
+
+
+SMALL = 1 << 12
+"""The most numbers in a tensor that is kept or copied for later."""
+
+
+def _copied(mask: Mask) -> Mask | None:
+    """Return the mask with tensors of its own; `None` if these are large, or it is no dataclass."""
+    if mask.free:
+        return mask
+    if not is_dataclass(mask) or sum(x.numel() for x in mask.tensors()) > SMALL:
+        return None
+    changes: dict[str, Any] = {}
+    for one in fields(mask):
+        value = getattr(mask, one.name)
+        if isinstance(value, Tensor):
+            changes[one.name] = value.detach().clone()
+        elif isinstance(value, Mask | tuple):
+            parts = [_copied(x) for x in (value if isinstance(value, tuple) else (value,))]
+            if None in parts:
+                return None
+            changes[one.name] = tuple(parts) if isinstance(value, tuple) else parts[0]
+    return replace(mask, **changes)
 
 
 def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
