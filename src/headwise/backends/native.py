@@ -196,11 +196,15 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
 
 def _terms(call: Call) -> Terms:
     """Return the terms of a call's mask; where it holds no tensors, alike calls share them."""
-    known = call.prepared
+    known, mask, device = call.prepared, call.mask, call.q.device
+    if known is None and mask.fixed:
+        if (place := ("terms", call.extent, device)) not in mask.known:
+            mask.known[place] = terms_of(mask, call.extent, device)
+        return mask.known[place]
     if known is None:
-        return terms_of(call.mask, call.extent, call.q.device)
+        return terms_of(mask, call.extent, device)
     with torch.inference_mode(False):  # graphs keep them
-        terms = terms_of(call.mask, call.extent, call.q.device)
+        terms = terms_of(mask, call.extent, device)
     if terms.allowed is None and terms.bias is None:  # which may be large
         known.terms = terms
     return terms

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -28,10 +29,15 @@ class Mask(Brief):
     """True for masks that hold no tensors: equal ones are then the same mask, whenever."""
 
     fixed = False
-    """Whether the tensors that the mask holds are its own, and stay as they are."""
+    """True for masks whose tensors are their own, and stay as they are."""
 
     from_first_key = False
     """True if each range of `interval` begins at key 0: a union of such is a range, too."""
+
+    @property
+    def known(self) -> dict[Hashable, Any]:
+        """What was worked out of a `fixed` mask before, by the sizes of the call and its name."""
+        return vars(self).setdefault("_known", {})
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -252,6 +258,10 @@ class Rows(Mask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.mask.tensors()
+
+    @property
+    def fixed(self) -> bool:  # type: ignore[override]
+        return self.mask.free or self.mask.fixed
 
     @property
     def biased(self) -> bool:

@@ -42,7 +42,7 @@ class View:
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         self._once: dict[Hashable, Any] = {}
-        self._kept = asked.mask.free
+        self._kept = asked.mask.free or asked.mask.fixed
 
     @classmethod
     def of(cls, asked: Call, sample: Sample | None, gradients: bool) -> View:
