@@ -253,7 +253,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
     if backend == NATIVE or asked.special:
         return Served(call, backend, original)
     refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
-    return "; ".join(refused) or "PyTorch's kernel is faster on CPUs without vector units"
+    return "; ".join(refused) or "PyTorch's kernel was measured faster on CPUs without vector units"
 
 
 def _odd(asked: Asked) -> str:
