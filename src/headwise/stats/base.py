@@ -12,7 +12,7 @@ from ..core.kept import Kept
 from ..core.reference import Definition
 from .execute import Pass
 from .lazy import Lazy
-from .needs import Need
+from .needs import HEAD_OUTPUT, Need
 from .results import Reading
 
 
@@ -113,6 +113,12 @@ class Statistics:
     def formulas(self) -> tuple[bool, ...]:
         """Tell which of them are formulas on what they need, and may be worked out later."""
         return tuple(getattr(statistic, "formula", False) for statistic in self.each)
+
+    @Lazy
+    def output_later(self) -> bool:
+        """Return True if one that is worked out later reads the heads' outputs."""
+        each = zip(self.each, self.formulas, strict=True)
+        return any(later and HEAD_OUTPUT in needs_of(one).values() for one, later in each)
 
 
 _KNOWN: Kept[tuple[Statistic, ...], Statistics] = Kept()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.modes import no_graph, readable
 from ..core.shapes import Extent
 from .engine import Engine
-from .needs import Need
+from .needs import HEAD_OUTPUT, Need
 from .plan import Plan
 from .view import View
 
@@ -50,10 +50,16 @@ class Pass:
         _ = self.engine.lse_of_call  # from the call itself, where that gives it
         return self.engine.lse
 
-    def without_tensors(self) -> Pass:
-        """Return the answers alone, for statistics that are formulas on them."""
-        every = None if self.every is None else self.every.without_tensors()
-        return Pass(self.view.without_tensors(), None, self.answers, None, every)
+    def without_tensors(self, output: bool) -> Pass:
+        """Return the answers alone, for statistics that are formulas on them.
+
+        Without `output`, the heads' outputs are not among these: they are as large as the model's.
+        """
+        every = None if self.every is None else self.every.without_tensors(output)
+        answers = dict(self.answers)
+        if not output:
+            answers.pop(HEAD_OUTPUT, None)
+        return Pass(self.view.without_tensors(), None, answers, None, every)
 
     @property
     def extent(self) -> Extent:

@@ -7,6 +7,7 @@ queries of a call, also where only some are looked at: a maximum over a sample d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -46,7 +47,9 @@ class _LargestNorm(Need):
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
         if self.of == "k":
             norms = norms.repeat_interleave(extent.group, dim=1)
-            counts = keys_in_sight(asked.mask, extent, view.device)
+            mask = asked.mask
+            find = partial(keys_in_sight, mask, extent, view.device)
+            counts = view.once("keys in sight", find, mask.free)
         elif view.rows is None:
             counts = view.valid_rows
         else:

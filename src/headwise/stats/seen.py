@@ -37,7 +37,7 @@ class Readings(Mapping[str, Reading]):
     def __init__(self, found: Pass, statistics: Statistics) -> None:
         self._found, self._statistics = found, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
-        self._owner = statistics.owner
+        self._owner, self._output_later = statistics.owner, statistics.output_later
         view = found.view
         whole = view.gradients or not view.mask.free or traced()
         for number, formula in enumerate(statistics.formulas):
@@ -48,7 +48,7 @@ class Readings(Mapping[str, Reading]):
         """Return the same readings without the call: what is left to work out needs none of it."""
         if self._found is not None:
             left = any(part is None for part in self._parts)
-            self._found = self._found.without_tensors() if left else None
+            self._found = self._found.without_tensors(self._output_later) if left else None
         return self
 
     def _part(self, number: int) -> dict[str, Reading]:

@@ -22,7 +22,7 @@ class _OutputSize:
     """Length of each head's output `[B, H, T]`, before the output projection."""
 
     names = ("output_norm",)
-    free, formula = True, True
+    free = True
     needs: Mapping[str, Need] = MappingProxyType({"output_norm": HEAD_OUTPUT})
 
     def read(self, found: Pass) -> dict[str, Reading]:
