@@ -19,10 +19,11 @@ import torch
 
 import headwise as hw
 from headwise.stats.record import Reading
-from headwise.telemetry.figures import Figures, joined, kept_of, merged
+from headwise.telemetry.figures import Figures, kept_of_each, merged
 from headwise.telemetry.file_systems import _is_remote
 from headwise.telemetry.history import HistoryWriter
 from headwise.telemetry.rules import Record
+from headwise.telemetry.step_sums import joined
 from monitored import LAYERS, H, advance, made, monitored
 
 LAYERS_OF = {"low": 2, "high": 3}
@@ -427,7 +428,7 @@ def test_what_is_not_installed_is_named(
 
 
 def kept(*tensors: Any, **more: Any) -> torch.Tensor:
-    found = kept_of(Reading(*tensors, **more))
+    (found,) = kept_of_each([Reading(*tensors, **more)])
     assert found is not None
     return found
 
@@ -454,8 +455,8 @@ def test_the_error_of_merged_samples_is_that_of_independent_draws() -> None:
 
 
 def test_what_no_head_has_a_number_for_is_not_summed() -> None:
-    assert kept_of(Reading(torch.ones(1, 2, 3, 3))) is None
-    assert kept_of(Reading(torch.ones(1, 2, 3), per_key=True)) is None
+    assert kept_of_each([Reading(torch.ones(1, 2, 3, 3))]) == [None]
+    assert kept_of_each([Reading(torch.ones(1, 2, 3), per_key=True)]) == [None]
     per_head = kept(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert per_head.tolist() == [[2.0, 2.0], [4.0, 8.0], [2.0, 8.0], [0.0, 0.0]]
 

@@ -4,6 +4,7 @@ records."""
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,20 @@ def test_evaluation_and_copies_are_not_counted(tmp_path: Path) -> None:
         assert monitor.latest["entropy"].of_queries == 3 * B * batch(1).shape[1]
     loaded = torch.load(tmp_path / "model.pt", weights_only=False).eval()
     assert torch.equal(twin.eval()(batch(2)), loaded(batch(2)))
+
+
+def test_readings_that_wait_do_not_keep_the_outputs_of_heads() -> None:
+    length = 37
+    of_heads = (B, H, length, E // H)
+    model = Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hw.Monitor(model, optimizer, every=1, queries=None):
+        for _ in range(2):
+            model(batch(1, length=length)).square().mean().backward()
+            gc.collect()
+            kept = [x for x in gc.get_objects() if type(x) is Tensor and x.shape == of_heads]
+            assert kept == []
+            optimizer.step()
 
 
 def test_a_step_takes_few_copies_and_moves_between_files(monkeypatch: pytest.MonkeyPatch) -> None:

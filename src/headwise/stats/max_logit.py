@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -208,7 +209,8 @@ class _LargestNorm(Need):
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
         if self.of == "k":
             norms = norms.repeat_interleave(extent.group, dim=1)
-            counts = keys_in_sight(asked.mask, extent, view.device)
+            find = partial(keys_in_sight, asked.mask, extent, view.device)
+            counts = view.once("keys in sight", find)
         elif view.rows is None:
             counts = view.valid_rows
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,10 +57,11 @@ class Record:
         lse = {n: x.detach() for n in ("whole_lse", "lse") if (x := getattr(self, n)) is not None}
         return Record(self.view, {}, **lse)
 
-    def without_tensors(self) -> Record:
-        """Return the answers and the log-sum-exp, without the call and its output."""
-        every = None if self.every is None else self.every.without_tensors()
-        return Record(self.view.without_tensors(), self.answers, lse=self.lse, every=every)
+    def without_tensors(self, needs: Collection[Need]) -> Record:
+        """Return the answers to these needs and the log-sum-exp, without the call and its output."""
+        every = None if self.every is None else self.every.without_tensors(needs)
+        answers = {need: x for need, x in self.answers.items() if need in needs}
+        return Record(self.view.without_tensors(), answers, lse=self.lse, every=every)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

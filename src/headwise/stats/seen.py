@@ -34,7 +34,7 @@ class Readings(Mapping[str, Reading]):
     def __init__(self, record: Record, statistics: Statistics) -> None:
         self._record, self._statistics = record, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
-        self._owner = statistics.owner
+        self._owner, self._later = statistics.owner, statistics.later
         whole = record.view.gradients or traced()
         for number, statistic in enumerate(statistics.each):
             if whole or not statistic.deferred:
@@ -44,7 +44,7 @@ class Readings(Mapping[str, Reading]):
         """Return the same readings without the call: what is left to work out needs none of it."""
         if self._record is not None:
             left = any(part is None for part in self._parts)
-            self._record = self._record.without_tensors() if left else None
+            self._record = self._record.without_tensors(self._later) if left else None
         return self
 
     def _part(self, number: int) -> dict[str, Reading]:

@@ -108,6 +108,11 @@ class Statistics:
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
+    def later(self) -> frozenset[Need]:
+        """What those need that are worked out later."""
+        return frozenset(n for one in self.each if one.deferred for n in one.needs.values())
+
+    @Lazy
     def free(self) -> bool:
         """True if none holds tensors: equal ones then need the same."""
         return all(isinstance(one, Statistic) and one.free for one in self.each)

@@ -22,7 +22,7 @@ class _OutputSize(Statistic):
 
     names = ("output_norm",)
     needs = MappingProxyType({"output_norm": HEAD_OUTPUT})
-    free = deferred = True
+    free = True
 
     def metric(self, record: Record) -> dict[str, Reading]:
         out = record[HEAD_OUTPUT][0].to(record.view.dtype)

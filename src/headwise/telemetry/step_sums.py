@@ -88,7 +88,7 @@ class StepSums:
     def figures(self, heads: Heads) -> dict[str, Figures]:
         """What was added up of whole layers, by statistic, of the layers of `heads`."""
         found = {
-            statistic: _joined(parts, heads, self.looked_at[statistic])
+            statistic: joined(parts, heads, self.looked_at[statistic])
             for statistic, parts in self.kept.items()
         }
         limited = [name for name in found if name.startswith(ABOVE)]
@@ -97,7 +97,7 @@ class StepSums:
         return found
 
 
-def _joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]) -> Figures:
+def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]) -> Figures:
     """Return what layers gave as one; layers of `heads` that gave nothing have no figure."""
     rows = len(next(iter(parts.values())))
     columns = [

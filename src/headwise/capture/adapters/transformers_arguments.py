@@ -149,10 +149,14 @@ class Given:
         for name, keys, mask, behind in self._masks():
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
+            k, v = self.k, self.v
+            if keys != k.shape[2]:
+                k, v = k[:, :, :keys], v[:, :, :keys]
             yield (
                 name,
                 Meaning(
-                    *(x if keys == x.shape[2] else x[:, :, :keys] for x in (self.k, self.v)),
+                    k,
+                    v,
                     mask,
                     options.get("scaling"),
                     known.get("softcap"),
