@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .heads import unasked
 from .net import Net, Road
+from .private_torch import unasked
 
 
 def backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

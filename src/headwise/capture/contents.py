@@ -18,11 +18,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 64
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor was changed in place, as far as PyTorch has counted."""
-    return 0 if x.is_inference() else x._version
-
-
 def checksum(x: Tensor) -> Tensor:
     """Sums of the bits of a tensor `[…, T, S]`: of each row, and of each column over some rows.
 

@@ -1,9 +1,9 @@
-"""What several roads need: functions that modes do not see, composite ones, projections."""
+"""What several roads need: composite functions, projections."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .net import Net, Road
-from .private_torch import twin
-
-
-def unasked(function: Any) -> Callable[..., Any]:
-    """A function of PyTorch's, which does not ask for function modes itself: run inside one, what
-    it calls is seen and it is not."""
-    return twin(function, **dict.fromkeys(_ASKING, lambda *_: False))
-
-
-_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 @dataclass(frozen=True)

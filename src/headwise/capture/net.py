@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._text import and_more
+from ..core.modes import transformed
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
 from .modules import Forward, Names
@@ -160,7 +161,7 @@ class Net:
 
     def projected(self, x: Tensor, out: Tensor) -> None:
         """Learn from what a projection reads and gives."""
-        if x.is_nested or torch._C._are_functorch_transforms_active():
+        if x.is_nested or transformed():
             return
         inner, *outer = self.names.stack[:-3:-1]
         for forward in (inner, *outer) if inner.leaf else (inner,):
@@ -232,7 +233,7 @@ class Net:
 
     def refuse_transforms(self, name: str | None = None) -> None:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
-        if torch._C._are_functorch_transforms_active():
+        if transformed():
             name = self.names.current if name is None else name
             raise ValueError(
                 f"{self.said}: {name!r} runs inside a transform of torch.func (vmap, "

@@ -27,7 +27,7 @@ from ..stats.results import Reading
 from .call import HeadsCall, Looking
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
 from .net import Functions, Net, Road
-from .private_torch import modes
+from .private_torch import autocast, modes, traced
 
 NATIVE = "native"
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -146,7 +146,7 @@ class Served:
     def out(self) -> Float[Tensor, "B H T Dv"]:
         """The heads' outputs."""
         call = self.call
-        with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
+        with as_given(call.q.device) if autocast() else nullcontext():
             out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
         return out if lse is None else self.or_original(out, lse)
 
@@ -230,7 +230,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
     """
     if reason := _odd(asked):
         return reason
-    if torch._C._is_any_autocast_enabled():
+    if autocast():
         lowered = {name: _lowered(getattr(asked, name)) for name in ("q", "k", "v", "mask")}
         asked = replace(asked, **lowered)
     try:
@@ -258,7 +258,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
 
 def _odd(asked: Asked) -> str:
     """What keeps tensors from being read as numbers in memory; empty if nothing does."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if traced():
         return "the call is traced"
     for x in (asked.q, asked.k, asked.v, asked.mask, asked.bias):
         if x is not None and (x.is_nested or type(x) not in _PLAIN):

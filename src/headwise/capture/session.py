@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch import nn
 
 from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
 from .adapters.flex import flex_calls
@@ -26,7 +23,7 @@ from .known import known, learn
 from .modules import Names
 from .net import Functions, Net
 from .patches import Replaced
-from .private_torch import global_hooks, modes, replace
+from .private_torch import unnoticed
 from .serve import Accelerator, Account
 
 
@@ -69,8 +66,7 @@ def catch(
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))
-        stack.enter_context(_FUSED_LAYERS.heard_by(net))
-        stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
+        stack.enter_context(_UNNOTICED.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
     if not in_full:
@@ -96,42 +92,11 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
     net = Accelerator(model, account, roads, always, elsewhere)
     with (
         net.names.following(),
-        _FUSED_LAYERS.heard_by(net),
-        _GLOBAL_HOOKS.heard_by(net),
+        _UNNOTICED.heard_by(net),
         compiled_functions(net),
         net.out(),
     ):
         yield
 
 
-def _let_layers_fuse() -> Callable[[], None]:
-    """Let PyTorch take its fused layers as if no function mode of headwise were there."""
-    return replace(torch.overrides, "has_torch_function", _has_torch_function)
-
-
-_FUSED_LAYERS = Replaced(_let_layers_fuse)
-
-
-def _has_torch_function(tensors: Any) -> bool:
-    """`torch.overrides.has_torch_function`, which knows nothing of headwise's own modes."""
-    if any(not isinstance(mode, Functions) for mode in modes()):
-        return True
-    disabled = torch._C._disabled_torch_function_impl
-    kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
-    return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)
-
-
-def _warn_of_other_hooks() -> Callable[[], None]:
-    """Let compiled modules warn of global hooks, which they call twice, only of other libraries.
-
-    Those of headwise may be called twice: names leave out what `torch.compile` puts around.
-    """
-    return replace(hooks, "_has_any_global_hook", _has_other_global_hook)
-
-
-_GLOBAL_HOOKS = Replaced(_warn_of_other_hooks)
-
-
-def _has_other_global_hook() -> bool:
-    """Return True if there is a global hook of modules that is not one of `Names`."""
-    return any(not isinstance(getattr(hook, "__self__", None), Names) for hook in global_hooks())
+_UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))

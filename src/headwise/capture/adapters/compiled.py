@@ -19,7 +19,7 @@ from torch import nn
 from ..modules import as_written, called_in_a_graph
 from ..net import Net
 from ..patches import Replaced
-from ..private_torch import compiler, forced_eager, modes, replace, skipped
+from ..private_torch import compiled, compiler, forced_eager, modes, replace, skipped
 
 
 class _AsWritten:
@@ -49,8 +49,8 @@ def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
     """Let a model of which `torch.compile` has compiled a part run as it is written."""
     if compiler() is None:
         return nullcontext()
-    compiled = any("torch.compile" in _compiled(module) for module in model.modules())
-    return AS_WRITTEN if compiled else nullcontext()
+    some = any("torch.compile" in compiled(module) for module in model.modules())
+    return AS_WRITTEN if some else nullcontext()
 
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
@@ -70,25 +70,13 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
     """Raise ValueError if the model or a part of it is compiled, and would run so."""
     eager = forced_eager()
     for name, module in model.named_modules():
-        how = _compiled(module)
+        how = compiled(module)
         if how and not (eager and "jit" not in how):
             where = repr(as_written(name)) if as_written(name) else "the model"
             raise ValueError(
                 f"{function}({type(model).__name__}): {where} is {how}, and {_cannot(function)}; "
                 f"{_CURE[how]}."
             )
-
-
-def _compiled(module: nn.Module) -> str:
-    """How a module was compiled; empty if it was not."""
-    if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
-        return "compiled by torch.compile"
-    forward = vars(module).get("forward")
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return "compiled in place by torch.compile"
-    if hasattr(forward, "_torchdynamo_orig_callable"):
-        return "compiled in place by torch.compile"
-    return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
 
 
 def compiled_functions(net: Net) -> AbstractContextManager[None]:

@@ -23,10 +23,10 @@ from ...backends import Call, choose
 from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, extent_of
 from ..call import HeadsCall
-from ..heads import Composite, inside, unasked
+from ..heads import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
-from ..private_torch import arguments, parameters
+from ..private_torch import arguments, parameters, unasked
 from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
 from .nested import nested_like, padded
 

@@ -17,15 +17,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...core.mask_algebra import Mask
+from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
-from ..contents import checksum, version
+from ..contents import checksum
 from ..heads import composite, keys_behind
 from ..leading_axes import leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
 from ..net import Net, Road
 from ..parts import Waiting
+from ..private_torch import version
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class _Held:
     @classmethod
     def by(cls, x: Tensor) -> _Held:
         # Tensors in transforms have no numbers of their own, and their attention is refused.
-        plain = not torch._C._are_functorch_transforms_active()
+        plain = not transformed()
         return cls(version(x), checksum(x) if plain else None)
 
     def still(self, x: Tensor) -> bool:
@@ -262,7 +264,7 @@ def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
 
 def _storage(x: Tensor) -> set[StorageWeakRef]:
     """The memory of a tensor; none of sparse ones and of those in transforms of `torch.func`."""
-    if x.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+    if x.layout is not torch.strided or transformed():
         return set()
     return {StorageWeakRef(x.untyped_storage())}
 
