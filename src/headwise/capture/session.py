@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
 from .adapters.flex import flex_calls
@@ -16,14 +19,11 @@ from .adapters.sdpa import functions as fused_attention
 from .adapters.softmax import functions as steps_by_hand
 from .adapters.transformers import attention_functions
 from .adapters.varlen import functions as varlen_attention
-from .backward import functions as backward_passes
 from .call import Listener
-from .heads import functions as projections
 from .known import known, learn
 from .modules import Names
-from .net import Functions, Net
-from .patches import Replaced
-from .private_torch import unnoticed
+from .net import Functions, Net, Replaced, Road
+from .private_torch import unasked, unnoticed
 from .serve import Accelerator, Account
 
 
@@ -53,10 +53,15 @@ def catch(
         with net.names.marked(), attention_functions(net):
             yield net
         return
-    always = backward_passes()
-    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
+    roads = (
+        _ALWAYS
+        | {F.linear: _projection}
+        | fused_attention()
+        | composite_functions()
+        | steps_by_hand()
+    )
     roads |= varlen_attention()
-    net = Net(function, model, listener, roads, always, begin, elsewhere)
+    net = Net(function, model, listener, roads, _ALWAYS, begin, elsewhere)
     with ExitStack() as stack:
         stack.enter_context(run_as_written(model))
         refuse_compiled(function, model)
@@ -87,9 +92,8 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
     def elsewhere(_: nn.Module) -> None:
         account.note("", "forward", "the model was called in another thread")
 
-    always = backward_passes()
-    roads = always | fused_attention(accelerated) | composite_functions()
-    net = Accelerator(model, account, roads, always, elsewhere)
+    roads = _ALWAYS | fused_attention(accelerated) | composite_functions()
+    net = Accelerator(model, account, roads, _ALWAYS, elsewhere)
     with (
         net.names.following(),
         _UNNOTICED.heard_by(net),
@@ -99,4 +103,23 @@ def served(model: nn.Module, account: Account) -> Iterator[None]:
         yield
 
 
+def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a projection: what it reads tells whose heads were joined."""
+    out = function(*args, **kwargs)
+    net.projected(args[0] if args else kwargs["input"], out)
+    return out
+
+
+def _backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward pass with the mode on, which is off while a function that it saw runs.
+
+    What an ablation took out of a layer must be out when checkpointing computes it a second time.
+    """
+    with net.functions:
+        return unasked(function)(*args, **kwargs)
+
+
+_ALWAYS: dict[Any, Road] = dict.fromkeys(
+    (torch.autograd.backward, torch.autograd.grad, Tensor.backward), _backward
+)
 _UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from ..modules import as_written, called_in_a_graph
-from ..net import Net
-from ..patches import Replaced
+from ..net import Net, Replaced
 from ..private_torch import compiled, compiler, forced_eager, modes, replace, skipped
 
 

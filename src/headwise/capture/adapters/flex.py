@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
-from ..contents import captured
-from ..net import Functions, Net, silence
+from ..net import Functions, Net, Replaced, silence
 from ..parts import Waiting
-from ..patches import Replaced
 from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
 from .sdpa import mask_of
 from .softmax import call_of_scores
@@ -208,6 +207,35 @@ def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
     plain = tuple(x for x in read if not isinstance(x, Tensor))
     what = ("flex", block_mask.mask_mod, extent, plain)
     return net.masks.of(blocks, what, find, tensors)
+
+
+def captured(function: Callable[..., Any]) -> list[Any] | None:
+    """Tensors and plain values that a function reads beside its arguments, those of the functions
+    that it calls included; `None` where it reads something else, which may change unseen.
+
+    >>> size = 3
+    >>> captured(lambda i: i < size)
+    [3]
+    """
+    found, todo, known = [], [function], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in known:
+            continue
+        known.add(id(one))
+        if isinstance(one, types.FunctionType):
+            try:
+                read = getclosurevars(one)
+            except ValueError:  # a cell that is empty yet
+                return None
+            todo += [*read.nonlocals.values(), *read.globals.values()]
+        elif isinstance(one, tuple | list):
+            todo += one
+        elif isinstance(one, Tensor | int | float | str | torch.dtype | torch.device | None):
+            found.append(one)
+        elif not isinstance(one, types.ModuleType | types.BuiltinFunctionType | type):
+            return None
+    return found
 
 
 def _scores(q: Tensor, k: Tensor, score_mod: Any, scale: float) -> Tensor:

@@ -21,9 +21,8 @@ from ...stats.observe import observe
 from ...stats.results import Reading
 from ..call import HeadsCall, Looking
 from ..mask_import import at_the_end
-from ..net import Net, silence
+from ..net import Net, Replaced, silence
 from ..parts import Waiting
-from ..patches import Replaced
 
 
 class OwnCall(HeadsCall):

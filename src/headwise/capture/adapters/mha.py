@@ -23,12 +23,12 @@ from ...backends import Call, choose
 from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, extent_of
 from ..call import HeadsCall
-from ..heads import Composite, inside
+from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
 from ..private_torch import arguments, parameters, unasked
 from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
-from .nested import nested_like, padded
+from .sdpa import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
 

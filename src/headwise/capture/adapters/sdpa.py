@@ -13,13 +13,11 @@ from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
 from ..call import HeadsCall
-from ..heads import composite, keys_behind
-from ..leading_axes import Leading, leading
+from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
 from ..parts import Waiting
 from ..serve import Asked, Served, accelerators, apart, note, serve, watched
-from .nested import nested_like, padded
 
 
 def scaled_dot_product_attention(
@@ -269,6 +267,30 @@ def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
     axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
     new = net.tell(_call(net, asked | plain, wide, axes))
     return out if new is None else nested_like(new, out)
+
+
+def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one tensor with zeros behind them, and the lengths `[B]`.
+
+    The axis of length is the last but one.
+    """
+    rows = nested.unbind()
+    lengths = [row.shape[-2] for row in rows]
+    wide = [
+        torch.nn.functional.pad(row, (0, 0, 0, max(lengths) - length))
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    return torch.stack(wide), torch.tensor(lengths, device=nested.device)
+
+
+def nested_like(wide: Tensor, like: Any) -> Tensor:
+    """What `padded` made wide, nested as `like` is: `[B, T, E]` or `[B, H, T, E]`."""
+    rows = [row[..., : part.shape[-2], :] for row, part in zip(wide, like.unbind(), strict=True)]
+    if like.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(rows)
+    values = torch.cat([row if row.dim() == 2 else row.transpose(0, 1) for row in rows])
+    found = torch.nested.nested_tensor_from_jagged(values, offsets=like.offsets())
+    return found if like.dim() == 3 else found.transpose(1, 2)
 
 
 def functions(road: Road = scaled_dot_product_attention) -> dict[Any, Road]:

@@ -3,6 +3,9 @@
 A softmax over the last axis is remembered, through dropout and changes of dtype or shape, until
 something with a vector for each key is multiplied with it: then it was attention, and only then it
 is told of. The scores are at hand, so that the call is one whose whole score is a bias.
+
+PyTorch counts changes of tensors in place, but not those through `.data` or `.numpy()`, and none in
+inference mode: so numbers are compared, by sums of their bits.
 """
 
 from __future__ import annotations
@@ -20,14 +23,35 @@ from ...core.mask_algebra import Mask
 from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
 from ..call import HeadsCall
-from ..contents import checksum
-from ..heads import composite, keys_behind
-from ..leading_axes import leading
+from ..head_axis import composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
 from ..net import Net, Road
 from ..parts import Waiting
 from ..private_torch import version
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = 64
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Sums of the bits of a tensor `[…, T, S]`: of each row, and of each column over some rows.
+
+    A view with other axes before the last two has the same. In place of a copy, for tensors as
+    large as scores.
+
+    >>> x = torch.rand(2, 3, 4)
+    >>> before = checksum(x)
+    >>> torch.equal(checksum(x.view(1, 2, 3, 4)), before), torch.equal(checksum(x.mul_(2)), before)
+    (True, False)
+    """
+    bits = x.detach().resolve_neg().view(_INTEGERS[x.element_size()])
+    each = 8 // x.element_size()
+    sizes = (bits.shape[-1], bits.storage_offset(), *bits.stride()[:-1])
+    if bits.stride(-1) == 1 and not any(size % each for size in sizes):
+        bits = bits.view(torch.int64)  # sums of whole words are several times as fast
+    some = bits[..., :: max(1, bits.shape[-2] // _ROWS), :]
+    return torch.cat([bits.sum(-1).flatten(), some.sum(-2).flatten()])
 
 
 @dataclass(frozen=True, eq=False)

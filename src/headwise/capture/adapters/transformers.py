@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from ..call import HeadsCall
 from ..known import forget
 from ..modules import Forward
-from ..net import Net, silence
-from ..patches import Replaced
+from ..net import Net, Replaced, silence
 from .transformers_arguments import Function, Given, Meaning
 
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "o", "dense")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..contents import Copy
-from ..mask_import import MaskMemo
+from ..mask_import import Copy, MaskMemo
 from ..serve import Asked, Served, accelerators, apart, note, serve
 
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")

@@ -7,7 +7,9 @@ What is taken here for heads is held to what becomes of the outputs (`parts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -15,7 +17,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from .heads import composite
 from .modules import Forward
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
@@ -211,3 +212,57 @@ def _holders(running: Sequence[Forward]) -> list[nn.Module]:
         if "att" in type(forward.module).__name__.lower()
         and sum(type(part) is kind for part in forward.module.modules()) == 1
     ]
+
+
+# ── composite functions ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Composite:
+    """What is known of the attention calls inside a function that projects, too.
+
+    heads: how many there are, where batch and heads are one axis.
+    own: whether queries and keys come from the same sequence; `None` where that is not known.
+    behind: so many keys stand behind the others and have no position (`bias_k`, zeros).
+    projection: weight of the output projection `[O, H · Dv]`.
+    """
+
+    heads: int
+    own: bool | None
+    behind: int
+    projection: Tensor | None
+
+
+class _Inside(threading.local):
+    composite: Composite | None = None
+
+
+_INSIDE = _Inside()
+
+
+def composite() -> Composite | None:
+    """The composite function that is running in this thread, if one is."""
+    return _INSIDE.composite
+
+
+@contextmanager
+def inside(of: Composite) -> Iterator[None]:
+    """What attends while this lasts does so inside a composite function."""
+    before, _INSIDE.composite = _INSIDE.composite, of
+    try:
+        yield
+    finally:
+        _INSIDE.composite = before
+
+
+def keys_behind(module: nn.Module) -> int:
+    """Return how many keys without a position stand behind the others.
+
+    The composite function says so; of attention that a module writes out itself, the names that
+    `nn.MultiheadAttention` and fairseq give them do.
+    """
+    within = composite()
+    if within is not None:
+        return within.behind
+    learned = isinstance(getattr(module, "bias_k", None), Tensor)
+    return learned + (getattr(module, "add_zero_attn", False) is True)
