@@ -36,15 +36,20 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 # ── who accelerates ─────────────────────────────────────────────────────────────────────────────
 
 
-class Account:
-    """How often each module called which function, and what was made of the calls.
+class Accelerated:
+    """An account of the attention calls of a model: which headwise served, and why not the others.
 
-    Keys are `(module, function, backend, reason)`: the backend of headwise that served the calls,
-    or none and the reason why they were left.
+    >>> account = Accelerated()
+    >>> account.note("decoder.attn", "scaled_dot_product_attention", "nested tensors")
+    >>> account.served, account.left
+    (0, 1)
+    >>> print(account)
+      decoder.attn  scaled_dot_product_attention  1 ×  as before: nested tensors
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_layers: int = 0) -> None:
         self.calls: dict[tuple[str, str, str | None, str], int] = {}
+        self._own_layers = own_layers
 
     def note(self, module: str, function: str, found: Served | str) -> None:
         """Count a call that is served, or is not and why."""
@@ -52,6 +57,55 @@ class Account:
         backend, reason = (found.backend, "") if served else (None, found)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
+
+    @property
+    def served(self) -> int:
+        """How many calls headwise computed."""
+        return sum(row["calls"] for row in self.table() if row["backend"])
+
+    @property
+    def left(self) -> int:
+        """How many calls went on as before."""
+        return sum(row["calls"] for row in self.table() if not row["backend"])
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each module, function, and what was made of its calls.
+
+        `layer`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
+        and then `reason` says why they went on as before.
+        """
+        return [
+            {
+                "layer": layer,
+                "function": function,
+                "calls": calls,
+                "backend": backend,
+                "reason": reason,
+            }
+            for (layer, function, backend, reason), calls in list(self.calls.items())
+        ]
+
+    def __str__(self) -> str:
+        rows = self.table()
+        wide = [max((len(row[name]) for row in rows), default=0) for name in ("layer", "function")]
+        lines = []
+        for row in rows:
+            arrow, how = " ", f"as before: {row['reason']}"
+            if row["backend"]:
+                arrow, how = "→", f"served by {row['backend']}"
+            who = f"{row['layer']:{wide[0]}}  {row['function']:{wide[1]}}"
+            lines.append(f"{arrow} {who}  {row['calls']} ×  {how}")
+        if not lines:
+            lines = [
+                "no call of scaled_dot_product_attention or nn.MultiheadAttention was seen "
+                "(those in compiled code are not)"
+            ]
+        if self._own_layers:
+            lines.append(
+                f"{self._own_layers} layers are headwise's own MultiHeadAttention, which chooses "
+                f"its kernel by itself"
+            )
+        return "\n".join(lines)
 
 
 class _Apart(threading.local):
@@ -71,7 +125,7 @@ class Accelerator(Net):
     def __init__(
         self,
         model: nn.Module,
-        account: Account,
+        account: Accelerated,
         roads: Mapping[Any, Road],
         always: Collection[Any],
         elsewhere: Callable[[nn.Module], None],

@@ -14,7 +14,6 @@ from .adapters.compiled import compiled_functions, refuse_compiled, run_as_writt
 from .adapters.flex import flex_calls
 from .adapters.headwise import own_calls, own_layers
 from .adapters.mha import functions as composite_functions
-from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
 from .adapters.softmax import functions as steps_by_hand
 from .adapters.transformers import attention_functions
@@ -24,7 +23,6 @@ from .known import known, learn
 from .modules import Names
 from .net import Functions, Net, Replaced, Road
 from .private_torch import unasked, unnoticed
-from .serve import Accelerator, Account
 
 
 @contextmanager
@@ -54,14 +52,14 @@ def catch(
             yield net
         return
     roads = (
-        _ALWAYS
+        ALWAYS
         | {F.linear: _projection}
         | fused_attention()
         | composite_functions()
         | steps_by_hand()
     )
     roads |= varlen_attention()
-    net = Net(function, model, listener, roads, _ALWAYS, begin, elsewhere)
+    net = Net(function, model, listener, roads, ALWAYS, begin, elsewhere)
     with ExitStack() as stack:
         stack.enter_context(run_as_written(model))
         refuse_compiled(function, model)
@@ -71,36 +69,11 @@ def catch(
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))
         stack.enter_context(compiled_functions(net))
-        stack.enter_context(_UNNOTICED.heard_by(net))
+        stack.enter_context(UNNOTICED.heard_by(net))
         stack.enter_context(net.functions.on())
         yield net
     if not in_full:
         learn(net)
-
-
-@contextmanager
-def served(model: nn.Module, account: Account) -> Iterator[None]:
-    """Compute the attention calls that `model` makes in this thread with headwise's kernel.
-
-    What it serves, and what it does not, is counted in `account`.
-
-    Raises:
-        ValueError: a model, or a part of one, that is compiled.
-    """
-    refuse_compiled("accelerate", model)
-
-    def elsewhere(_: nn.Module) -> None:
-        account.note("", "forward", "the model was called in another thread")
-
-    roads = _ALWAYS | fused_attention(accelerated) | composite_functions()
-    net = Accelerator(model, account, roads, _ALWAYS, elsewhere)
-    with (
-        net.names.following(),
-        _UNNOTICED.heard_by(net),
-        compiled_functions(net),
-        net.out(),
-    ):
-        yield
 
 
 def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +92,7 @@ def _backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return unasked(function)(*args, **kwargs)
 
 
-_ALWAYS: dict[Any, Road] = dict.fromkeys(
+ALWAYS: dict[Any, Road] = dict.fromkeys(
     (torch.autograd.backward, torch.autograd.grad, Tensor.backward), _backward
 )
-_UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))
+UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))
