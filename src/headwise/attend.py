@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -81,10 +82,15 @@ def attend(
         sinks=sinks,
         first_query=first_query,
     )
-    with as_given(q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
-        out, lse = choose(call, backend).output(call.drawn() if dropout else call)
+    if observers and not torch.compiler.is_compiling():
+        return observers[0](call, backend, partial(_output, call, backend))
+    return _output(call, backend)
+
+
+def _output(call: Call, backend: str) -> Tensor:
+    """Compute the output of a checked call."""
+    with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
+        out, lse = choose(call, backend).output(call.drawn() if call.dropout else call)
     if lse is not None:
         check_scores(call, lse)
-    if not torch.compiler.is_compiling() and observers:
-        return observers[0](call, out)
     return out

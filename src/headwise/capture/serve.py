@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +21,7 @@ from ..backends import Call, choose, consider, measured
 from ..core.mask_algebra import Mask
 from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
-from ..stats.base import Statistic
-from ..stats.observe import observe_call
-from ..stats.results import Reading
-from .call import HeadsCall, Looking
+from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
 from .net import Functions, Net, Road
 from .private_torch import autocast, modes, traced
@@ -54,7 +51,7 @@ class Accelerated:
     def note(self, module: str, function: str, found: Served | str) -> None:
         """Count a call that is served, or is not and why."""
         served = isinstance(found, Served)
-        backend, reason = (found.backend, "") if served else (None, found)
+        backend, reason = (choose(found.call, "auto").name, "") if served else (None, found)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
 
@@ -187,71 +184,31 @@ def note(function: str, found: Served | str, name: str | None = None) -> None:
 
 
 @dataclass
-class Served:
+class Served(OnePass):
     """A call that headwise computes in the place of a function.
 
-    `original` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
+    `run` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
     """
 
-    call: Call
-    backend: str
-    original: Callable[[], Tensor]
-
     def out(self) -> Float[Tensor, "B H T Dv"]:
-        """The heads' outputs."""
+        """Compute the heads' outputs."""
         call = self.call
         with as_given(call.q.device) if autocast() else nullcontext():
             out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
-        return out if lse is None else self.or_original(out, lse)
+        return self.finish(out, lse)
 
-    def or_original(self, out: Tensor, lse: Tensor) -> Tensor:
+    def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
         """Return the output, or the function's own where scores are not finite."""
-        total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
-        if total == math.inf or math.isnan(total):
-            with apart():
-                return self.original()
+        if lse is not None:
+            total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
+            if total == math.inf or math.isnan(total):
+                with apart():
+                    return self.run()
         return out
 
-    def told(self, call: HeadsCall) -> ServedCall:
-        """A call that a watch is told of, whose output this one makes."""
-        parts: dict[str, Any] = vars(call) | {"made": self.out}
-        told = ServedCall(**parts)
-        told.served = self
-        return told
-
-    def one_pass(self, k: Tensor, mask: Mask) -> bool:
-        """Whether statistics with these keys and this mask are of the very call that is served."""
-        own = self.call.mask
-        if k.shape[2] != self.call.extent.keys or type(mask) is not type(own):
-            return False
-        if own.free:
-            return mask == own
-        return all(
-            one is other or (one.shape == other.shape and torch.equal(one, other))
-            for one, other in zip(mask.tensors(), own.tensors(), strict=True)
-        )
-
-
-class ServedCall(HeadsCall):
-    """A call whose output and statistics come from the same pass, if no padded query is left out
-    of the statistics, all keys have a position, and nobody else has asked for the output before."""
-
-    served: Served
-
-    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
-        mask = self.counted(looking)
-        apart = self.behind > 0 or isinstance(self.made, Tensor)
-        if apart or not self.served.one_pass(self.k, mask):
-            return super().observe(statistics, looking)
-        seen = observe_call(
-            self.served.call,
-            statistics,
-            projection=self.projection,
-            strict=False,
-            **looking.keywords,
-        )
-        self.made = self.served.or_original(seen.out, seen.lse)
-        return seen.readings.let_go()
+    def told(self, call: AttentionCall) -> AttentionCall:
+        """Return a call that a watch is told of, whose output this one makes."""
+        return replace(call, made=self.out, one_pass=self)
 
 
 @dataclass(frozen=True)
@@ -305,7 +262,7 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
         return str(error)
     backend = choose(call, "auto").name
     if backend == NATIVE or asked.special:
-        return Served(call, backend, original)
+        return Served(call, "auto", original, strict=False)
     refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
     return "; ".join(refused) or f"PyTorch's kernel was measured faster: native {measured(call)}"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
 from .adapters.flex import flex_calls
-from .adapters.headwise import own_calls, own_layers
+from .adapters.headwise import own_calls
 from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import functions as fused_attention
 from .adapters.softmax import functions as steps_by_hand
@@ -64,7 +64,6 @@ def catch(
         stack.enter_context(run_as_written(model))
         refuse_compiled(function, model)
         stack.enter_context(net.names.following())
-        stack.enter_context(own_layers(net))
         stack.enter_context(own_calls(net))
         stack.enter_context(attention_functions(net))
         stack.enter_context(flex_calls(net))

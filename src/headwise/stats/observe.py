@@ -119,7 +119,8 @@ def observe(
     )
     if torch.compiler.is_compiling() or not observers or seen.found.out is None:
         return seen
-    return replace(seen, output=observers[0](seen.found.view.asked, seen.found.out))
+    output = observers[0](seen.found.view.asked, backend, seen.found.out)
+    return replace(seen, output=output)
 
 
 def observe_call(

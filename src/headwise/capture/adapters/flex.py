@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..net import Functions, Net, Replaced, silence
 from ..parts import Waiting
 from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
@@ -168,7 +168,7 @@ def _call(
     score_mod: Any,
     block_mask: Any,
     scale: float | None,
-) -> HeadsCall:
+) -> AttentionCall:
     extent = Extent(len(q), q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     allowed = None if block_mask is None else allowed_by(net, block_mask, extent)
     if score_mod is not None:
@@ -177,7 +177,7 @@ def _call(
             scores = scores.masked_fill(~allowed, -torch.inf)
         return call_of_scores(net, "flex_attention", scores, out, vectors=(q, k))
     mask, keys, behind = mask_of(net, allowed, extent, q.device)
-    return HeadsCall(
+    return AttentionCall(
         net.names.current,
         "flex_attention",
         q,

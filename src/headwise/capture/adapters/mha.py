@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...backends import Call, choose
 from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, extent_of
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
@@ -249,7 +249,7 @@ class _Fused:
         mask = self.mask
         if self.own:
             mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)
-        call = HeadsCall(
+        call = AttentionCall(
             name,
             road,
             self.q,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
@@ -169,7 +169,7 @@ def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
     return {"attn_mask": None if first else bias._materialize(device), "is_causal": first}
 
 
-def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsCall:
+def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
     # Under autocast the kernel has cast them all to the dtype of its output.
     q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
     given = asked["attn_mask"]
@@ -187,7 +187,7 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
-    return HeadsCall(
+    return AttentionCall(
         net.names.current,
         "scaled_dot_product_attention",
         q,

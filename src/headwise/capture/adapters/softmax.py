@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...core.mask_algebra import Mask
 from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..head_axis import composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
@@ -369,7 +369,7 @@ def call_of_scores(
     made: Tensor,
     behind: int = 0,
     vectors: tuple[Tensor, Tensor] | None = None,
-) -> HeadsCall:
+) -> AttentionCall:
     """Return a call from its scores `[B, H, T, S]`, which are −∞ or nearly where forbidden.
 
     The mask holds the scores. Queries and keys are hidden, unless `vectors` has them.
@@ -387,7 +387,7 @@ def call_of_scores(
     zero = scores.new_zeros(1)
     q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
-    return HeadsCall(
+    return AttentionCall(
         net.names.current,
         road,
         q,

@@ -38,7 +38,7 @@ from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..known import forget
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..modules import Forward
@@ -188,7 +188,7 @@ def _tell(
     out = made
     for net in nets:
         name = net.names.name_of(given.module)
-        call = HeadsCall(
+        call = AttentionCall(
             net.names.current if name is None else name,
             given.named,
             q,

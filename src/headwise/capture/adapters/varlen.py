@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.mask_algebra import Mask
 from ...core.masks import Causal
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..mask_import import Ranges
 from ..net import Net, Road
 from ..private_torch import arguments
@@ -60,7 +60,7 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
         ]
     told = []
     for rows, keys, mask in parts:
-        call = HeadsCall(
+        call = AttentionCall(
             net.names.current,
             "varlen_attn",
             q[:, :, rows],
