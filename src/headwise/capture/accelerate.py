@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
 from .modules import check_model
-from .serve import Accelerated, Accelerator
+from .serve import SERVED, Accelerated, Accelerator
 from .session import ALWAYS, UNNOTICED
 
 
@@ -59,5 +59,13 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
 
     roads = ALWAYS | fused_attention(accelerated) | composite_functions()
     net = Accelerator(model, account, roads, ALWAYS, elsewhere)
-    with net.names.following(), UNNOTICED.heard_by(net), compiled_functions(net), net.out():
+    with ExitStack() as stack:
+        for entered in (
+            net.names.following(),
+            UNNOTICED.heard_by(net),
+            compiled_functions(net),
+            SERVED.heard_by(net),
+            net.functions.on(),
+        ):
+            stack.enter_context(entered)
         yield account

@@ -7,9 +7,9 @@ What is taken here for heads is held to what becomes of the outputs (`parts`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -233,26 +233,22 @@ class Composite:
     projection: Tensor | None
 
 
-class _Inside(threading.local):
-    composite: Composite | None = None
-
-
-_INSIDE = _Inside()
+_INSIDE: ContextVar[Composite | None] = ContextVar("_INSIDE", default=None)
 
 
 def composite() -> Composite | None:
-    """The composite function that is running in this thread, if one is."""
-    return _INSIDE.composite
+    """Return the composite function that is running in this thread, if one is."""
+    return _INSIDE.get()
 
 
 @contextmanager
 def inside(of: Composite) -> Iterator[None]:
-    """What attends while this lasts does so inside a composite function."""
-    before, _INSIDE.composite = _INSIDE.composite, of
+    """Let what attends in a `with` block do so inside a composite function."""
+    token = _INSIDE.set(of)
     try:
         yield
     finally:
-        _INSIDE.composite = before
+        _INSIDE.reset(token)
 
 
 def keys_behind(module: nn.Module) -> int:

@@ -26,24 +26,22 @@ Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
 
 
-class _Quiet(threading.local):
-    """How many are telling of a call in this thread."""
+class Depth(threading.local):
+    """The number of its `with` blocks that this thread is in."""
 
-    depth = 0
-
-
-_QUIET = _Quiet()
-_NOTHING = nullcontext()
-
-
-class silence:
-    """Let nobody notice what is called while this lasts: it is part of a call that is told."""
+    now = 0
 
     def __enter__(self) -> None:
-        _QUIET.depth += 1
+        self.now += 1
 
     def __exit__(self, *_: object) -> None:
-        _QUIET.depth -= 1
+        self.now -= 1
+
+
+SILENCE = Depth()
+"""In it nobody notices what is called, for that is part of a call that is told."""
+
+_NOTHING = nullcontext()
 
 
 class Net:
@@ -168,7 +166,7 @@ class Net:
             forward.read.add((x.shape[:-1].numel(), out.shape[-1]))
         for forward in self.names.stack:
             if forward.waiting:
-                with silence(), torch.no_grad():
+                with SILENCE, torch.no_grad():
                     settled = read(forward.waiting, x)
                 if forward.lost:  # a whole by itself may be a part: the module's end tells
                     settled = [one for one in settled if one.reason]
@@ -196,13 +194,13 @@ class Net:
     @property
     def open(self) -> bool:
         """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
-        return not _QUIET.depth and self.names.inside
+        return not SILENCE.now and self.names.inside
 
     def hears(self, module: nn.Module) -> bool:
         """Return True if calls of this module are to be noticed now."""
         if self.in_full:
             return self.open
-        return not _QUIET.depth and self.names.hears(module)
+        return not SILENCE.now and self.names.hears(module)
 
     def tell(
         self,
@@ -224,7 +222,7 @@ class Net:
         call.again, call.waiting = in_backward(), waiting
         if place := place_of_heads(among.module, call.heads):
             call.first_head, call.layer_heads = place
-        with silence(), self.functions.off() if self.in_full else _NOTHING:
+        with SILENCE, self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)
         if waiting is not None:
             waiting.made = waiting.made if new is None else new

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_import import Copy, MaskMemo
-from .serve import Asked, Served, accelerators, apart, note, serve
+from .serve import APART, Asked, Served, accelerators, note, serve
 
 _NAME = "headwise"
 _MODELS = "transformers.modeling_utils"
@@ -50,7 +50,7 @@ def headwise_attention(
     note(_ROAD, served)
     if isinstance(served, Served):
         return served.out().transpose(1, 2).contiguous(), None
-    with apart():  # sdpa would pass over sinks
+    with APART:  # sdpa would pass over sinks
         return (_eager if special(options) else _sdpa())(*given, **options)
 
 
@@ -243,27 +243,16 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+
+        def exec_module(module: ModuleType) -> None:
+            loader.__dict__.pop("exec_module", None)  # its own is the class's
+            loader.exec_module(module)
+            sys.meta_path.remove(self)
+            if hasattr(module, "AttentionInterface"):
+                _tell(module)
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _Then(Loader):
-    """A loader that registers when the module is there."""
-
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self._finder)
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        if hasattr(module, "AttentionInterface"):
-            _tell(module)

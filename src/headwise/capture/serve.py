@@ -7,9 +7,8 @@ the function was asked for. Everything else goes on as it was, with a reason for
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
 from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
-from .net import Functions, Net, Road
+from .net import Depth, Functions, Net, Replaced, Road
 from .private_torch import autocast, modes, traced
 
 NATIVE = "native"
@@ -105,15 +104,11 @@ class Accelerated:
         return "\n".join(lines)
 
 
-class _Apart(threading.local):
-    """How many in this thread make calls that nobody is to serve."""
+APART = Depth()
+"""In it calls are left as they are, and counted by nobody."""
 
-    depth = 0
-
-
-_APART = _Apart()
-_LOCK = threading.Lock()
-_OUT: tuple[Accelerator, ...] = ()
+SERVED = Replaced(lambda: lambda: None)
+"""The nets whose models are served."""
 
 
 class Accelerator(Net):
@@ -136,35 +131,12 @@ class Accelerator(Net):
 
         Those in a graph that is being compiled are left as they are.
         """
-        return not torch.compiler.is_compiling() and not _APART.depth and self.names.inside
-
-    @contextmanager
-    def out(self) -> Iterator[None]:
-        """Serve while this lasts."""
-        global _OUT
-        with _LOCK:
-            _OUT = (*_OUT, self)
-        try:
-            with self.functions.on():
-                yield
-        finally:
-            with _LOCK:
-                _OUT = tuple(other for other in _OUT if other is not self)
+        return not torch.compiler.is_compiling() and not APART.now and self.names.inside
 
 
-def accelerators() -> tuple[Accelerator, ...]:
-    """Those whose model is running in this thread, outermost first."""
-    return tuple(net for net in _OUT if net.open) if _OUT else ()
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Calls that are made while this lasts are left as they are, and counted by nobody."""
-    _APART.depth += 1
-    try:
-        yield
-    finally:
-        _APART.depth -= 1
+def accelerators() -> tuple[Net, ...]:
+    """Return those whose model is running in this thread, outermost first."""
+    return SERVED.nets if SERVED.everyone else ()
 
 
 def watched() -> bool:
@@ -177,6 +149,7 @@ def watched() -> bool:
 def note(function: str, found: Served | str, name: str | None = None) -> None:
     """Count a call with all that accelerate the model that makes it."""
     for net in accelerators():
+        assert isinstance(net, Accelerator)
         net.account.note(net.names.current if name is None else name, function, found)
 
 
@@ -202,7 +175,7 @@ class Served(OnePass):
         if lse is not None:
             total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
             if total == math.inf or math.isnan(total):
-                with apart():
+                with APART:
                     return self.run()
         return out
 

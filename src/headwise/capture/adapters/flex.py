@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
-from ..net import Functions, Net, Replaced, silence
+from ..net import SILENCE, Functions, Net, Replaced
 from ..parts import Waiting
 from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
 from .sdpa import mask_of
@@ -59,18 +59,7 @@ _FLEX = Replaced(_replace)
 # runs among the names of PyTorch's module, and so looks for its own here.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
-        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-        )
+        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(**locals())
     )
 ).__code__
 _CODE = uncompiled(_CODE)
@@ -82,14 +71,14 @@ _MASKS = (
 _MASKS = uncompiled(_MASKS)
 
 
-def heard(*args: Any, **kwargs: Any) -> Any:
+def heard(**kwargs: Any) -> Any:
     """Run the old code of `flex_attention` and tell of the call."""
-    return _alone(_OLD.run, _tell, args, kwargs)
+    return _alone(_OLD.run, _tell, (), kwargs)
 
 
 def created(*args: Any, **kwargs: Any) -> Any:
     """Run the old code of `create_block_mask`: nothing in it attends."""
-    return _alone(_OLD.create, lambda mask, *_: mask, args, kwargs)
+    return _alone(_OLD.create, lambda mask, **_: mask, args, kwargs)
 
 
 def _alone(
@@ -109,7 +98,7 @@ def _alone(
         result = function(*args, **kwargs)
         set_eval_frame(None)
         _restore(watching)
-        return then(result, *args)
+        return then(result, **kwargs)
     finally:
         set_eval_frame(None)
         _restore(watching)
@@ -136,20 +125,20 @@ def _without_modes() -> list[Any]:
 
 def _tell(
     result: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     score_mod: Any,
     block_mask: Any,
     scale: float | None,
-    *_: Any,
+    **_: Any,
 ) -> Any:
     """Tell every net, those inside of what those outside have made of the output."""
     out = made = result if isinstance(result, Tensor) else result[0]
-    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
     for net in _FLEX.nets:
-        with silence():
-            call = _call(net, q, k, v, out, score_mod, block_mask, scale)
+        with SILENCE:
+            call = _call(net, query, k, v, out, score_mod, block_mask, scale)
         said = f"flex_attention giving {list(out.shape)}"
         waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
         new = net.tell(call, waiting)

@@ -12,7 +12,7 @@ from ...core import heard
 from ...core.call import Call
 from ..call import AttentionCall, OnePass
 from ..mask_import import at_the_end
-from ..net import Net, Replaced, silence
+from ..net import SILENCE, Net, Replaced
 from ..parts import Waiting
 
 
@@ -36,7 +36,7 @@ def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tens
     def made() -> Tensor:
         if isinstance(run, Tensor):
             return run
-        with silence():
+        with SILENCE:
             return run()
 
     out: Any = made

@@ -27,7 +27,7 @@ from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
 from ..private_torch import arguments, parameters, unasked
-from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
+from ..serve import APART, Accelerator, Asked, Served, accelerators, note, serve, watched
 from .sdpa import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
@@ -142,7 +142,7 @@ class _Layer:
             return None, served.out()
         result: Any = None
         if served is None:
-            with apart() if ours else nullcontext():
+            with APART if ours else nullcontext():
                 result = self.run()
             if not tells:
                 return result, None

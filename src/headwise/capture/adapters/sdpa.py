@@ -17,7 +17,7 @@ from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
 from ..parts import Waiting
-from ..serve import Asked, Served, accelerators, apart, note, serve, watched
+from ..serve import APART, Asked, Served, accelerators, note, serve, watched
 
 
 def scaled_dot_product_attention(
@@ -100,7 +100,7 @@ def _instead(
     note(_NAME, found if isinstance(found, str) else found.served)
     if isinstance(found, Instead):
         return found
-    with apart():
+    with APART:
         return function(*args, **kwargs)
 
 

@@ -412,37 +412,22 @@ def _named(*names: str) -> list[Any]:
 
 
 _PRODUCTS = _named("mul", "multiply", "__mul__", "__rmul__")
+_STEPS: dict[Road, str] = {
+    reshaping: "to type type_as float half bfloat16 double view reshape contiguous clone flatten "
+    "unflatten unsqueeze squeeze",
+    passing: "dropout dropout_ feature_dropout alpha_dropout nan_to_num",
+    changing: "masked_fill where mul multiply __mul__ __rmul__",
+    softmax: "softmax",
+    exp: "exp exp_ exp2 exp2_",
+    divided: "div div_ divide true_divide __truediv__ __idiv__ __itruediv__",
+    grouped: "scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ "
+    "segment_reduce",
+    product: "matmul __matmul__ bmm",
+    einsum: "einsum",
+}
 
 
 def functions() -> dict[Any, Road]:
-    """The functions of this file."""
-    return {
-        **dict.fromkeys(
-            _named(
-                *(
-                    "to type type_as float half bfloat16 double view reshape contiguous clone "
-                    "flatten unflatten unsqueeze squeeze"
-                ).split()
-            ),
-            reshaping,
-        ),
-        **dict.fromkeys(
-            _named("dropout", "dropout_", "feature_dropout", "alpha_dropout", "nan_to_num"),
-            passing,
-        ),
-        **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
-        **dict.fromkeys(_named("softmax"), softmax),
-        **dict.fromkeys(_named("exp", "exp_", "exp2", "exp2_"), exp),
-        **dict.fromkeys(
-            _named(*"div div_ divide true_divide __truediv__ __idiv__ __itruediv__".split()),
-            divided,
-        ),
-        **dict.fromkeys(
-            _named(*"scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()),
-            grouped,
-        ),
-        **dict.fromkeys(_named("index_add", "index_add_", "segment_reduce"), grouped),
-        **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
-        torch.einsum: einsum,
-        torch.functional.einsum: einsum,
-    }
+    """Return the functions of this file."""
+    roads = {one: road for road, names in _STEPS.items() for one in _named(*names.split())}
+    return roads | {torch.functional.einsum: einsum}

@@ -42,7 +42,7 @@ from ..call import AttentionCall
 from ..known import forget
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..modules import Forward
-from ..net import Net, Replaced, silence
+from ..net import SILENCE, Net, Replaced
 from ..register import headwise_attention, served_call, special, textbook
 from ..serve import Served, accelerators, note
 from .flex import allowed_by
@@ -131,11 +131,11 @@ def _attend(
         _follow_in_full(nets, module)
         return run(**options)
     net = nets[-1]
-    tensors = (query, key, value, attention_mask)
     kept, _KEPT.keys = _KEPT.keys, None
     behind = _behind(kept, key)
-    given = Given(net, _FOUND, function, module, *tensors, options, behind)
-    with silence():  # silence is for all nets of a thread
+    tensors = (query, key, value, attention_mask)
+    given = Given(net, function, module, tensors, options, behind)
+    with SILENCE:  # this is for all nets of a thread
         meaning = given.meaning()
         if meaning is not None:
             first = _KEPT.first if key is kept or behind else 0
@@ -254,36 +254,30 @@ class Meaning:
         return {name: getattr(self, name) for name in ("mask", "scale", "softcap", "sinks")}
 
 
+@dataclass
 class Given:
     """What a function of the interface was called with: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
-    `found` remembers which meanings a function's arguments may have, by their names. So many keys
-    `behind` those of a cache have no position.
+    So many keys `behind` those of a cache have no position.
     """
 
-    def __init__(
-        self,
-        net: Net,
-        found: dict[tuple[object, ...], list[str]],
-        function: Function,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any,
-        options: dict[str, Any],
-        behind: int = 0,
-    ) -> None:
-        self.behind = behind
-        self.net, self.found, self.function, self.module = net, found, function, module
-        self.mask, self.options, self.given = mask, options, (q, k, v, mask)
+    net: Net
+    function: Function
+    module: nn.Module
+    given: tuple[Tensor, Tensor, Tensor, Any]
+    options: dict[str, Any]
+    behind: int = 0
+
+    def __post_init__(self) -> None:
+        q, k, v, self.mask = self.given
         batch = max(len(q), len(k))  # a single row of queries may serve the whole batch
         self.q, self.k, self.v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
-        self.named = getattr(function, "__name__", type(function).__name__)
-        own = getattr(function, "__module__", "").startswith("transformers.integrations.")
+        self.named = getattr(self.function, "__name__", type(self.function).__name__)
+        own = getattr(self.function, "__module__", "").startswith("transformers.integrations.")
         self.kind = _KNOWN.get(self.named) if own else None
-        if function is headwise_attention and textbook(type(module), special(options)):
-            self.kind = "headwise"
+        if self.function is headwise_attention:
+            plain = textbook(type(self.module), special(self.options))
+            self.kind = "headwise" if plain else None
 
     def heads_of(self, result: tuple[Any, ...]) -> Tensor:
         """The heads' outputs `[B, H, T, Dv]` in what the function gave."""
@@ -309,10 +303,10 @@ class Given:
         (queries, keys), mask = (self.q.shape[2], self.k.shape[2]), self.mask
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
         place = (self.function, type(self.module), self.causal, *form)
-        known = self.found.get(place)
+        known = _FOUND.get(place)
         possible = {name: meanings[name] for name in known or () if name in meanings}
         if known is None or (known and not possible) or not _agree(list(possible.values())):
-            self.found[place] = known = self._fitting(possible or meanings)
+            _FOUND[place] = known = self._fitting(possible or meanings)
         return next((meanings[name] for name in known if name in meanings), None)
 
     def _fitting(self, meanings: dict[str, Meaning]) -> list[str]:
