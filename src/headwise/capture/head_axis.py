@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .modules import Forward
-
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""What modules and their configurations call the number of their heads."""
+from .ranks import number_of_heads
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def leading(
     if len(sizes) < 2:
         return _of_one_axis(prod(sizes), queries, width, running, read)
     known = composite()
-    heads = known.heads if known else _said([forward.module for forward in running[-1:-4:-1]])
+    heads = known.heads if known else number_of_heads(*(one.module for one in running[-1:-4:-1]))
     if len(sizes) == 2:
         first = known is None and _heads_first(sizes, heads, rows, values)
         count, others = sizes[not first], sizes[first]
@@ -137,7 +135,7 @@ def _of_one_axis(
     """Batch and heads in one axis, or batch alone."""
     known, positions = composite(), {number for number, _ in read}
     alone = size * queries in positions
-    heads = known.heads if known else _said([running[-1].module, *_holders(running)])
+    heads = known.heads if known else number_of_heads(running[-1].module, *_holders(running))
     heads = heads or _projected(size * queries, width, read) or 1
     if known is None and alone and size * queries // heads not in positions:
         heads = 1  # one by one
@@ -190,16 +188,6 @@ def _places(
         if not found and sizes[0] == heads:
             found = [(0,)]
     return tuple(sorted(found[0], key=lambda axis: shared[axis])) if len(found) == 1 else None
-
-
-def _said(modules: Sequence[nn.Module]) -> int | None:
-    """The number of heads that the first of these modules that has one says."""
-    for module in modules:
-        for owner in (module, getattr(module, "config", None)):
-            for heads in (getattr(owner, name, None) for name in _HEADS):
-                if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-                    return heads
-    return None
 
 
 def _holders(running: Sequence[Forward]) -> list[nn.Module]:

@@ -100,11 +100,11 @@ class Names:
     def __init__(
         self,
         model: nn.Module,
-        begin: Callable[[], None] = lambda: None,
-        end: Callable[[Forward, Any], None] = lambda forward, output: None,
-        watching: Callable[[], bool] = lambda: False,
-        elsewhere: Callable[[nn.Module], None] = lambda model: None,
-        names: dict[int, str] | None = None,
+        begin: Callable[[], None],
+        end: Callable[[Forward, Any], None],
+        watching: Callable[[], bool],
+        elsewhere: Callable[[nn.Module], None],
+        names: dict[int, str] | None,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []
