@@ -58,7 +58,8 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
         account.note("", "forward", "the model was called in another thread")
 
     roads = ALWAYS | fused_attention(accelerated) | composite_functions()
-    net = Accelerator(model, account, roads, ALWAYS, elsewhere)
+    net = Accelerator("accelerate", model, lambda call: None, roads, ALWAYS, elsewhere=elsewhere)
+    net.account = account
     with ExitStack() as stack:
         for entered in (
             net.names.following(),

@@ -253,12 +253,9 @@ class Functions(TorchFunctionMode):
         try:
             yield
         finally:
-            above: list[Any] = []
             if self in modes():
-                while (mode := pop_mode()) is not self:
-                    above.append(mode)
-            while above:
-                push_mode(above.pop())
+                for mode in self._taken_off():
+                    push_mode(mode)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -266,10 +263,8 @@ class Functions(TorchFunctionMode):
         if self not in modes():
             yield
             return
-        above: list[Any] = []
-        while (mode := pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
+        above = self._taken_off()
+        for mode in above:
             push_mode(mode)
         try:
             yield
@@ -278,6 +273,13 @@ class Functions(TorchFunctionMode):
             push_mode(self)
             for mode in reversed(above):
                 push_mode(mode)
+
+    def _taken_off(self) -> list[Any]:
+        """Take this mode off the stack, and those above it, which are returned, innermost last."""
+        above: list[Any] = []
+        while (mode := pop_mode()) is not self:
+            above.insert(0, mode)
+        return above
 
     def __torch_function__(
         self,

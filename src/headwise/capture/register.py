@@ -71,9 +71,8 @@ def served_call(
     if query.dim() != 4 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
         return "a mask of another kind than sdpa's, or queries of other axes"
     queries = query.shape[2]
-    asked, bias = options.get("is_causal"), options.get("position_bias")
-    causal = getattr(module, "is_causal", True) if asked is None else bool(asked)
-    causal = causal and mask is None and queries > 1
+    bias = options.get("position_bias")
+    causal = causal_by(module, options) and mask is None and queries > 1
     if causal and key.shape[2] > queries:  # a static cache is empty behind a first text
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
@@ -108,6 +107,12 @@ def served_call(
 def special(options: dict[str, Any]) -> bool:
     """Whether a call has what `sdpa` does not compute."""
     return options.get("softcap") is not None or options.get("s_aux") is not None
+
+
+def causal_by(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Return True if a call's options, or else its module, say that queries look back only."""
+    asked = options.get("is_causal")
+    return getattr(module, "is_causal", True) if asked is None else bool(asked)
 
 
 def _sdpa() -> Any:
@@ -158,9 +163,7 @@ def _eager(
             f"an eager_attention_forward in its file; take another attn_implementation."
         )
     queries, keys = query.shape[2], key.shape[2]
-    causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else bool(causal)
-    if mask is None and causal and queries > 1:
+    if mask is None and causal_by(module, options) and queries > 1:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril()
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         least = torch.finfo(query.dtype).min

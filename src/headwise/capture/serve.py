@@ -7,7 +7,7 @@ the function was asked for. Everything else goes on as it was, with a reason for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
 from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
-from .net import Depth, Functions, Net, Replaced, Road
+from .net import Depth, Functions, Net, Replaced
 from .private_torch import autocast, modes, traced
 
 NATIVE = "native"
@@ -114,16 +114,7 @@ SERVED = Replaced(lambda: lambda: None)
 class Accelerator(Net):
     """A net whose model is served; it listens to nothing."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        account: Accelerated,
-        roads: Mapping[Any, Road],
-        always: Collection[Any],
-        elsewhere: Callable[[nn.Module], None],
-    ) -> None:
-        super().__init__("accelerate", model, lambda call: None, roads, always, elsewhere=elsewhere)
-        self.account = account
+    account: Accelerated
 
     @property
     def open(self) -> bool:

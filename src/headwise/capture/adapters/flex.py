@@ -140,7 +140,7 @@ def _tell(
         with SILENCE:
             call = _call(net, query, k, v, out, score_mod, block_mask, scale)
         said = f"flex_attention giving {list(out.shape)}"
-        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+        waiting = Waiting(call.name, said, out, out.shape, call.keys)
         new = net.tell(call, waiting)
         out = out if new is None else new
     if out is made:

@@ -57,7 +57,7 @@ def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tens
         else:
             call.own_positions = not net.names.crosses and at_the_end(asked.mask, asked.extent)
             said, out = f"attend giving {list(call.out.shape)}", call.out
-            waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+            waiting = Waiting(call.name, said, out, out.shape, call.keys)
             new = net.tell(call, waiting)
         out = call.out if new is None else new
     return out if isinstance(out, Tensor) else out()

@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
     waiting = None
     if composite() is None:
         made = axes.split(out)
-        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure, by_hand=False)
+        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure)
     new = net.tell(call, waiting)
     if instead is not None:
         out = instead.as_asked(call.out)

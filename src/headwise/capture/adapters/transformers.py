@@ -43,7 +43,7 @@ from ..known import forget
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..modules import Forward
 from ..net import SILENCE, Net, Replaced
-from ..register import headwise_attention, served_call, special, textbook
+from ..register import causal_by, headwise_attention, served_call, special, textbook
 from ..serve import Served, accelerators, note
 from .flex import allowed_by
 
@@ -433,9 +433,8 @@ class Given:
 
     @property
     def causal(self) -> bool:
-        """Whether the module says that its queries look back only."""
-        asked = self.options.get("is_causal")
-        return getattr(self.module, "is_causal", True) if asked is None else bool(asked)
+        """Return True if the queries look back only."""
+        return causal_by(self.module, self.options)
 
     @property
     def own(self) -> bool:
