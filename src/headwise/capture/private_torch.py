@@ -65,14 +65,10 @@ def unnoticed(modes_of: type, hooks_of: type) -> Callable[[], None]:
             not isinstance(getattr(one, "__self__", None), hooks_of) for one in global_hooks()
         )
 
-    undo = replace(overrides, "has_torch_function", has_torch_function)
-    undo_hooks = replace(hooks, "_has_any_global_hook", has_any_global_hook)
-
-    def both() -> None:
-        undo()
-        undo_hooks()
-
-    return both
+    return replace_all(
+        (overrides, "has_torch_function", has_torch_function),
+        (hooks, "_has_any_global_hook", has_any_global_hook),
+    )
 
 
 # ── functions by other names ────────────────────────────────────────────────────────────────────
@@ -123,9 +119,21 @@ def _defaults(operator: Any) -> dict[str, Any]:
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Replace an attribute, such as a function's `__code__`; return what undoes that."""
+    inherited = isinstance(owner, type) and name not in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return lambda: delattr(owner, name) if inherited else setattr(owner, name, before)
+
+
+def replace_all(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
+    """Replace several attributes; return what undoes that."""
+    undo = [replace(*change) for change in changes]
+
+    def restore() -> None:
+        for one in undo:
+            one()
+
+    return restore
 
 
 def global_hooks() -> list[Callable[..., Any]]:

@@ -22,7 +22,15 @@ from ...core.shapes import Extent, statistics_dtype
 from ..call import AttentionCall
 from ..net import SILENCE, Functions, Net, Replaced
 from ..parts import Waiting
-from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
+from ..private_torch import (
+    modes,
+    pop_mode,
+    push_mode,
+    replace_all,
+    set_eval_frame,
+    twin,
+    uncompiled,
+)
 from .sdpa import mask_of
 from .softmax import call_of_scores
 
@@ -42,14 +50,8 @@ def _replace() -> Callable[[], None]:
     """Give the functions other code; gives what undoes it."""
     module = sys.modules[_MODULE]
     _OLD.run, _OLD.create = twin(module.flex_attention), twin(module.create_block_mask)
-    undo = replace(module.flex_attention, "__code__", _CODE)
-    undo_masks = replace(module.create_block_mask, "__code__", _MASKS)
-
-    def both() -> None:
-        undo()
-        undo_masks()
-
-    return both
+    functions = (module.flex_attention, _CODE), (module.create_block_mask, _MASKS)
+    return replace_all(*((function, "__code__", code) for function, code in functions))
 
 
 _FLEX = Replaced(_replace)

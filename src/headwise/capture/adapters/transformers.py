@@ -43,6 +43,7 @@ from ..known import forget
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..modules import Forward
 from ..net import SILENCE, Net, Replaced
+from ..private_torch import replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
 from ..serve import Served, accelerators, note
 from .flex import allowed_by
@@ -74,8 +75,7 @@ def _wrap() -> Callable[[], None]:
     """Let the interface hand out functions that are heard; gives what undoes it."""
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
     cache: Any = sys.modules["transformers.cache_utils"].Cache
-    item, update = interface.__getitem__, cache.update
-    get: Any = getattr(interface, "get_interface", None)  # not before transformers 5
+    item, get, update = interface.__getitem__, interface.get_interface, cache.update
 
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
         return _heard(get(self, implementation, default))
@@ -90,16 +90,14 @@ def _wrap() -> Callable[[], None]:
             _KEPT.keys, _KEPT.first = kept[0], max(dropped, 0)
         return kept
 
-    changes = [(interface, "__getitem__", getitem), (cache, "update", updated)]
-    if get is not None:
-        changes.append((interface, "get_interface", get_interface))
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
-    for owner, name, new in changes:
-        setattr(owner, name, new)
+    undo = replace_all(
+        (interface, "__getitem__", getitem),
+        (interface, "get_interface", get_interface),
+        (cache, "update", updated),
+    )
 
     def restore() -> None:
-        for owner, name, old in before:
-            delattr(owner, name) if old is None else setattr(owner, name, old)
+        undo()
         _FOUND.clear()
 
     return restore
