@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -60,13 +60,6 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     roads = ALWAYS | fused_attention(accelerated) | composite_functions()
     net = Accelerator("accelerate", model, lambda call: None, roads, ALWAYS, elsewhere=elsewhere)
     net.account = account
-    with ExitStack() as stack:
-        for entered in (
-            net.names.following(),
-            UNNOTICED.heard_by(net),
-            compiled_functions(net),
-            SERVED.heard_by(net),
-            net.functions.on(),
-        ):
-            stack.enter_context(entered)
+    following, serving = net.names.following(), SERVED.heard_by(net)
+    with following, UNNOTICED.heard_by(net), compiled_functions(net), serving, net.functions.on():
         yield account

@@ -121,7 +121,7 @@ class AttentionCall:
         keywords: those of `observe()`: `mask`, `scale`, `softcap`, `sinks`.
         projection: the weight of the output projection `[O, H · Dv]` where it is known.
         own_positions: the queries stand at the keys' end, as in self-attention, so that a key
-            which is padding tells of a query that is.
+            which is padding tells of a query that is; False also where the mask knows that.
         first_key: the position of the first key, where a cache has dropped keys before it.
         first_head: the number of the first head in a layer whose other heads are on other ranks.
         layer_heads: how many heads that layer has.
@@ -142,7 +142,7 @@ class AttentionCall:
     made: Tensor | Callable[[], Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
     projection: Tensor | None = None
-    own_positions: bool = True
+    own_positions: bool = False
     first_key: int = 0
     first_head: int = 0
     layer_heads: int | None = None

@@ -212,16 +212,8 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
         mask = _mask(asked, memo)
         if isinstance(mask, str):
             return mask
-        call = Call.of(
-            asked.q,
-            asked.k,
-            asked.v,
-            mask=mask,
-            scale=asked.scale,
-            softcap=asked.softcap,
-            dropout=asked.dropout,
-            sinks=asked.sinks,
-        )
+        options = {n: getattr(asked, n) for n in ("scale", "softcap", "dropout", "sinks")}
+        call = Call.of(asked.q, asked.k, asked.v, mask=mask, **options)
     except ValueError as error:  # what it does not fit is the function's to say
         return str(error)
     backend = choose(call, "auto").name

@@ -168,17 +168,8 @@ def _call(
             scores = scores.masked_fill(~allowed, -torch.inf)
         return call_of_scores(net, "flex_attention", scores, out, vectors=(q, k))
     mask, keys, behind = mask_of(net, allowed, extent, q.device)
-    return AttentionCall(
-        net.names.current,
-        "flex_attention",
-        q,
-        k[:, :, :keys],
-        v[:, :, :keys],
-        out,
-        keywords={"mask": mask, "scale": scale},
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-    )
+    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": scale}
+    return AttentionCall(net.names.current, "flex_attention", q, k, v, out, sight, behind=behind)
 
 
 def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:

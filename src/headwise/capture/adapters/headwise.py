@@ -41,15 +41,8 @@ def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tens
 
     out: Any = made
     for net in nets:
-        call = AttentionCall(
-            net.names.current,
-            "attend",
-            asked.q,
-            asked.k,
-            asked.v,
-            out,
-            keywords={name: getattr(asked, name) for name in _KEYWORDS},
-        )
+        call = AttentionCall(net.names.current, "attend", asked.q, asked.k, asked.v, out)
+        call.keywords = {name: getattr(asked, name) for name in _KEYWORDS}
         call.keywords["first_query"] = asked.extent.first_query
         if source is not None and net.names.name_of(source.layer) is not None:
             _of_layer(net, source, call, asked, backend, made)

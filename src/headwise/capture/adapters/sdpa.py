@@ -187,18 +187,9 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> Attent
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
-    return AttentionCall(
-        net.names.current,
-        "scaled_dot_product_attention",
-        q,
-        k[:, :, :keys],
-        v[:, :, :keys],
-        made,
-        keywords={"mask": mask, "scale": asked["scale"]},
-        projection=None if within is None else within.projection,
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-    )
+    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": asked["scale"]}
+    weight = within and within.projection
+    return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
 
 
 def _wide(x: Tensor, axes: Leading, groups: bool) -> Tensor:

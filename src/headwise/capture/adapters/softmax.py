@@ -387,19 +387,11 @@ def call_of_scores(
     zero = scores.new_zeros(1)
     q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
-    return AttentionCall(
-        net.names.current,
-        road,
-        q,
-        k,
-        zero.expand(*k.shape[:3], made.shape[-1]),
-        made,
-        keywords={"mask": mask, "scale": 0.0 if vectors else None},  # the mask has the scores
-        projection=None if within is None else within.projection,
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-        hidden="" if vectors else _HIDDEN,
-    )
+    v, weight = zero.expand(*k.shape[:3], made.shape[-1]), within and within.projection
+    sight = {"mask": mask, "scale": 0.0 if vectors else None}  # the mask has the scores
+    call = AttentionCall(net.names.current, road, q, k, v, made, sight, weight, behind=behind)
+    call.hidden = "" if vectors else _HIDDEN
+    return call
 
 
 _HIDDEN = "only the scores of this attention are visible, not its queries and keys"

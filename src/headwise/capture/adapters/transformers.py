@@ -186,19 +186,10 @@ def _tell(
     out = made
     for net in nets:
         name = net.names.name_of(given.module)
-        call = AttentionCall(
-            net.names.current if name is None else name,
-            given.named,
-            q,
-            k,
-            v,
-            out,
-            keywords=meaning.keywords,
-            projection=_projection(given.module, q.shape[1] * v.shape[3]),
-            own_positions=False,  # the mask has seen to that
-            first_key=first,
-            behind=meaning.behind,
-        )
+        name = net.names.current if name is None else name
+        sight, weight = meaning.keywords, _projection(given.module, q.shape[1] * v.shape[3])
+        call = AttentionCall(name, given.named, q, k, v, out, sight, weight, first_key=first)
+        call.behind = meaning.behind
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
         among = None if net.in_full else Forward(given.module)
@@ -334,18 +325,9 @@ class Given:
         for name, keys, mask, behind in self._masks():
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
-            yield (
-                name,
-                Meaning(
-                    self.k[:, :, :keys],
-                    self.v[:, :, :keys],
-                    mask,
-                    options.get("scaling"),
-                    known.get("softcap"),
-                    known.get("s_aux"),
-                    behind,
-                ),
-            )
+            k, v = self.k[:, :, :keys], self.v[:, :, :keys]
+            softcap, sinks = known.get("softcap"), known.get("s_aux")
+            yield name, Meaning(k, v, mask, options.get("scaling"), softcap, sinks, behind)
 
     def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
         """Each meaning's name, how many keys count, who may attend to them, and how many are behind

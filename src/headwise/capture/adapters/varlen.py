@@ -60,15 +60,9 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
         ]
     told = []
     for rows, keys, mask in parts:
-        call = AttentionCall(
-            net.names.current,
-            "varlen_attn",
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            made[:, :, rows],
-            keywords={"mask": mask, "scale": asked["scale"]},
-        )
+        parts_of = q[:, :, rows], k[:, :, keys], v[:, :, keys], made[:, :, rows]
+        call = AttentionCall(net.names.current, "varlen_attn", *parts_of, own_positions=True)
+        call.keywords |= {"mask": mask, "scale": asked["scale"]}
         told.append(net.tell(call))
     if all(new is None for new in told):
         return result
