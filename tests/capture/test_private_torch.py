@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
@@ -153,11 +154,11 @@ def test_the_compiler_asks_for_its_callback_by_name() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     before, asked = private_torch.compiler()._callback_from_stance, []
 
-    def callback(given):
-        asked.append(given)
-        return before(given)
+    def wrap(found):
+        asked.append(found)
+        return lambda *args, **kwargs: found(*args, **kwargs)
 
-    restore = private_torch.replace(private_torch.compiler(), "_callback_from_stance", callback)
+    restore = private_torch.compile_with(wrap)
     try:
         compiled(torch.ones(2))
     finally:
@@ -185,6 +186,10 @@ def test_modes_and_tensors_tell_of_themselves() -> None:
         assert private_torch.autocast()
     before = private_torch.version(x)
     assert private_torch.version(x.add_(1)) == before + 1
+    assert private_torch.has_parts(nn.Sequential(nn.Identity()))
+    assert not private_torch.has_parts(nn.Identity())
+    table = private_torch.table_of(causal_lower_right(2, 3), x.device)
+    assert table.tolist() == [[True, True, False], [True, True, True]]
     found = []
     torch.jit.trace(lambda x: (found.append(private_torch.traced()), x + 1)[1], x)
     assert found[0]

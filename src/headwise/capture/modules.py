@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from .._text import and_more
 from ..core.numbers import whole
 from .parts import Waiting
-from .private_torch import in_backward, outside_graphs
+from .private_torch import has_parts, in_backward, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -70,7 +70,7 @@ class Forward:
     @property
     def leaf(self) -> bool:
         """Whether the module has no parts: what it does, that around it does."""
-        return not self.module._modules
+        return not has_parts(self.module)
 
 
 def as_written(name: str) -> str:

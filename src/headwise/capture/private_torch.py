@@ -178,6 +178,24 @@ def compiled(module: nn.Module) -> str:
     return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
 
 
+def compile_with(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let PyTorch's compiler compile frames by what `wrap` makes of its own callback.
+
+    Return what undoes that.
+    """
+    before = compiler()._callback_from_stance
+
+    def callback_from_stance(callback: Any) -> Any:
+        found = before(callback)
+        if not callable(found):  # nothing is compiled now
+            return found
+        made = wrap(found)
+        made._torchdynamo_orig_backend = found
+        return made
+
+    return replace(compiler(), "_callback_from_stance", callback_from_stance)
+
+
 def skipped(code: types.CodeType) -> bool:
     """Whether PyTorch's compiler leaves this code alone."""
     return bool(sys.modules["torch._dynamo.trace_rules"].check(code))
@@ -199,6 +217,16 @@ def traced() -> bool:
 def autocast() -> bool:
     """Return True if autocast is on for some device."""
     return torch._C._is_any_autocast_enabled()
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Return True if a module has others inside."""
+    return bool(module._modules)
+
+
+def table_of(bias: Any, device: torch.device) -> Tensor:
+    """Return the mask that a `CausalBias` stands for."""
+    return bias._materialize(device)
 
 
 def version(x: Tensor) -> int:

@@ -8,7 +8,7 @@ it, are refused by name: run as written they may be no use (`flex_attention` mak
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..modules import as_written, called_in_a_graph
 from ..net import Net, Replaced
-from ..private_torch import compiled, compiler, forced_eager, modes, replace, skipped
+from ..private_torch import compile_with, compiled, compiler, forced_eager, modes, skipped
 
 
 class _AsWritten:
@@ -83,34 +83,25 @@ def compiled_functions(net: Net) -> AbstractContextManager[None]:
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
-def _watch_the_compiler() -> Callable[[], None]:
-    """Let PyTorch's compiler ask who watches; gives what undoes it."""
-    before = compiler()._callback_from_stance
+def _refusing(found: Any) -> Any:
+    """Return the callback of PyTorch's compiler that asks who watches."""
 
-    def callback_from_stance(callback: Any) -> Any:
-        found = before(callback)
-        if not callable(found):  # nothing is compiled now
-            return found
+    def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        net = None if skipped(frame.f_code) else _watching()
+        if net is not None:
+            raise _refused(net, frame.f_code)
+        try:
+            return found(frame, *args, **kwargs)
+        except Exception as error:  # of a graph that must not end
+            net = next(_out_here(), None)
+            if net is None or called_in_a_graph.__name__ not in str(error):
+                raise
+            raise _refused(net, frame.f_code) from None
 
-        def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
-            net = None if skipped(frame.f_code) else _watching()
-            if net is not None:
-                raise _refused(net, frame.f_code)
-            try:
-                return found(frame, *args, **kwargs)
-            except Exception as error:  # of a graph that must not end
-                net = next(_out_here(), None)
-                if net is None or called_in_a_graph.__name__ not in str(error):
-                    raise
-                raise _refused(net, frame.f_code) from None
-
-        refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
-        return refuse
-
-    return replace(compiler(), "_callback_from_stance", callback_from_stance)
+    return refuse
 
 
-_COMPILER = Replaced(_watch_the_compiler)
+_COMPILER = Replaced(lambda: compile_with(_refusing))
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:

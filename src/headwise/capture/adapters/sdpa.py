@@ -17,6 +17,7 @@ from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
 from ..parts import Waiting
+from ..private_torch import table_of
 from ..serve import APART, Asked, Served, accelerators, note, serve, watched
 
 
@@ -166,7 +167,7 @@ def _asked(
 def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
     """The mask that PyTorch's `CausalBias` stands for; as a tensor it has other axes."""
     first = bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv
-    return {"attn_mask": None if first else bias._materialize(device), "is_causal": first}
+    return {"attn_mask": None if first else table_of(bias, device), "is_causal": first}
 
 
 def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
