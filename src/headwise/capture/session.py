@@ -1,4 +1,4 @@
-"""Hear of every attention call of a model, or serve those that headwise's kernel is faster at."""
+"""Hear of every attention call of a model, by whatever road it comes."""
 
 from __future__ import annotations
 
@@ -51,14 +51,8 @@ def catch(
         with net.names.marked(), attention_functions(net):
             yield net
         return
-    roads = (
-        ALWAYS
-        | {F.linear: _projection}
-        | fused_attention()
-        | composite_functions()
-        | steps_by_hand()
-    )
-    roads |= varlen_attention()
+    roads = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
+    roads |= steps_by_hand() | varlen_attention()
     net = Net(function, model, listener, roads, ALWAYS, begin, elsewhere)
     with ExitStack() as stack:
         stack.enter_context(run_as_written(model))
