@@ -82,7 +82,7 @@ def attend(
         sinks=sinks,
         first_query=first_query,
     )
-    if observers and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and observers:
         return observers[0](call, backend, partial(_output, call, backend))
     return _output(call, backend)
 

@@ -274,7 +274,7 @@ class MultiHeadAttention(nn.Module):
 
     def _heard(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
         """Let observers know whose calls those of a `with` block are, if there are any."""
-        if not observers or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not observers:
             return _UNHEARD
         return made_by(self, own_positions, first_key)
 
