@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .backends import Call, check_scores, choose
-from .core.call import observers
+from .core.heard import observers
 from .core.mask_algebra import Mask
 from .core.shapes import as_given
 from .core.unknown import Unknown, refuse_unknown
@@ -81,10 +82,15 @@ def attend(
         sinks=sinks,
         first_query=first_query,
     )
-    with as_given(q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
-        out, lse = choose(call, backend).output(call.drawn() if dropout else call)
+    if not torch.compiler.is_compiling() and observers:
+        return observers[0](call, backend, partial(_output, call, backend))
+    return _output(call, backend)
+
+
+def _output(call: Call, backend: str) -> Tensor:
+    """Compute the output of a checked call."""
+    with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else _AS_IS:
+        out, lse = choose(call, backend).output(call.drawn() if call.dropout else call)
     if lse is not None:
         check_scores(call, lse)
-    if not torch.compiler.is_compiling() and observers:
-        return observers[0](call, out)
     return out

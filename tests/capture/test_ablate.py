@@ -17,6 +17,7 @@ from headwise.capture.ablate import ablate
 from headwise.capture.call import AttentionCall
 from headwise.capture.head_outputs import HeadOutputs, head_outputs
 from headwise.capture.session import catch
+from headwise.core.heard import observers
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D
@@ -446,7 +447,7 @@ def test_everything_is_restored_after_an_exception() -> None:
     with pytest.raises(ValueError, match="no 5"), ablate(model, {"low": [5]}):
         model(x)
     assert torch.equal(model(x), plain)
-    assert model.low.observer is None
+    assert not observers
 
 
 # --- faults ----------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ def test_everything_is_given_back_also_after_exceptions_and_out_of_order() -> No
     two.__exit__(None, None, None)
     assert (outer.served, inner.served) == (1, 2)
     assert torch.overrides.has_torch_function is asks
-    assert not serve._OUT
+    assert not serve.SERVED.everyone
     assert torch.equal(model(x), plain)
     assert not torch.overrides._get_current_function_mode_stack()
 

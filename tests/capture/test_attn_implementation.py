@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.capture.adapters import transformers_implementation as implementation
 from headwise.core.call import BoundedCache
 from headwise.kernels import ctypes_api as cpu
 from hugging_cases import CASES, SIZES, STATISTICS, apart, tokens, transformers, valid_queries
 
+implementation = sys.modules[hw.register.__module__]
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no native kernel")
 OWN = {"bloom", "falcon", "gpt-j"}  # attention that asks no interface
 OURS = {"attn_implementation": "headwise"}

@@ -19,6 +19,7 @@ from headwise.capture.effects import HeadEffects, join_tables
 from headwise.capture.head_outputs import head_outputs
 from headwise.capture.importance import ablation_scan, importance
 from headwise.capture.session import catch
+from headwise.core.heard import observers
 
 B, T, HEADS, D = 3, 7, 5, 4
 E = HEADS * D
@@ -185,7 +186,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(p.requires_grad for p in model.parameters())
     for name in whole.modules:
         torch.testing.assert_close(frozen[name]["importance"], whole[name]["importance"])
-    assert model.low.attn.observer is None
+    assert not observers
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from headwise.capture import private_torch
 from headwise.capture.adapters import flex
-from headwise.capture.heads import _ASKING, unasked
+from headwise.capture.private_torch import _ASKING, unasked
 
 
 class Names(TorchFunctionMode):
@@ -153,17 +154,46 @@ def test_the_compiler_asks_for_its_callback_by_name() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     before, asked = private_torch.compiler()._callback_from_stance, []
 
-    def callback(given):
-        asked.append(given)
-        return before(given)
+    def wrap(found):
+        asked.append(found)
+        return lambda *args, **kwargs: found(*args, **kwargs)
 
-    restore = private_torch.replace(private_torch.compiler(), "_callback_from_stance", callback)
+    restore = private_torch.compile_with(wrap)
     try:
         compiled(torch.ones(2))
     finally:
         restore()
     assert asked
     assert private_torch.compiler()._callback_from_stance is before
+
+
+def test_modules_tell_how_they_were_compiled() -> None:
+    in_place = nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    cases = {
+        "": nn.Linear(2, 2),
+        "compiled by torch.compile": torch.compile(nn.Linear(2, 2), backend="eager"),
+        "compiled in place by torch.compile": in_place,
+        "compiled by torch.jit": torch.jit.script(nn.Linear(2, 2)),
+    }
+    assert {private_torch.compiled(module): module for module in cases.values()} == cases
+
+
+def test_modes_and_tensors_tell_of_themselves() -> None:
+    x = torch.zeros(2)
+    assert not private_torch.autocast()
+    with torch.autocast("cpu"):
+        assert private_torch.autocast()
+    before = private_torch.version(x)
+    assert private_torch.version(x.add_(1)) == before + 1
+    assert private_torch.has_parts(nn.Sequential(nn.Identity()))
+    assert not private_torch.has_parts(nn.Identity())
+    table = private_torch.table_of(causal_lower_right(2, 3), x.device)
+    assert table.tolist() == [[True, True, False], [True, True, True]]
+    found = []
+    torch.jit.trace(lambda x: (found.append(private_torch.traced()), x + 1)[1], x)
+    assert found[0]
+    assert not private_torch.traced()
 
 
 def test_the_compiler_says_whether_it_is_held_back() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fresh
 import headwise as hw
-from headwise.capture.contents import captured, checksum
+from headwise.capture.adapters.flex import captured
+from headwise.capture.adapters.softmax import checksum
 from support import truth
 
 B, H, T, D = 2, 3, 7, 5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fresh
 import headwise as hw
-from headwise.capture.call import AttentionCall, HeadsCall
+from headwise.capture.call import AttentionCall
 from headwise.capture.session import catch
 from hugging_cases import CASES, STATISTICS, B, T, apart, by_hand, tokens, valid_queries
 
@@ -194,7 +194,7 @@ def test_another_output_goes_on_in_its_place(implementation: str) -> None:
     assert [call.road for call in told] == [f"{implementation}_attention_forward"] * 2
     for call in told:
         weight = model.get_submodule(call.name).o_proj.weight
-        assert isinstance(call, HeadsCall)
+        assert isinstance(call, AttentionCall)
         assert call.projection is weight
         assert call.k.shape[1] == 2  # keys as they are, one for a group of heads
     assert (seen["layers.0.self_attn"]["output_norm"][:, 2] == 0).all()

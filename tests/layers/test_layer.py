@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
+from headwise.core import heard
 from headwise.core.masks import Bias, Causal, Dense, Padding, Window
 from headwise.layers.attention import MultiHeadAttention
 from headwise.layers.rope import RoPE
@@ -216,17 +217,22 @@ def test_dropout_is_for_training_only():
 def test_an_observer_takes_the_place_of_attend():
     layer, x, calls = make(softcap=3.0, dropout=0.1).eval(), inputs(B, T, E), []
 
-    def observer(module, q, k, v, keywords):
-        calls.append((module, q.shape, k.shape, v.shape, keywords))
-        return torch.zeros_like(q)
+    def observer(call, backend, run):
+        keywords = {"mask": call.mask, "softcap": call.softcap, "dropout": call.dropout}
+        keywords |= {"sinks": call.sinks, "backend": backend}
+        calls.append((heard.HERE.source, call.q.shape, call.k.shape, call.v.shape, keywords))
+        return torch.zeros_like(call.q)
 
-    layer.observer = observer
     mask = Causal()
-    out = layer(x, mask=mask)
+    heard.observers.append(observer)
+    try:
+        out = layer(x, mask=mask)
+    finally:
+        heard.observers.remove(observer)
     assert torch.equal(out, layer.out.bias.expand_as(out))
-    keywords = {"mask": mask, "scale": None, "softcap": 3.0, "dropout": 0.0, "sinks": None}
-    keywords["backend"] = "auto"
-    assert calls == [(layer, (B, 6, T, D), (B, 6, T, D), (B, 6, T, D), keywords)]
+    keywords = {"mask": mask, "softcap": 3.0, "dropout": 0.0, "sinks": None, "backend": "auto"}
+    assert calls == [((layer, True, 0), (B, 6, T, D), (B, 6, T, D), (B, 6, T, D), keywords)]
+    assert heard.HERE.source is None
 
 
 @pytest.mark.parametrize("name", CONFIGS)

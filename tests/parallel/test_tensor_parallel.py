@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import headwise as hw
+from headwise.core import heard
+from headwise.core.call import Call
 from models import E, Make, apart, gpt, pair, train
 
 Layer = hw.MultiHeadAttention
@@ -134,15 +136,21 @@ def check_dropout(mesh: DeviceMesh) -> None:
     model = parallelize_module(model, mesh, hw.parallel.plan(model))
     ids, dropped = torch.randint(31, (2, 13)), []
 
-    def hear(layer: Any, q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Tensor:
+    def hear(call: Call, backend: str, run: Callable[[], Tensor]) -> Tensor:
+        if heard.HERE.source is None or heard.HERE.source.layer is not model.transformer.h[0].attn:
+            return run()
+        q, k, zeros = call.q, call.k, torch.zeros_like
         eye = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
-        zeros = torch.zeros_like
-        out = hw.attend(zeros(q), zeros(k), eye, **{**keywords, "backend": "eager"})
+        options = {"mask": call.mask, "scale": call.scale, "dropout": call.dropout}
+        heard.observers.remove(hear)
+        out = hw.attend(zeros(q), zeros(k), eye, **options, backend="eager")
+        heard.observers.append(hear)
         dropped.append(out == 0)
-        return hw.attend(q, k, v, **keywords)
+        return run()
 
-    model.transformer.h[0].attn.observer = hear
+    heard.observers.append(hear)
     out = model(ids).detach()
+    heard.observers.remove(hear)
     for other in of_all(out, mesh).chunk(mesh.size()):
         assert torch.equal(other, out)
     every = of_all(dropped[0].int().transpose(0, 1), mesh)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from headwise.core.heard import observers
 from headwise.models.data import TextError, repeated_tokens, train_tokenizer
 from headwise.models.gpt import GPT, GPTConfig, load
 from headwise.report import LookError, budget, look, token_texts
@@ -269,7 +270,7 @@ def test_the_model_is_left_as_it_was(model: GPT, tokenizer) -> None:
     model.train()
     look(model, tokenizer, TEXT)
     assert model.training
-    assert all(getattr(m, "observer", None) is None for m in model.modules())
+    assert not observers
 
 
 def test_progress_is_reported_layer_by_layer(model: GPT, tokenizer) -> None:

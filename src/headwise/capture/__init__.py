@@ -1,13 +1,14 @@
 """Watching models, and serving them: every head of any PyTorch model, while it runs."""
 
 from .ablate import ablate
-from .accelerate import Accelerated, accelerate
+from .accelerate import accelerate
 from .attention_weights import attention_of
 from .captured import Watched, load_seen
 from .effects import HeadEffects, join_tables
 from .head_outputs import HeadOutputs, head_outputs
 from .importance import ablation_scan, importance
 from .register import register, register_when_imported
+from .serve import Accelerated
 from .watch import watch
 
 __all__ = [

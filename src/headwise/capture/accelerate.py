@@ -4,79 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from ..layers.attention import MultiHeadAttention
+from .adapters.compiled import compiled_functions, refuse_compiled
+from .adapters.mha import functions as composite_functions
+from .adapters.sdpa import accelerated
+from .adapters.sdpa import functions as fused_attention
 from .modules import check_model
-from .serve import Account
-from .session import served
-
-
-class Accelerated(Account):
-    """An account of the attention calls of a model: which headwise served, and why not the others.
-
-    >>> account = Accelerated()
-    >>> account.note("decoder.attn", "scaled_dot_product_attention", "nested tensors")
-    >>> account.served, account.left
-    (0, 1)
-    >>> print(account)
-      decoder.attn  scaled_dot_product_attention  1 ×  as before: nested tensors
-    """
-
-    def __init__(self, own_layers: int = 0) -> None:
-        super().__init__()
-        self._own_layers = own_layers
-
-    @property
-    def served(self) -> int:
-        """How many calls headwise computed."""
-        return sum(row["calls"] for row in self.table() if row["backend"])
-
-    @property
-    def left(self) -> int:
-        """How many calls went on as before."""
-        return sum(row["calls"] for row in self.table() if not row["backend"])
-
-    def table(self) -> list[dict[str, Any]]:
-        """A row for each module, function, and what was made of its calls.
-
-        `layer`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
-        and then `reason` says why they went on as before.
-        """
-        return [
-            {
-                "layer": layer,
-                "function": function,
-                "calls": calls,
-                "backend": backend,
-                "reason": reason,
-            }
-            for (layer, function, backend, reason), calls in list(self.calls.items())
-        ]
-
-    def __str__(self) -> str:
-        rows = self.table()
-        wide = [max((len(row[name]) for row in rows), default=0) for name in ("layer", "function")]
-        lines = []
-        for row in rows:
-            arrow, how = " ", f"as before: {row['reason']}"
-            if row["backend"]:
-                arrow, how = "→", f"served by {row['backend']}"
-            who = f"{row['layer']:{wide[0]}}  {row['function']:{wide[1]}}"
-            lines.append(f"{arrow} {who}  {row['calls']} ×  {how}")
-        if not lines:
-            lines = [
-                "no call of scaled_dot_product_attention or nn.MultiheadAttention was seen "
-                "(those in compiled code are not)"
-            ]
-        if self._own_layers:
-            lines.append(
-                f"{self._own_layers} layers are headwise's own MultiHeadAttention, which chooses "
-                f"its kernel by itself"
-            )
-        return "\n".join(lines)
+from .serve import SERVED, Accelerated, Accelerator
+from .session import ALWAYS, UNNOTICED
 
 
 @contextmanager
@@ -114,5 +52,14 @@ def accelerate(model: nn.Module) -> Iterator[Accelerated]:
     check_model("accelerate", model)
     own = sum(isinstance(module, MultiHeadAttention) for module in model.modules())
     account = Accelerated(own)
-    with served(model, account):
+    refuse_compiled("accelerate", model)
+
+    def elsewhere(_: nn.Module) -> None:
+        account.note("", "forward", "the model was called in another thread")
+
+    roads = ALWAYS | fused_attention(accelerated) | composite_functions()
+    net = Accelerator("accelerate", model, lambda call: None, roads, ALWAYS, elsewhere=elsewhere)
+    net.account = account
+    following, serving = net.names.following(), SERVED.heard_by(net)
+    with following, UNNOTICED.heard_by(net), compiled_functions(net), serving, net.functions.on():
         yield account

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -75,25 +75,81 @@ class Looking:
         return min(some if isinstance(some, int) else torch.as_tensor(some).numel(), queries)
 
 
-class AttentionCall(ABC):
-    """A call that the model has made: whose it is, what came out, and what can be seen of it.
+@dataclass
+class OnePass:
+    """A checked call of headwise's, of which output and statistics can come from the same pass.
 
-    Listeners get one of these for every attention call of a model. `name` is the qualified name of
-    the module that called, `road` how the call was noticed (the function's name, mostly). `again`
-    says that the call is made a second time, in a backward pass that recomputes what was not kept.
-    `first_key` is the position of the call's first key, where a cache has dropped keys before it.
-    `first_head` is the number of its first head in a layer whose other heads are on other ranks,
-    and which has `layer_heads`.
-    `waiting` holds what is known of a call that may be a part of its module's attention.
+    `run` computes the output alone. `strict` raises an error where scores overflow.
+    """
+
+    call: Call
+    backend: str
+    run: Callable[[], Tensor]
+    strict: bool = True
+
+    def is_of(self, k: Tensor, mask: Mask) -> bool:
+        """Return True if statistics with these keys and this mask are of the very same call."""
+        own = self.call.mask
+        if mask is own:
+            return True
+        if k.shape[2] != self.call.extent.keys or type(mask) is not type(own):
+            return False
+        if own.free:
+            return mask == own
+        pairs = list(zip_longest(mask.tensors(), own.tensors()))
+        return all(
+            a is b or (None not in (a, b) and a.shape == b.shape and torch.equal(a, b))
+            for a, b in pairs
+        )
+
+    def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
+        """Return what the model goes on with."""
+        return out
+
+
+@dataclass
+class AttentionCall:
+    """A call that a model has made: q `[B, H, T, D]`, k and v `[B, G, S, D]`, and what came out.
+
+    Listeners get one of these for every attention call of a model.
+
+    Args:
+        name: the qualified name of the module that called.
+        road: how the call was noticed (the function's name, mostly).
+        made: the heads' outputs, or what computes them when somebody asks.
+        keywords: those of `observe()`: `mask`, `scale`, `softcap`, `sinks`.
+        projection: the weight of the output projection `[O, H · Dv]` where it is known.
+        own_positions: the queries stand at the keys' end, as in self-attention, so that a key
+            which is padding tells of a query that is; False also where the mask knows that.
+        first_key: the position of the first key, where a cache has dropped keys before it.
+        first_head: the number of the first head in a layer whose other heads are on other ranks.
+        layer_heads: how many heads that layer has.
+        behind: so many keys behind all others have no position: the queries stand before them, and
+            no pattern of positions chooses them.
+        hidden: the reason why q and k are placeholders, where only the scores are known (the mask
+            holds them).
+        again: the call is made a second time, in a backward pass that recomputes what was not kept.
+        waiting: what is known of a call that may be a part of its module's attention.
+        one_pass: a call of headwise's that nobody has computed yet.
     """
 
     name: str
     road: str
-    again: bool = False
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    made: Tensor | Callable[[], Tensor]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    projection: Tensor | None = None
+    own_positions: bool = False
     first_key: int = 0
     first_head: int = 0
     layer_heads: int | None = None
+    behind: int = 0
+    hidden: str = ""
+    again: bool = False
     waiting: Waiting | None = None
+    one_pass: OnePass | None = None
 
     def once_whole(self, keep: Callable[[int], None]) -> None:
         """Call `keep` when it is known that this is all that the module attends: mostly at once.
@@ -107,108 +163,43 @@ class AttentionCall(ABC):
             self.waiting.once_whole(keep)
 
     @property
-    @abstractmethod
     def batch(self) -> int:
-        """How many batch rows there are."""
-
-    @property
-    @abstractmethod
-    def heads(self) -> int:
-        """How many query heads there are."""
-
-    @property
-    def all_heads(self) -> int:
-        """How many query heads the whole layer has, those on other ranks included."""
-        return self.layer_heads or self.heads
-
-    @property
-    @abstractmethod
-    def queries(self) -> int:
-        """How many queries there are, T."""
-
-    @property
-    @abstractmethod
-    def keys(self) -> int:
-        """How many keys there are, S."""
-
-    @property
-    @abstractmethod
-    def out(self) -> Float[Tensor, "B H T Dv"]:
-        """The heads' outputs as the model computed them, before the output projection.
-
-        With their graph, where the model runs with one.
-        """
-
-    @abstractmethod
-    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
-        """Statistics of the call's heads, by name. The model's own output is not touched.
-
-        Queries that are padding count as such that may attend to nothing, if `looking` says so.
-        """
-
-
-Listener = Callable[[AttentionCall], Tensor | None]
-"""What hears of every attention call. It may give `[B, H, T, Dv]` to take the place of `call.out`;
-`None` leaves the model's own output as it is, bit for bit."""
-
-
-@dataclass
-class HeadsCall(AttentionCall):
-    """A call of which the split heads are known: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
-
-    `made` is the heads' output, or what computes it when somebody asks. `keywords` are those of
-    `observe()`: `mask`, `scale`, `softcap`, `sinks`. `projection` is the weight of the output
-    projection `[O, H · Dv]` where it is known. In self-attention (`own_positions`) the queries
-    stand at the keys' end, so that a key which is padding tells of a query that is. So many keys
-    `behind` all others have no position: the queries stand before them, and no pattern of positions
-    chooses them. `hidden` is the reason why q and k are placeholders, where only the scores are
-    known (the mask holds them).
-    """
-
-    name: str
-    road: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    made: Tensor | Callable[[], Tensor]
-    keywords: dict[str, Any] = field(default_factory=dict)
-    projection: Tensor | None = None
-    own_positions: bool = True
-    first_key: int = 0
-    first_head: int = 0
-    behind: int = 0
-    hidden: str = ""
-
-    @property
-    def batch(self) -> int:
+        """Return the number of batch rows."""
         return self.q.shape[0]
 
     @property
     def heads(self) -> int:
+        """Return the number of query heads."""
         return self.q.shape[1]
 
     @property
+    def all_heads(self) -> int:
+        """Return the number of query heads of the whole layer, those on other ranks included."""
+        return self.layer_heads or self.heads
+
+    @property
     def queries(self) -> int:
+        """Return the number of queries, T."""
         return self.q.shape[2]
 
     @property
     def keys(self) -> int:
+        """Return the number of keys, S."""
         return self.k.shape[2]
 
     @property
     def out(self) -> Float[Tensor, "B H T Dv"]:
+        """Return the heads' outputs as the model computed them, before the output projection.
+
+        With their graph, where the model runs with one.
+        """
         if not isinstance(self.made, Tensor):
             self.made = self.made()
         return self.made
 
-    @property
-    def mask(self) -> Mask | None:
-        """Who may attend to whom."""
-        return self.keywords.get("mask")
-
     def counted(self, looking: Looking) -> Mask:
-        """The mask for statistics: padded queries see nothing, unless they are to count."""
-        mask = as_mask(self.mask)
+        """Return the mask for statistics: padded queries see nothing, unless they are to count."""
+        mask = as_mask(self.keywords.get("mask"))
         if not looking.padding:
             return with_padding(mask)
         if not self.own_positions or reaches_all(mask):
@@ -218,24 +209,28 @@ class HeadsCall(AttentionCall):
         return without_padding(mask, extent, self.q.device)
 
     def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
-        statistics = Statistics.of(statistics)
-        keywords = {**self.keywords, "mask": self.counted(looking)}
+        """Return statistics of the call's heads, by name. The model's own output is not touched.
+
+        Queries that are padding count as such that may attend to nothing, if `looking` says so.
+        """
+        statistics, mask, one = Statistics.of(statistics), self.counted(looking), self.one_pass
+        options = {"projection": self.projection, **looking.keywords}
+        free = not self.behind and not isinstance(self.made, Tensor)
+        if one is not None and free and one.is_of(self.k, mask):
+            wanted = {"backend": one.backend, "strict": one.strict}
+            seen = observe_call(one.call, statistics, **wanted, **options)
+            self.made = one.finish(seen.out, seen.lse)
+            return seen.readings.let_go()
+        keywords = {**self.keywords, "mask": mask}
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
-            statistics = Statistics(_among_positions(one, self.behind) for one in statistics)
+            statistics = Statistics(_among_positions(each, self.behind) for each in statistics)
         backend = keywords.pop("backend", "auto")
-        wanted = HEAD_OUTPUT in statistics.needs
-        output = self.out if wanted else False  # here, where it has its graph
+        output = self.out if HEAD_OUTPUT in statistics.needs else False  # here, with its graph
         with nullcontext() if looking.gradients else no_graph():
-            seen = observe_call(
-                Call.of(self.q, self.k, self.v, function="observe", **keywords),
-                statistics,
-                backend=backend,
-                output=output,
-                projection=self.projection,
-                strict=False,
-                **looking.keywords,
-            )
+            call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
+            given = {"backend": backend, "output": output, "strict": False}
+            seen = observe_call(call, statistics, **given, **options)
         if not self.hidden:
             return seen.readings.let_go()
         readings = dict(seen.readings)
@@ -244,6 +239,11 @@ class HeadsCall(AttentionCall):
                 if need.vectors:
                     readings[name] = readings[name].without_values(self.hidden)
         return readings
+
+
+Listener = Callable[[AttentionCall], Tensor | None]
+"""What hears of every attention call. It may give `[B, H, T, Dv]` to take the place of `call.out`;
+`None` leaves the model's own output as it is, bit for bit."""
 
 
 def _among_positions(statistic: Statistic, behind: int) -> Statistic:

@@ -25,7 +25,6 @@ from ..core.mask_algebra import And, Interval, Mask
 from ..core.masks import ALiBi, Bias, Causal, Dense, Everything, Padding, Window
 from ..core.shapes import Extent
 from ..stats.view import keys_in_sight
-from .contents import Copy, once
 
 FORBIDDEN = -9e3
 """Beside zeros alone, such numbers and smaller ones mean "may not attend": BERT's −10,000, −1e9,
@@ -342,6 +341,26 @@ def reach(mask: Mask, extent: Extent, device: torch.device) -> int:
 def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "B S"]:
     """The keys that some query of some head may attend to."""
     return keys_in_sight(mask, extent, device).any(1)
+
+
+class Copy:
+    """A copy of a tensor, without what is only repeated."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._kept = once(x).clone()
+
+    def same(self, x: Tensor) -> bool:
+        """Whether a tensor of the same layout holds the same numbers."""
+        return torch.equal(self._kept, once(x))
+
+
+def once(x: Tensor) -> Tensor:
+    """A tensor with one entry along the axes on which it repeats itself."""
+    x = x.detach()
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
 
 
 Found = TypeVar("Found")

@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from .._text import and_more
 from ..core.numbers import whole
 from .parts import Waiting
-from .private_torch import outside_graphs
+from .private_torch import has_parts, outside_graphs
 
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|src_attn", re.IGNORECASE)
 """What modules are called whose keys are another sequence's."""
@@ -70,7 +70,7 @@ class Forward:
     @property
     def leaf(self) -> bool:
         """Whether the module has no parts: what it does, that around it does."""
-        return not self.module._modules
+        return not has_parts(self.module)
 
 
 def as_written(name: str) -> str:
@@ -100,11 +100,11 @@ class Names:
     def __init__(
         self,
         model: nn.Module,
-        begin: Callable[[], None] = lambda: None,
-        end: Callable[[Forward, Any], None] = lambda forward, output: None,
-        watching: Callable[[], bool] = lambda: False,
-        elsewhere: Callable[[nn.Module], None] = lambda model: None,
-        names: dict[int, str] | None = None,
+        begin: Callable[[], None],
+        end: Callable[[Forward, Any], None],
+        watching: Callable[[], bool],
+        elsewhere: Callable[[nn.Module], None],
+        names: dict[int, str] | None,
     ) -> None:
         self.model = model
         self.stack: list[Forward] = []

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._text import and_more
+from ..core.modes import transformed
 from .call import AttentionCall, Listener
 from .mask_import import MaskMemo
 from .modules import Forward, Names
@@ -26,24 +27,22 @@ Road = Callable[["Net", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Makes the call that was noticed and tells of it: (net, function, args, kwargs) -> its result."""
 
 
-class _Quiet(threading.local):
-    """How many are telling of a call in this thread."""
+class Depth(threading.local):
+    """The number of its `with` blocks that this thread is in."""
 
-    depth = 0
-
-
-_QUIET = _Quiet()
-_NOTHING = nullcontext()
-
-
-class silence:
-    """Let nobody notice what is called while this lasts: it is part of a call that is told."""
+    now = 0
 
     def __enter__(self) -> None:
-        _QUIET.depth += 1
+        self.now += 1
 
     def __exit__(self, *_: object) -> None:
-        _QUIET.depth -= 1
+        self.now -= 1
+
+
+SILENCE = Depth()
+"""In it nobody notices what is called, for that is part of a call that is told."""
+
+_NOTHING = nullcontext()
 
 
 class Net:
@@ -165,14 +164,14 @@ class Net:
 
     def projected(self, x: Tensor, out: Tensor) -> None:
         """Learn from what a projection reads and gives."""
-        if x.is_nested or torch._C._are_functorch_transforms_active():
+        if x.is_nested or transformed():
             return
         inner, *outer = self.names.stack[:-3:-1]
         for forward in (inner, *outer) if inner.leaf else (inner,):
             forward.read.add((x.shape[:-1].numel(), out.shape[-1]))
         for forward in self.names.stack:
             if forward.waiting:
-                with silence(), torch.no_grad():
+                with SILENCE, torch.no_grad():
                     settled = read(forward.waiting, x)
                 if forward.lost:  # a whole by itself may be a part: the module's end tells
                     settled = [one for one in settled if one.reason]
@@ -200,13 +199,13 @@ class Net:
     @property
     def open(self) -> bool:
         """Whether calls are to be noticed now: the model runs, and nobody tells of a call."""
-        return not _QUIET.depth and self.names.inside
+        return not SILENCE.now and self.names.inside
 
     def hears(self, module: nn.Module) -> bool:
         """Return True if calls that this module tells of are to be noticed now."""
         if self.in_full:
             return self.open
-        return not _QUIET.depth and self.names.hears(module)
+        return not SILENCE.now and self.names.hears(module)
 
     def tell(
         self,
@@ -234,7 +233,7 @@ class Net:
         split = "torch.distributed.tensor" in sys.modules
         if split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
-        with silence(), self.functions.off() if self.in_full else _NOTHING:
+        with SILENCE, self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)
         if waiting is not None:
             waiting.made = waiting.made if new is None else new
@@ -243,7 +242,7 @@ class Net:
 
     def refuse_transforms(self, name: str | None = None) -> None:
         """Raise ValueError under a transform of `torch.func`, whose tensors cannot be looked at."""
-        if torch._C._are_functorch_transforms_active():
+        if transformed():
             name = self.names.current if name is None else name
             raise ValueError(
                 f"{self.said}: {name!r} runs inside a transform of torch.func (vmap, "
@@ -265,12 +264,9 @@ class Functions(TorchFunctionMode):
         try:
             yield
         finally:
-            above: list[Any] = []
             if self in modes():
-                while (mode := pop_mode()) is not self:
-                    above.append(mode)
-            while above:
-                push_mode(above.pop())
+                for mode in self._taken_off():
+                    push_mode(mode)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -278,10 +274,8 @@ class Functions(TorchFunctionMode):
         if self not in modes():
             yield
             return
-        above: list[Any] = []
-        while (mode := pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
+        above = self._taken_off()
+        for mode in above:
             push_mode(mode)
         try:
             yield
@@ -290,6 +284,13 @@ class Functions(TorchFunctionMode):
             push_mode(self)
             for mode in reversed(above):
                 push_mode(mode)
+
+    def _taken_off(self) -> list[Any]:
+        """Take this mode off the stack, and those above it, which are returned, innermost last."""
+        above: list[Any] = []
+        while (mode := pop_mode()) is not self:
+            above.insert(0, mode)
+        return above
 
     def __torch_function__(
         self,
@@ -303,3 +304,36 @@ class Functions(TorchFunctionMode):
         if road is None or not (func in net.always or net.open):
             return func(*args, **kwargs)
         return road(net, func, args, kwargs)
+
+
+class Replaced:
+    """Something of another library's, replaced while any net is out, of whatever thread.
+
+    `replace` puts the replacement in place, and gives what undoes that.
+    """
+
+    def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
+        self._replace = replace
+        self._restore: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self.everyone: tuple[Net, ...] = ()  # all nets that are out, of whatever thread
+
+    @contextmanager
+    def heard_by(self, net: Net) -> Iterator[None]:
+        """Replaced while this lasts; `net` is among those that listen."""
+        with self._lock:
+            if not self.everyone:
+                self._restore = self._replace()
+            self.everyone = (*self.everyone, net)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.everyone = tuple(other for other in self.everyone if other is not net)
+                if not self.everyone:
+                    self._restore()
+
+    @property
+    def nets(self) -> tuple[Net, ...]:
+        """Those that listen now, in this thread, outermost first."""
+        return tuple(net for net in self.everyone if net.open)

@@ -39,8 +39,8 @@ class Waiting:
     made: Tensor
     shape: torch.Size
     keys: int
-    sure: bool
-    by_hand: bool
+    sure: bool = True
+    by_hand: bool = False
     queries_first: bool = False
     then: list[Callable[[int], None]] = field(default_factory=list)
     there: int | None = None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-from torch import overrides
+from torch import Tensor, nn, overrides
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.nn.modules import module as hooks
 
@@ -46,6 +46,31 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def unnoticed(modes_of: type, hooks_of: type) -> Callable[[], None]:
+    """Let PyTorch ignore function modes of one class, and global hooks whose owner is of another.
+
+    It takes its fused layers only where nobody asks for torch functions, and compiled modules,
+    which call global hooks twice, warn of these. Return what undoes that.
+    """
+
+    def has_torch_function(tensors: Any) -> bool:
+        if any(not isinstance(mode, modes_of) for mode in modes()):
+            return True
+        disabled = torch._C._disabled_torch_function_impl
+        kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
+        return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)
+
+    def has_any_global_hook() -> bool:
+        return any(
+            not isinstance(getattr(one, "__self__", None), hooks_of) for one in global_hooks()
+        )
+
+    return replace_all(
+        (overrides, "has_torch_function", has_torch_function),
+        (hooks, "_has_any_global_hook", has_any_global_hook),
+    )
+
+
 # ── functions by other names ────────────────────────────────────────────────────────────────────
 
 
@@ -60,6 +85,17 @@ def twin(function: Any, **names: Any) -> Callable[..., Any]:
     )
     found.__kwdefaults__ = function.__kwdefaults__
     return found
+
+
+def unasked(function: Any) -> Callable[..., Any]:
+    """Return a function of PyTorch's that does not ask for function modes itself.
+
+    Run inside a mode, what it calls is seen and it is not.
+    """
+    return twin(function, **dict.fromkeys(_ASKING, lambda *_: False))
+
+
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 def parameters(function: Any) -> tuple[str, ...]:
@@ -83,9 +119,21 @@ def _defaults(operator: Any) -> dict[str, Any]:
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Replace an attribute, such as a function's `__code__`; return what undoes that."""
+    inherited = isinstance(owner, type) and name not in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return lambda: delattr(owner, name) if inherited else setattr(owner, name, before)
+
+
+def replace_all(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
+    """Replace several attributes; return what undoes that."""
+    undo = [replace(*change) for change in changes]
+
+    def restore() -> None:
+        for one in undo:
+            one()
+
+    return restore
 
 
 def global_hooks() -> list[Callable[..., Any]]:
@@ -118,6 +166,36 @@ def forced_eager() -> bool:
     return loaded is not None and loaded._stance.stance == "force_eager"
 
 
+def compiled(module: nn.Module) -> str:
+    """Return how a module was compiled; empty if it was not."""
+    if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
+        return "compiled by torch.compile"
+    forward = vars(module).get("forward")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "compiled in place by torch.compile"
+    if hasattr(forward, "_torchdynamo_orig_callable"):
+        return "compiled in place by torch.compile"
+    return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
+
+
+def compile_with(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let PyTorch's compiler compile frames by what `wrap` makes of its own callback.
+
+    Return what undoes that.
+    """
+    before = compiler()._callback_from_stance
+
+    def callback_from_stance(callback: Any) -> Any:
+        found = before(callback)
+        if not callable(found):  # nothing is compiled now
+            return found
+        made = wrap(found)
+        made._torchdynamo_orig_backend = found
+        return made
+
+    return replace(compiler(), "_callback_from_stance", callback_from_stance)
+
+
 def skipped(code: types.CodeType) -> bool:
     """Whether PyTorch's compiler leaves this code alone."""
     return bool(sys.modules["torch._dynamo.trace_rules"].check(code))
@@ -129,6 +207,31 @@ def outside_graphs(function: _F) -> _F:
     The compiler itself is loaded when the function first runs, not here.
     """
     return torch._disable_dynamo(function)  # type: ignore[return-value]
+
+
+def traced() -> bool:
+    """Return True if the compiler or `torch.jit.trace` records what is computed."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def autocast() -> bool:
+    """Return True if autocast is on for some device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Return True if a module has others inside."""
+    return bool(module._modules)
+
+
+def table_of(bias: Any, device: torch.device) -> Tensor:
+    """Return the mask that a `CausalBias` stands for."""
+    return bias._materialize(device)
+
+
+def version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place, as far as PyTorch has counted."""
+    return 0 if x.is_inference() else x._version
 
 
 # ── scaled gradients ────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
+"""What modules and their configurations call the number of their heads."""
 
 
 def rank_of_all() -> int:
@@ -19,13 +20,13 @@ def rank_of_all() -> int:
     return distributed.get_rank()
 
 
-def number_of_heads(module: nn.Module) -> int | None:
-    """How many query heads a module says that it has, on all ranks; `None` if it does not."""
-    config = getattr(module, "config", None)
-    for attribute in ("all_heads", *_HEADS):
-        for one in (module, config):
-            if isinstance(known := getattr(one, attribute, None), int):
-                return known
+def number_of_heads(*modules: nn.Module) -> int | None:
+    """Return how many query heads, on all ranks, the first of these modules that tells has."""
+    for module in modules:
+        for owner in (module, getattr(module, "config", None)):
+            for heads in (getattr(owner, name, None) for name in ("all_heads", *_HEADS)):
+                if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                    return heads
     return None
 
 

@@ -1,20 +1,200 @@
 """`attn_implementation="headwise"`: transformers' attention on headwise's kernels.
 
 transformers is not imported for it: where that comes later, it is told when its models' base class
-is loaded.
+is loaded. The masks are those that transformers makes for `sdpa`, so that whatever the kernel does
+not serve can go on there. Models that neither `sdpa` nor a flash or flex kernel may serve compute
+attention in some way of their own: these run on their own `eager` function.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .mask_import import Copy, MaskMemo
+from .serve import APART, Asked, Served, accelerators, note, serve
+
 _NAME = "headwise"
 _MODELS = "transformers.modeling_utils"
+_SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+"""What classes of models say of kernels that compute attention as it is in the textbook."""
+
+_ROAD = "headwise_attention"
+
+
+def headwise_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Attend for a model of transformers: `[B, T, H, Dv]`, and no weights."""
+    given = (module, query, key, value, attention_mask)
+    plain = textbook(type(module), special(options))
+    if torch.compiler.is_compiling():  # what the kernel would serve depends on numbers
+        return (_sdpa() if plain and not special(options) else _eager)(*given, **options)
+    if not plain:
+        note(_ROAD, "this kind of attention is its model's own")
+        return _eager(*given, **options)
+    served = served_call(*given, options)
+    note(_ROAD, served)
+    if isinstance(served, Served):
+        return served.out().transpose(1, 2).contiguous(), None
+    with APART:  # sdpa would pass over sinks
+        return (_eager if special(options) else _sdpa())(*given, **options)
+
+
+def served_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Served | str:
+    """A call of the interface as headwise serves it, with the meaning that `sdpa` gives it and
+    softcap and sinks beside; or why it does not."""
+    if options.get("cache") is not None:
+        return "a paged cache"
+    if options.get("output_attentions"):
+        return "attention weights are asked for (output_attentions=True)"
+    if query.dim() != 4 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
+        return "a mask of another kind than sdpa's, or queries of other axes"
+    queries = query.shape[2]
+    bias = options.get("position_bias")
+    causal = causal_by(module, options) and mask is None and queries > 1
+    if causal and key.shape[2] > queries:  # a static cache is empty behind a first text
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        bias = None if bias is None else bias[..., :queries]
+    q, k, v = query, key, value
+    if len(q) != len(k):  # a single row of queries may serve the whole batch
+        q, k, v = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k, v))
+    call = Asked(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        scale=options.get("scaling"),
+        dropout=options.get("dropout", 0.0),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        bias=bias,
+    )
+
+    def original() -> Tensor:
+        if call.special:
+            raise ValueError(
+                f'attn_implementation="headwise": the scores of {type(module).__name__} are no '
+                f"finite numbers of {query.dtype}."
+            )
+        return _sdpa()(module, query, key, value, mask, **options)[0].transpose(1, 2)
+
+    nets = accelerators()
+    return serve(call, original, nets[-1].masks if nets else _MEANINGS)
+
+
+def special(options: dict[str, Any]) -> bool:
+    """Whether a call has what `sdpa` does not compute."""
+    return options.get("softcap") is not None or options.get("s_aux") is not None
+
+
+def causal_by(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Return True if a call's options, or else its module, say that queries look back only."""
+    asked = options.get("is_causal")
+    return getattr(module, "is_causal", True) if asked is None else bool(asked)
+
+
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+# ── which models ────────────────────────────────────────────────────────────────────────────────
+
+
+_TEXTBOOK: dict[type[nn.Module], bool] = {}
+
+
+def textbook(attention: type[nn.Module], kernels_only: bool) -> bool:
+    """Whether a class of modules attends as kernels do: the models of its file say so, or it gives
+    a softcap or sinks, which only kernels read."""
+    if attention not in _TEXTBOOK:
+        _TEXTBOOK[attention] = _supported(attention)
+    return kernels_only or _TEXTBOOK[attention]
+
+
+def _supported(attention: type[nn.Module]) -> bool:
+    base: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    kinds = [
+        kind
+        for kind in vars(sys.modules[attention.__module__]).values()
+        if isinstance(kind, type) and issubclass(kind, base)
+    ]
+    own = [kind for kind in kinds if kind.__module__ == attention.__module__]
+    return not own or any(getattr(kind, name, False) for kind in own for name in _SUPPORTS)
+
+
+def _eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """The model's own `eager` function, with a mask that is added, as it wants one."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None or options.get("cache") is not None:
+        raise ValueError(
+            f'attn_implementation="headwise": {type(module).__name__} has softcap, sinks or a way '
+            f"of its own to attend, which no kernel serves with a paged cache, and otherwise only "
+            f"an eager_attention_forward in its file; take another attn_implementation."
+        )
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and causal_by(module, options) and queries > 1:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril()
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        least = torch.finfo(query.dtype).min
+        mask = torch.zeros((), dtype=query.dtype, device=query.device).where(mask, least)
+    return own(module, query, key, value, mask, **options)
+
+
+# ── masks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Meanings(MaskMemo):
+    """What masks were found to mean, for as long as they live: one serves all layers of a model."""
+
+    def __init__(self) -> None:
+        self._of: Any = WeakIdKeyDictionary()
+
+    def of(self, given: Tensor, what: object, find: Any, reads: Any = ()) -> Any:
+        """`find()`, or what it gave when this tensor, with the same numbers, was asked about."""
+        copy, found = self._of.get(given, (None, {}))
+        if copy is None or not copy.same(given):
+            copy, found = Copy(given), {}
+            self._of[given] = copy, found
+        if what not in found:
+            found[what] = find()
+        return found[what]
+
+
+_MEANINGS = _Meanings()
+
+
+# ── registering ─────────────────────────────────────────────────────────────────────────────────
 
 
 def register() -> None:
@@ -49,8 +229,6 @@ def register_when_imported() -> None:
 
 
 def _tell(models: ModuleType) -> None:
-    from .adapters.transformers_implementation import headwise_attention
-
     masks: Any = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
     interface: Any = models.AttentionInterface
     interface.register(_NAME, headwise_attention)
@@ -68,27 +246,16 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+
+        def exec_module(module: ModuleType) -> None:
+            loader.__dict__.pop("exec_module", None)  # its own is the class's
+            loader.exec_module(module)
+            sys.meta_path.remove(self)
+            if hasattr(module, "AttentionInterface"):
+                _tell(module)
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _Then(Loader):
-    """A loader that registers when the module is there."""
-
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self._finder)
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        if hasattr(module, "AttentionInterface"):
-            _tell(module)

@@ -7,9 +7,8 @@ the function was asked for. Everything else goes on as it was, with a reason for
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +20,10 @@ from ..backends import Call, choose, consider
 from ..core.mask_algebra import Mask
 from ..core.masks import Bias
 from ..core.shapes import Extent, as_given
-from ..stats.observe import observe_call
-from ..stats.record import Reading
-from ..stats.statistic import Statistic
-from .call import HeadsCall, Looking
+from .call import AttentionCall, OnePass
 from .mask_import import FORBIDDEN_BIAS, MaskMemo, as_mask
-from .net import Functions, Net, Road
-from .private_torch import modes
+from .net import Depth, Functions, Net, Replaced
+from .private_torch import autocast, modes, traced
 
 NATIVE = "native"
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -36,48 +32,89 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 # ── who accelerates ─────────────────────────────────────────────────────────────────────────────
 
 
-class Account:
-    """How often each module called which function, and what was made of the calls.
+class Accelerated:
+    """An account of the attention calls of a model: which headwise served, and why not the others.
 
-    Keys are `(module, function, backend, reason)`: the backend of headwise that served the calls,
-    or none and the reason why they were left.
+    >>> account = Accelerated()
+    >>> account.note("decoder.attn", "scaled_dot_product_attention", "nested tensors")
+    >>> account.served, account.left
+    (0, 1)
+    >>> print(account)
+      decoder.attn  scaled_dot_product_attention  1 ×  as before: nested tensors
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_layers: int = 0) -> None:
         self.calls: dict[tuple[str, str, str | None, str], int] = {}
+        self._own_layers = own_layers
 
     def note(self, module: str, function: str, found: Served | str) -> None:
         """Count a call that is served, or is not and why."""
         served = isinstance(found, Served)
-        backend, reason = (found.backend, "") if served else (None, found)
+        backend, reason = (choose(found.call, "auto").name, "") if served else (None, found)
         place = (module, function, backend, reason)
         self.calls[place] = self.calls.get(place, 0) + 1
 
+    @property
+    def served(self) -> int:
+        """How many calls headwise computed."""
+        return sum(row["calls"] for row in self.table() if row["backend"])
 
-class _Apart(threading.local):
-    """How many in this thread make calls that nobody is to serve."""
+    @property
+    def left(self) -> int:
+        """How many calls went on as before."""
+        return sum(row["calls"] for row in self.table() if not row["backend"])
 
-    depth = 0
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each module, function, and what was made of its calls.
+
+        `layer`, `function`, `calls`; `backend` is that of headwise which served them, or `None`,
+        and then `reason` says why they went on as before.
+        """
+        return [
+            {
+                "layer": layer,
+                "function": function,
+                "calls": calls,
+                "backend": backend,
+                "reason": reason,
+            }
+            for (layer, function, backend, reason), calls in list(self.calls.items())
+        ]
+
+    def __str__(self) -> str:
+        rows = self.table()
+        wide = [max((len(row[name]) for row in rows), default=0) for name in ("layer", "function")]
+        lines = []
+        for row in rows:
+            arrow, how = " ", f"as before: {row['reason']}"
+            if row["backend"]:
+                arrow, how = "→", f"served by {row['backend']}"
+            who = f"{row['layer']:{wide[0]}}  {row['function']:{wide[1]}}"
+            lines.append(f"{arrow} {who}  {row['calls']} ×  {how}")
+        if not lines:
+            lines = [
+                "no call of scaled_dot_product_attention or nn.MultiheadAttention was seen "
+                "(those in compiled code are not)"
+            ]
+        if self._own_layers:
+            lines.append(
+                f"{self._own_layers} layers are headwise's own MultiHeadAttention, which chooses "
+                f"its kernel by itself"
+            )
+        return "\n".join(lines)
 
 
-_APART = _Apart()
-_LOCK = threading.Lock()
-_OUT: tuple[Accelerator, ...] = ()
+APART = Depth()
+"""In it calls are left as they are, and counted by nobody."""
+
+SERVED = Replaced(lambda: lambda: None)
+"""The nets whose models are served."""
 
 
 class Accelerator(Net):
     """A net whose model is served; it listens to nothing."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        account: Account,
-        roads: Mapping[Any, Road],
-        always: Collection[Any],
-        elsewhere: Callable[[nn.Module], None],
-    ) -> None:
-        super().__init__("accelerate", model, lambda call: None, roads, always, elsewhere=elsewhere)
-        self.account = account
+    account: Accelerated
 
     @property
     def open(self) -> bool:
@@ -85,35 +122,12 @@ class Accelerator(Net):
 
         Those in a graph that is being compiled are left as they are.
         """
-        return not torch.compiler.is_compiling() and not _APART.depth and self.names.inside
-
-    @contextmanager
-    def out(self) -> Iterator[None]:
-        """Serve while this lasts."""
-        global _OUT
-        with _LOCK:
-            _OUT = (*_OUT, self)
-        try:
-            with self.functions.on():
-                yield
-        finally:
-            with _LOCK:
-                _OUT = tuple(other for other in _OUT if other is not self)
+        return not torch.compiler.is_compiling() and not APART.now and self.names.inside
 
 
-def accelerators() -> tuple[Accelerator, ...]:
-    """Those whose model is running in this thread, outermost first."""
-    return tuple(net for net in _OUT if net.open) if _OUT else ()
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Calls that are made while this lasts are left as they are, and counted by nobody."""
-    _APART.depth += 1
-    try:
-        yield
-    finally:
-        _APART.depth -= 1
+def accelerators() -> tuple[Net, ...]:
+    """Return those whose model is running in this thread, outermost first."""
+    return SERVED.nets if SERVED.everyone else ()
 
 
 def watched() -> bool:
@@ -126,6 +140,7 @@ def watched() -> bool:
 def note(function: str, found: Served | str, name: str | None = None) -> None:
     """Count a call with all that accelerate the model that makes it."""
     for net in accelerators():
+        assert isinstance(net, Accelerator)
         net.account.note(net.names.current if name is None else name, function, found)
 
 
@@ -133,71 +148,31 @@ def note(function: str, found: Served | str, name: str | None = None) -> None:
 
 
 @dataclass
-class Served:
+class Served(OnePass):
     """A call that headwise computes in the place of a function.
 
-    `original` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
+    `run` makes the function's own output `[B, H, T, Dv]`, for scores that are no numbers.
     """
 
-    call: Call
-    backend: str
-    original: Callable[[], Tensor]
-
     def out(self) -> Float[Tensor, "B H T Dv"]:
-        """The heads' outputs."""
+        """Compute the heads' outputs."""
         call = self.call
-        with as_given(call.q.device) if torch._C._is_any_autocast_enabled() else nullcontext():
+        with as_given(call.q.device) if autocast() else nullcontext():
             out, lse = choose(call, "auto").output(call.drawn() if call.dropout else call)
-        return out if lse is None else self.or_original(out, lse)
+        return self.finish(out, lse)
 
-    def or_original(self, out: Tensor, lse: Tensor) -> Tensor:
+    def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
         """Return the output, or the function's own where scores are not finite."""
-        total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
-        if total == math.inf or math.isnan(total):
-            with apart():
-                return self.original()
+        if lse is not None:
+            total = float(lse.detach().sum())  # −∞ where a query may attend to nothing
+            if total == math.inf or math.isnan(total):
+                with APART:
+                    return self.run()
         return out
 
-    def told(self, call: HeadsCall) -> ServedCall:
-        """A call that a watch is told of, whose output this one makes."""
-        parts: dict[str, Any] = vars(call) | {"made": self.out}
-        told = ServedCall(**parts)
-        told.served = self
-        return told
-
-    def one_pass(self, k: Tensor, mask: Mask) -> bool:
-        """Whether statistics with these keys and this mask are of the very call that is served."""
-        own = self.call.mask
-        if k.shape[2] != self.call.extent.keys or type(mask) is not type(own):
-            return False
-        if own.free:
-            return mask == own
-        return all(
-            one is other or (one.shape == other.shape and torch.equal(one, other))
-            for one, other in zip(mask.tensors(), own.tensors(), strict=True)
-        )
-
-
-class ServedCall(HeadsCall):
-    """A call whose output and statistics come from the same pass, if no padded query is left out
-    of the statistics, all keys have a position, and nobody else has asked for the output before."""
-
-    served: Served
-
-    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
-        mask = self.counted(looking)
-        apart = self.behind > 0 or isinstance(self.made, Tensor)
-        if apart or not self.served.one_pass(self.k, mask):
-            return super().observe(statistics, looking)
-        seen = observe_call(
-            self.served.call,
-            statistics,
-            projection=self.projection,
-            strict=False,
-            **looking.keywords,
-        )
-        self.made = self.served.or_original(seen.out, seen.lse)
-        return seen.readings.let_go()
+    def told(self, call: AttentionCall) -> AttentionCall:
+        """Return a call that a watch is told of, whose output this one makes."""
+        return replace(call, made=self.out, one_pass=self)
 
 
 @dataclass(frozen=True)
@@ -230,35 +205,27 @@ def serve(asked: Asked, original: Callable[[], Tensor], memo: MaskMemo | None) -
     """
     if reason := _odd(asked):
         return reason
-    if torch._C._is_any_autocast_enabled():
+    if autocast():
         lowered = {name: _lowered(getattr(asked, name)) for name in ("q", "k", "v", "mask")}
         asked = replace(asked, **lowered)
     try:
         mask = _mask(asked, memo)
         if isinstance(mask, str):
             return mask
-        call = Call.of(
-            asked.q,
-            asked.k,
-            asked.v,
-            mask=mask,
-            scale=asked.scale,
-            softcap=asked.softcap,
-            dropout=asked.dropout,
-            sinks=asked.sinks,
-        )
+        options = {n: getattr(asked, n) for n in ("scale", "softcap", "dropout", "sinks")}
+        call = Call.of(asked.q, asked.k, asked.v, mask=mask, **options)
     except ValueError as error:  # what it does not fit is the function's to say
         return str(error)
     backend = choose(call, "auto").name
     if backend == NATIVE or asked.special:
-        return Served(call, backend, original)
+        return Served(call, "auto", original, strict=False)
     refused = next(choice.reasons for choice in consider(call) if choice.name == NATIVE)
     return "; ".join(refused) or "PyTorch's kernel was measured faster on CPUs without vector units"
 
 
 def _odd(asked: Asked) -> str:
     """What keeps tensors from being read as numbers in memory; empty if nothing does."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if traced():
         return "the call is traced"
     for x in (asked.q, asked.k, asked.v, asked.mask, asked.bias):
         if x is not None and (x.is_nested or type(x) not in _PLAIN):

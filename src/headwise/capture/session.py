@@ -1,4 +1,4 @@
-"""Hear of every attention call of a model, or serve those that headwise's kernel is faster at."""
+"""Hear of every attention call of a model, by whatever road it comes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
 from .adapters.flex import flex_calls
-from .adapters.headwise import own_calls, own_layers
+from .adapters.headwise import own_calls
 from .adapters.mha import functions as composite_functions
-from .adapters.sdpa import accelerated
 from .adapters.sdpa import functions as fused_attention
 from .adapters.softmax import functions as steps_by_hand
 from .adapters.transformers import attention_functions
 from .adapters.varlen import functions as varlen_attention
-from .backward import functions as backward_passes
 from .call import Listener
-from .heads import functions as projections
 from .known import Known, forget, known, learn, starting
 from .modules import Names, names_of
-from .net import Functions, Net
-from .patches import Replaced
-from .private_torch import global_hooks, modes, replace
-from .serve import Accelerator, Account
+from .net import Functions, Net, Replaced, Road
+from .private_torch import unasked, unnoticed
 
 
 @contextmanager
@@ -78,83 +73,43 @@ def _listen(net: Net, about: Known, stack: ExitStack) -> None:
 
     inner.enter_context(net.names.marked())
     inner.enter_context(attention_functions(net))
-    inner.enter_context(own_layers(net, about.modules))
+    inner.enter_context(own_calls(net))
     inner.enter_context(starting(net, about, changed))
 
 
 def _follow(net: Net, stack: ExitStack) -> None:
     """Follow the modules of a model while they run, and see what they compute."""
-    model, always = net.names.model, backward_passes()
-    roads = always | projections() | fused_attention() | composite_functions() | steps_by_hand()
-    net.roads, net.always = roads | varlen_attention(), always
+    model, net.always = net.names.model, ALWAYS
+    net.roads = ALWAYS | {F.linear: _projection} | fused_attention() | composite_functions()
+    net.roads |= steps_by_hand() | varlen_attention()
     stack.enter_context(run_as_written(model))
     refuse_compiled(net.function, model)
     stack.enter_context(net.names.following())
-    stack.enter_context(own_layers(net, list(model.modules())))
     stack.enter_context(own_calls(net))
     stack.enter_context(attention_functions(net))
     stack.enter_context(flex_calls(net))
     stack.enter_context(compiled_functions(net))
-    stack.enter_context(_FUSED_LAYERS.heard_by(net))
-    stack.enter_context(_GLOBAL_HOOKS.heard_by(net))
+    stack.enter_context(UNNOTICED.heard_by(net))
     stack.enter_context(net.functions.on())
 
 
-@contextmanager
-def served(model: nn.Module, account: Account) -> Iterator[None]:
-    """Compute the attention calls that `model` makes in this thread with headwise's kernel.
+def _projection(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a projection: what it reads tells whose heads were joined."""
+    out = function(*args, **kwargs)
+    net.projected(args[0] if args else kwargs["input"], out)
+    return out
 
-    What it serves, and what it does not, is counted in `account`.
 
-    Raises:
-        ValueError: a model, or a part of one, that is compiled.
+def _backward(net: Net, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward pass with the mode on, which is off while a function that it saw runs.
+
+    What an ablation took out of a layer must be out when checkpointing computes it a second time.
     """
-    refuse_compiled("accelerate", model)
-
-    def elsewhere(_: nn.Module) -> None:
-        account.note("", "forward", "the model was called in another thread")
-
-    always = backward_passes()
-    roads = always | fused_attention(accelerated) | composite_functions()
-    net = Accelerator(model, account, roads, always, elsewhere)
-    with (
-        net.names.following(),
-        _FUSED_LAYERS.heard_by(net),
-        _GLOBAL_HOOKS.heard_by(net),
-        compiled_functions(net),
-        net.out(),
-    ):
-        yield
+    with net.functions:
+        return unasked(function)(*args, **kwargs)
 
 
-def _let_layers_fuse() -> Callable[[], None]:
-    """Let PyTorch take its fused layers as if no function mode of headwise were there."""
-    return replace(torch.overrides, "has_torch_function", _has_torch_function)
-
-
-_FUSED_LAYERS = Replaced(_let_layers_fuse)
-
-
-def _has_torch_function(tensors: Any) -> bool:
-    """`torch.overrides.has_torch_function`, which knows nothing of headwise's own modes."""
-    if any(not isinstance(mode, Functions) for mode in modes()):
-        return True
-    disabled = torch._C._disabled_torch_function_impl
-    kinds = {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}
-    return any(getattr(kind, "__torch_function__", disabled) is not disabled for kind in kinds)
-
-
-def _warn_of_other_hooks() -> Callable[[], None]:
-    """Let compiled modules warn of global hooks, which they call twice, only of other libraries.
-
-    Those of headwise may be called twice: names leave out what `torch.compile` puts around.
-    """
-    return replace(hooks, "_has_any_global_hook", _has_other_global_hook)
-
-
-_GLOBAL_HOOKS = Replaced(_warn_of_other_hooks)
-
-
-def _has_other_global_hook() -> bool:
-    """Return True if there is a global hook of modules that is not one of `Names`."""
-    return any(not isinstance(getattr(hook, "__self__", None), Names) for hook in global_hooks())
+ALWAYS: dict[Any, Road] = dict.fromkeys(
+    (torch.autograd.backward, torch.autograd.grad, Tensor.backward), _backward
+)
+UNNOTICED = Replaced(lambda: unnoticed(Functions, Names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -81,12 +81,6 @@ class PreparedCall:
 
 PREPARED: BoundedCache[tuple[object, ...], PreparedCall] = BoundedCache()
 """Calls that came before, by their signature."""
-
-Observer = Callable[["Call", Tensor], Tensor]
-"""Receives a call and its output `[B, H, T, Dv]`, and returns the output to use in its place."""
-
-observers: list[Observer] = []
-"""At most one: the watch that is active. Code that is being compiled calls none."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})

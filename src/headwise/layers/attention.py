@@ -1,6 +1,6 @@
 """The multi-head attention layer: projections around `attend()`."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attend import attend
 from ..backends import check_name
 from ..core.call import fault_of_numbers
+from ..core.heard import made_by, observers
 from ..core.mask_algebra import Mask
 from ..core.numbers import fault_of_eps, fault_of_flags, said, whole
 from ..core.shapes import not_dense
@@ -61,8 +62,7 @@ _WHEN_BUILT = (
 )
 """The same where the layer is built."""
 
-Observer = Callable[["MultiHeadAttention", Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
-"""Called in place of `attend`: (layer, q, k, v, attend's keywords) -> out `[B, H, T, D]`."""
+_UNHEARD = nullcontext()
 
 
 class HeadNorm(nn.RMSNorm):
@@ -175,9 +175,6 @@ class MultiHeadAttention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.backend = backend
-        self.observer: Observer | None = None
-        self.first_key = 0  # for observers: the position of the call's first key,
-        self.own_positions = True  # and whether queries and keys are of one sequence
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sinks = None
         _check_values(self, qk_norm_eps, qk_norm=qk_norm, sinks=sinks)
@@ -256,20 +253,30 @@ class MultiHeadAttention(nn.Module):
         if more or unknown:
             _refuse(more, unknown)
         self._check_call(x, context, cache)
-        if self.observer is not None:
-            self.own_positions = context is None
         q, k, v = self._project(x, context)
         if self.q_norm is not None and self.k_norm is not None:
             wide = self.q_norm.weight.dtype  # under autocast q is narrower than the weight
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         if cache is None:
-            return self._merge(self._attend(*self._place(q, k, v, None), mask))
+            q, k, v = self._place(q, k, v, None)
+            with self._heard(context is None, 0):
+                out = self._attend(q, k, v, mask)
+            return self._merge(out)
         mark = cache.mark()
         try:
-            return self._merge(self._attend(*self._place(q, k, v, cache), mask))
+            q, k, v = self._place(q, k, v, cache)
+            with self._heard(True, cache.length - k.shape[2]):
+                out = self._attend(q, k, v, mask)
+            return self._merge(out)
         except BaseException:  # a call that fails, or is stopped, leaves no half of it behind
             cache.rewind(mark)
             raise
+
+    def _heard(self, own_positions: bool, first_key: int) -> AbstractContextManager[None]:
+        """Let observers know whose calls those of a `with` block are, if there are any."""
+        if torch.compiler.is_compiling() or not observers:
+            return _UNHEARD
+        return made_by(self, own_positions, first_key)
 
     def _check_call(self, x: Tensor, context: Tensor | None, cache: KVCache | None) -> None:
         fault = not_dense(x)
@@ -374,8 +381,6 @@ class MultiHeadAttention(nn.Module):
                 k = self.rope(k, first)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.observer is not None:
-            self.first_key = 0 if cache is None else cache.length - k.shape[2]
         if (
             self.rope is not None and self.rope.depends_on_length
         ):  # every key turns anew, so the cache holds them unturned
@@ -395,8 +400,6 @@ class MultiHeadAttention(nn.Module):
         }
         if first_query is not None:
             keywords["first_query"] = first_query
-        if self.observer is not None:
-            return self.observer(self, q, k, v, keywords)
         return attend(q, k, v, **keywords)
 
     @property
@@ -422,10 +425,6 @@ class MultiHeadAttention(nn.Module):
     def _merge(self, out: Tensor) -> Tensor:
         """`[B, H, T, D]` to `[B, T, out_dim]`."""
         return self.out(out.transpose(1, 2).flatten(2))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: everything but who is watching."""
-        return {**self.__dict__, "observer": None}
 
     def extra_repr(self) -> str:
         """Sizes, and every option that is not at its default."""

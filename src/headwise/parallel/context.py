@@ -197,8 +197,6 @@ class PositionsOverRanks(MultiHeadAttention):
     def _place(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.observer is not None:
-            self.first_key = 0
         if self.rope is None:
             return q, k, v
         first = [start for start, _ in _pieces(self._length(q), self.positions_mesh)]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..backends import Call, OnePass, choose
-from ..core.call import observers
+from ..core.heard import observers
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
 from ..core.numbers import fault_of_flags
@@ -119,7 +119,8 @@ def observe(
     )
     if torch.compiler.is_compiling() or not observers or seen.record.out is None:
         return seen
-    return replace(seen, output=observers[0](seen.record.view.asked, seen.record.out))
+    output = observers[0](seen.record.view.asked, backend, seen.record.out)
+    return replace(seen, output=output)
 
 
 def observe_call(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backends.blocked import blocks
 from ..core.call import Call, PreparedCall
 from ..core.index import grid
-from ..core.mask_algebra import Mask, Rows
+from ..core.mask_algebra import Interval, Mask, Rows
 from ..core.shapes import Extent
 from .lazy import Lazy
 from .sampling import Sample

@@ -8,7 +8,7 @@ it, are refused by name: run as written they may be no use (`flex_attention` mak
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from ..modules import as_written, called_in_a_graph
-from ..net import Net
-from ..patches import Replaced
-from ..private_torch import compiler, forced_eager, modes, replace, skipped
+from ..net import Net, Replaced
+from ..private_torch import compile_with, compiled, compiler, forced_eager, modes, skipped
 
 
 class _AsWritten:
@@ -49,8 +48,8 @@ def run_as_written(model: nn.Module) -> AbstractContextManager[None]:
     """Let a model of which `torch.compile` has compiled a part run as it is written."""
     if compiler() is None:
         return nullcontext()
-    compiled = any("torch.compile" in _compiled(module) for module in model.modules())
-    return AS_WRITTEN if compiled else nullcontext()
+    some = any("torch.compile" in compiled(module) for module in model.modules())
+    return AS_WRITTEN if some else nullcontext()
 
 
 _EAGER = "run it under torch.compiler.set_stance('force_eager'), as it is written"
@@ -70,7 +69,7 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
     """Raise ValueError if the model or a part of it is compiled, and would run so."""
     eager = forced_eager()
     for name, module in model.named_modules():
-        how = _compiled(module)
+        how = compiled(module)
         if how and not (eager and "jit" not in how):
             where = repr(as_written(name)) if as_written(name) else "the model"
             raise ValueError(
@@ -79,51 +78,30 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
             )
 
 
-def _compiled(module: nn.Module) -> str:
-    """How a module was compiled; empty if it was not."""
-    if "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
-        return "compiled by torch.compile"
-    forward = vars(module).get("forward")
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return "compiled in place by torch.compile"
-    if hasattr(forward, "_torchdynamo_orig_callable"):
-        return "compiled in place by torch.compile"
-    return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
-
-
 def compiled_functions(net: Net) -> AbstractContextManager[None]:
     """Refuse compiled functions by name when the model calls one; none is without a compiler."""
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
-def _watch_the_compiler() -> Callable[[], None]:
-    """Let PyTorch's compiler ask who watches; gives what undoes it."""
-    before = compiler()._callback_from_stance
+def _refusing(found: Any) -> Any:
+    """Return the callback of PyTorch's compiler that asks who watches."""
 
-    def callback_from_stance(callback: Any) -> Any:
-        found = before(callback)
-        if not callable(found):  # nothing is compiled now
-            return found
+    def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        net = None if skipped(frame.f_code) else _watching()
+        if net is not None:
+            raise _refused(net, frame.f_code)
+        try:
+            return found(frame, *args, **kwargs)
+        except Exception as error:  # of a graph that must not end
+            net = next(_out_here(), None)
+            if net is None or called_in_a_graph.__name__ not in str(error):
+                raise
+            raise _refused(net, frame.f_code) from None
 
-        def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
-            net = None if skipped(frame.f_code) else _watching()
-            if net is not None:
-                raise _refused(net, frame.f_code)
-            try:
-                return found(frame, *args, **kwargs)
-            except Exception as error:  # of a graph that must not end
-                net = next(_out_here(), None)
-                if net is None or called_in_a_graph.__name__ not in str(error):
-                    raise
-                raise _refused(net, frame.f_code) from None
-
-        refuse._torchdynamo_orig_backend = found  # type: ignore[attr-defined]
-        return refuse
-
-    return replace(compiler(), "_callback_from_stance", callback_from_stance)
+    return refuse
 
 
-_COMPILER = Replaced(_watch_the_compiler)
+_COMPILER = Replaced(lambda: compile_with(_refusing))
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:

@@ -12,18 +12,25 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.shapes import Extent, statistics_dtype
-from ..call import HeadsCall
-from ..contents import captured
-from ..net import Functions, Net, silence
+from ..call import AttentionCall
+from ..net import SILENCE, Functions, Net, Replaced
 from ..parts import Waiting
-from ..patches import Replaced
-from ..private_torch import modes, pop_mode, push_mode, replace, set_eval_frame, twin, uncompiled
+from ..private_torch import (
+    modes,
+    pop_mode,
+    push_mode,
+    replace_all,
+    set_eval_frame,
+    twin,
+    uncompiled,
+)
 from .sdpa import mask_of
 from .softmax import call_of_scores
 
@@ -43,14 +50,8 @@ def _replace() -> Callable[[], None]:
     """Give the functions other code; gives what undoes it."""
     module = sys.modules[_MODULE]
     _OLD.run, _OLD.create = twin(module.flex_attention), twin(module.create_block_mask)
-    undo = replace(module.flex_attention, "__code__", _CODE)
-    undo_masks = replace(module.create_block_mask, "__code__", _MASKS)
-
-    def both() -> None:
-        undo()
-        undo_masks()
-
-    return both
+    functions = (module.flex_attention, _CODE), (module.create_block_mask, _MASKS)
+    return replace_all(*((function, "__code__", code) for function, code in functions))
 
 
 _FLEX = Replaced(_replace)
@@ -60,18 +61,7 @@ _FLEX = Replaced(_replace)
 # runs among the names of PyTorch's module, and so looks for its own here.
 _CODE = (
     lambda query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux: (  # noqa: E501
-        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-        )
+        __import__("headwise.capture.adapters.flex", fromlist=["heard"]).heard(**locals())
     )
 ).__code__
 _CODE = uncompiled(_CODE)
@@ -83,14 +73,14 @@ _MASKS = (
 _MASKS = uncompiled(_MASKS)
 
 
-def heard(*args: Any, **kwargs: Any) -> Any:
+def heard(**kwargs: Any) -> Any:
     """Run the old code of `flex_attention` and tell of the call."""
-    return _alone(_OLD.run, _tell, args, kwargs)
+    return _alone(_OLD.run, _tell, (), kwargs)
 
 
 def created(*args: Any, **kwargs: Any) -> Any:
     """Run the old code of `create_block_mask`: nothing in it attends."""
-    return _alone(_OLD.create, lambda mask, *_: mask, args, kwargs)
+    return _alone(_OLD.create, lambda mask, **_: mask, args, kwargs)
 
 
 def _alone(
@@ -110,7 +100,7 @@ def _alone(
         result = function(*args, **kwargs)
         set_eval_frame(None)
         _restore(watching)
-        return then(result, *args)
+        return then(result, **kwargs)
     finally:
         set_eval_frame(None)
         _restore(watching)
@@ -137,22 +127,22 @@ def _without_modes() -> list[Any]:
 
 def _tell(
     result: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     score_mod: Any,
     block_mask: Any,
     scale: float | None,
-    *_: Any,
+    **_: Any,
 ) -> Any:
     """Tell every net, those inside of what those outside have made of the output."""
     out = made = result if isinstance(result, Tensor) else result[0]
-    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
     for net in _FLEX.nets:
-        with silence():
-            call = _call(net, q, k, v, out, score_mod, block_mask, scale)
+        with SILENCE:
+            call = _call(net, query, k, v, out, score_mod, block_mask, scale)
         said = f"flex_attention giving {list(out.shape)}"
-        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
+        waiting = Waiting(call.name, said, out, out.shape, call.keys)
         new = net.tell(call, waiting)
         out = out if new is None else new
     if out is made:
@@ -169,7 +159,7 @@ def _call(
     score_mod: Any,
     block_mask: Any,
     scale: float | None,
-) -> HeadsCall:
+) -> AttentionCall:
     extent = Extent(len(q), q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     allowed = None if block_mask is None else allowed_by(net, block_mask, extent)
     if score_mod is not None:
@@ -178,17 +168,8 @@ def _call(
             scores = scores.masked_fill(~allowed, -torch.inf)
         return call_of_scores(net, "flex_attention", scores, out, vectors=(q, k))
     mask, keys, behind = mask_of(net, allowed, extent, q.device)
-    return HeadsCall(
-        net.names.current,
-        "flex_attention",
-        q,
-        k[:, :, :keys],
-        v[:, :, :keys],
-        out,
-        keywords={"mask": mask, "scale": scale},
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-    )
+    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": scale}
+    return AttentionCall(net.names.current, "flex_attention", q, k, v, out, sight, behind=behind)
 
 
 def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
@@ -208,6 +189,35 @@ def allowed_by(net: Net, block_mask: Any, extent: Extent) -> Tensor:
     plain = tuple(x for x in read if not isinstance(x, Tensor))
     what = ("flex", block_mask.mask_mod, extent, plain)
     return net.masks.of(blocks, what, find, tensors)
+
+
+def captured(function: Callable[..., Any]) -> list[Any] | None:
+    """Tensors and plain values that a function reads beside its arguments, those of the functions
+    that it calls included; `None` where it reads something else, which may change unseen.
+
+    >>> size = 3
+    >>> captured(lambda i: i < size)
+    [3]
+    """
+    found, todo, known = [], [function], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in known:
+            continue
+        known.add(id(one))
+        if isinstance(one, types.FunctionType):
+            try:
+                read = getclosurevars(one)
+            except ValueError:  # a cell that is empty yet
+                return None
+            todo += [*read.nonlocals.values(), *read.globals.values()]
+        elif isinstance(one, tuple | list):
+            todo += one
+        elif isinstance(one, Tensor | int | float | str | torch.dtype | torch.device | None):
+            found.append(one)
+        elif not isinstance(one, types.ModuleType | types.BuiltinFunctionType | type):
+            return None
+    return found
 
 
 def _scores(q: Tensor, k: Tensor, score_mod: Any, scale: float) -> Tensor:

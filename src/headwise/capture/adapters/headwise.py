@@ -1,159 +1,80 @@
-"""headwise's own layer, which tells of its calls itself; and `attend()` and `observe()` as people
-call them in modules of their own."""
+"""headwise's own layer, and `attend()` and `observe()` as people call them in their own modules."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...attend import attend
-from ...core.call import Call, observers
-from ...core.masks import as_mask
-from ...layers.attention import MultiHeadAttention, Observer
-from ...stats.observe import observe_call
-from ...stats.record import Reading
-from ...stats.statistic import Statistic
-from ..call import HeadsCall, Looking
+from ...core import heard
+from ...core.call import Call
+from ..call import AttentionCall, OnePass
 from ..mask_import import at_the_end
-from ..net import Net, silence
+from ..net import SILENCE, Net, Replaced
 from ..parts import Waiting
-from ..patches import Replaced
-
-
-class OwnCall(HeadsCall):
-    """A call of `MultiHeadAttention`: output and statistics come from the same pass.
-
-    Unless somebody else has made the output, or there are padded queries, which the statistics
-    leave out and the output does not.
-    """
-
-    layer: MultiHeadAttention
-
-    @property
-    def all_heads(self) -> int:
-        return self.layer.all_heads
-
-    def observe(self, statistics: Iterable[Statistic], looking: Looking) -> Mapping[str, Reading]:
-        if isinstance(self.made, Tensor) or self.counted(looking) is not self.mask:
-            return super().observe(statistics, looking)
-        keywords = dict(self.keywords)
-        backend = keywords.pop("backend")
-        call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
-        of_call: dict[str, Any] = {"projection": self.projection, **looking.keywords}
-        seen = observe_call(call, statistics, backend=backend, **of_call)
-        self.made = seen.out
-        return seen.readings.let_go()
-
-
-class _Observer:
-    """Tells nets of a layer's calls, outermost first; `before` is who observed the layer."""
-
-    def __init__(self, before: Observer | None) -> None:
-        self.before = before
-        self.nets: tuple[Net, ...] = ()
-
-    def __call__(
-        self,
-        layer: MultiHeadAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keywords: dict[str, Any],
-    ) -> Tensor:
-        made: Any = partial(_untold, attend, q, k, v, **keywords)
-        if self.before is not None:
-            made = _untold(self.before, layer, q, k, v, keywords)
-        for net in self.nets:
-            if not net.hears(layer):
-                continue
-            call = OwnCall(
-                net.names.names.get(id(layer), ""),
-                "headwise",
-                q,
-                k,
-                v,
-                made,
-                keywords={**keywords, "mask": as_mask(keywords["mask"])},
-                projection=layer.projection,
-                own_positions=layer.own_positions,
-                first_key=layer.first_key,
-                first_head=layer.first_head,
-            )
-            call.layer = layer
-            new = net.tell(call, module=layer)
-            made = call.out if new is None else new
-        return made if isinstance(made, Tensor) else made()
-
-
-def _untold(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call a function as a part of what is told."""
-    with silence():
-        return function(*args, **kwargs)
-
-
-_LOCK = threading.Lock()
-
-
-@contextmanager
-def own_layers(net: Net, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Hear of the calls of the `MultiHeadAttention` layers among a model's modules, with others
-    that hear of them, who may end before or after."""
-    layers = [one for one in modules if isinstance(one, MultiHeadAttention)]
-    with _LOCK:
-        for layer in layers:
-            if not isinstance(layer.observer, _Observer):
-                layer.observer = _Observer(layer.observer)
-            layer.observer.nets = (*layer.observer.nets, net)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            for layer in layers:
-                if not isinstance(observer := layer.observer, _Observer):
-                    continue
-                observer.nets = tuple(other for other in observer.nets if other is not net)
-                if not observer.nets:
-                    layer.observer = observer.before
-
-
-# ── calls of people's own modules ───────────────────────────────────────────────────────────────
 
 
 def own_calls(net: Net) -> AbstractContextManager[None]:
-    """Hear of the calls of `attend()` and `observe()` that are in no `MultiHeadAttention`."""
+    """Hear of the calls of `MultiHeadAttention`, `attend()` and `observe()`."""
     return _CALLS.heard_by(net)
 
 
 def _listen() -> Callable[[], None]:
-    observers.append(_tell)
-    return lambda: observers.remove(_tell)
+    heard.observers.append(_tell)
+    return lambda: heard.observers.remove(_tell)
 
 
 _CALLS = Replaced(_listen)
 
 
-def _tell(asked: Call, out: Tensor) -> Tensor:
+def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tensor:
     """Tell every net, those inside of what those outside have made of the output."""
-    names = ("mask", "scale", "softcap", "sinks")
-    keywords = {name: getattr(asked, name) for name in names}
-    for net in _CALLS.nets:
-        call = HeadsCall(
-            net.names.current,
-            "attend",
-            asked.q,
-            asked.k,
-            asked.v,
-            out,
-            keywords=keywords | {"first_query": asked.extent.first_query},
-            own_positions=not net.names.crosses and at_the_end(asked.mask, asked.extent),
-        )
-        said = f"attend giving {list(out.shape)}"
-        waiting = Waiting(call.name, said, out, out.shape, call.keys, sure=True, by_hand=False)
-        new = net.tell(call, waiting)
-        out = out if new is None else new
-    return out
+    source = heard.HERE.source
+    layer = None if source is None else source.layer
+
+    def made() -> Tensor:
+        if isinstance(run, Tensor):
+            return run
+        with SILENCE:
+            return run()
+
+    out: Any = made
+    for net in _CALLS.everyone:
+        if not (net.hears(layer) if layer is not None else net.in_full and net.open):
+            continue
+        call = AttentionCall(net.names.current, "attend", asked.q, asked.k, asked.v, out)
+        call.keywords = {name: getattr(asked, name) for name in _KEYWORDS}
+        call.keywords["first_query"] = asked.extent.first_query
+        name = net.names.names.get(id(layer))
+        if source is not None and name is not None:
+            _of_layer(name, source, call, asked, backend, made)
+            new = net.tell(call, module=layer)
+        else:
+            call.own_positions = not net.names.crosses and at_the_end(asked.mask, asked.extent)
+            said, out = f"attend giving {list(call.out.shape)}", call.out
+            waiting = Waiting(call.name, said, out, out.shape, call.keys)
+            new = net.tell(call, waiting)
+        out = call.out if new is None else new
+    return out if isinstance(out, Tensor) else out()
+
+
+_KEYWORDS = ("mask", "scale", "softcap", "sinks")
+
+
+def _of_layer(
+    name: str,
+    source: heard.Source,
+    call: AttentionCall,
+    asked: Call,
+    backend: str,
+    made: Callable[[], Tensor],
+) -> None:
+    """Add what a `MultiHeadAttention` knows of its call."""
+    layer = source.layer
+    call.name, call.road = name, "headwise"
+    call.keywords |= {"dropout": asked.dropout, "backend": backend}
+    call.projection, call.own_positions = layer.projection, source.own_positions
+    call.first_key, call.first_head = source.first_key, layer.first_head
+    call.layer_heads, call.one_pass = layer.all_heads, OnePass(asked, backend, made)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...backends import Call, choose
 from ...core.mask_algebra import Mask
 from ...core.shapes import Extent, extent_of
-from ..call import HeadsCall
-from ..heads import Composite, inside, unasked
+from ..call import AttentionCall
+from ..head_axis import Composite, inside
 from ..mask_import import MaskMemo, as_mask, without_padding
 from ..net import Net, Road
-from ..private_torch import arguments, parameters
-from ..serve import Accelerator, Asked, Served, accelerators, apart, note, serve, watched
-from .nested import nested_like, padded
+from ..private_torch import arguments, parameters, unasked
+from ..serve import APART, Accelerator, Asked, Served, accelerators, note, serve, watched
+from .sdpa import nested_like, padded
 
 _FORWARD: Any = F.multi_head_attention_forward
 
@@ -68,8 +67,8 @@ def native_multi_head_attention(
         return _Fused(inputs, asked["num_head"], asked, allowed, given[0] is given[1])
 
     refused = _WEIGHTS if asked["need_weights"] else _nested(given[0])
-    layer = _Layer(net, net.names.current, _ROAD, partial(function, *args, **kwargs), refused)
-    result, new = layer.attended(fused, lambda found: found[0])
+    run = partial(function, *args, **kwargs)
+    result, new = _attended(net, net.names.current, _ROAD, run, refused, fused, lambda x: x[0])
     if new is None:
         return result
     made = _projected(new, asked)
@@ -99,8 +98,8 @@ def transformer_encoder_layer(
 
     name = ".".join(part for part in (net.names.current, "self_attn") if part)
     run = partial(function, *args, **kwargs)
-    layer = _Layer(net, name, "transformer_encoder_layer", run, _nested(asked["src"]))
-    result, new = layer.attended(fused, lambda found: found)
+    refused = _nested(asked["src"])
+    result, new = _attended(net, name, "transformer_encoder_layer", run, refused, fused)
     if new is None:
         return result
     x = wide()[0] + _projected(new, asked)
@@ -114,41 +113,39 @@ def transformer_encoder_layer(
     return made
 
 
-@dataclass
-class _Layer:
-    """A call of a fused layer: who makes it, how it runs, and why headwise would not serve it."""
+def _attended(
+    net: Net,
+    name: str,
+    road: str,
+    run: Callable[[], Any],
+    refused: str,
+    fused: Callable[[], _Fused],
+    out: Callable[[Any], Tensor] = lambda result: result,
+) -> tuple[Any, Tensor | None]:
+    """Return what a fused layer gives, and what is to take the place of its heads' outputs, if any.
 
-    net: Net
-    name: str
-    road: str
-    run: Callable[[], Any]
-    refused: str
-
-    def attended(
-        self, fused: Callable[[], _Fused], out: Callable[[Any], Tensor]
-    ) -> tuple[Any, Tensor | None]:
-        """What the layer gives (`None` if it did not run), and what is to take the place of its
-        heads' outputs, if anything."""
-        tells, served, heads = not isinstance(self.net, Accelerator), None, None
-        ours = bool(accelerators()) and not watched()
-        if ours:
-            found: Served | str = self.refused
-            if not self.refused:
-                heads = fused()
-                found = heads.serve(self.net.masks)
-            served = None if isinstance(found, str) else found
-            note(self.road, found, self.name)
-        if served is not None and not tells:
-            return None, served.out()
-        result: Any = None
-        if served is None:
-            with apart() if ours else nullcontext():
-                result = self.run()
-            if not tells:
-                return result, None
-        heads = heads or fused()
-        made: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
-        return result, heads.tell(self.net, self.name, made, self.road, served)
+    Without a result the layer did not run. `refused` is the reason why headwise would not serve it.
+    """
+    tells, served, heads = not isinstance(net, Accelerator), None, None
+    ours = bool(accelerators()) and not watched()
+    if ours:
+        found: Served | str = refused
+        if not refused:
+            heads = fused()
+            found = heads.serve(net.masks)
+        served = None if isinstance(found, str) else found
+        note(road, found, name)
+    if served is not None and not tells:
+        return None, served.out()
+    result: Any = None
+    if served is None:
+        with APART if ours else nullcontext():
+            result = run()
+        if not tells:
+            return result, None
+    heads = heads or fused()
+    made: Any = heads.out if result is None else _REPLACED.get(out(result), heads.out)
+    return result, heads.tell(net, name, made, road, served)
 
 
 def _nested(x: Tensor) -> str:
@@ -195,20 +192,9 @@ class _Fused:
         weights, biases = asked["qkv_weight"].chunk(3), asked["qkv_bias"].chunk(3)
         self._parts = list(zip(given, weights, biases, strict=True))
 
-    @functools.cached_property
-    def q(self) -> Tensor:
-        """The queries of the heads `[B, H, T, D]`."""
-        return self._split(0)
-
-    @functools.cached_property
-    def k(self) -> Tensor:
-        """The keys of the heads."""
-        return self._split(1)
-
-    @functools.cached_property
-    def v(self) -> Tensor:
-        """The values of the heads, which no statistic reads."""
-        return self._split(2)
+    q = functools.cached_property(lambda self: self._split(0))
+    k = functools.cached_property(lambda self: self._split(1))
+    v = functools.cached_property(lambda self: self._split(2))  # which no statistic reads
 
     @functools.cached_property
     def mask(self) -> Mask:
@@ -217,6 +203,7 @@ class _Fused:
         return as_mask(self.allowed, Extent(batch, heads, heads, queries, keys))
 
     def _split(self, part: int) -> Tensor:
+        """Return queries, keys or values of the heads, `[B, H, T, D]`."""
         x, weight, bias = self._parts[part]
         return F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
@@ -249,17 +236,8 @@ class _Fused:
         mask = self.mask
         if self.own:
             mask = without_padding(mask, extent_of(self.q, self.k, self.v), self.q.device)
-        call = HeadsCall(
-            name,
-            road,
-            self.q,
-            self.k,
-            self.k,
-            made,  # no statistic reads the values
-            keywords={"mask": mask},
-            projection=self.projection,
-            own_positions=False,  # the mask has seen to that
-        )
+        q, k, sight = self.q, self.k, {"mask": mask}  # no statistic reads the values
+        call = AttentionCall(name, road, q, k, k, made, sight, self.projection)
         if served is None:
             return net.tell(call)
         call = served.told(call)

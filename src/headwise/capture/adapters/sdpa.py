@@ -12,14 +12,13 @@ from torch import Tensor
 from ...core.mask_algebra import Mask
 from ...core.masks import is_causal_bias
 from ...core.shapes import Extent
-from ..call import HeadsCall
-from ..heads import composite, keys_behind
-from ..leading_axes import Leading, leading
+from ..call import AttentionCall
+from ..head_axis import Leading, composite, keys_behind, leading
 from ..mask_import import MaskMemo, as_mask, in_place
 from ..net import Net, Road
 from ..parts import Waiting
-from ..serve import Asked, Served, accelerators, apart, note, serve, watched
-from .nested import nested_like, padded
+from ..private_torch import table_of
+from ..serve import APART, Asked, Served, accelerators, note, serve, watched
 
 
 def scaled_dot_product_attention(
@@ -53,7 +52,7 @@ def scaled_dot_product_attention(
     waiting = None
     if composite() is None:
         made = axes.split(out)
-        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure, by_hand=False)
+        waiting = Waiting(call.name, said, made, out.shape, call.keys, axes.sure)
     new = net.tell(call, waiting)
     if instead is not None:
         out = instead.as_asked(call.out)
@@ -102,7 +101,7 @@ def _instead(
     note(_NAME, found if isinstance(found, str) else found.served)
     if isinstance(found, Instead):
         return found
-    with apart():
+    with APART:
         return function(*args, **kwargs)
 
 
@@ -168,10 +167,10 @@ def _asked(
 def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
     """The mask that PyTorch's `CausalBias` stands for; as a tensor it has other axes."""
     first = bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv
-    return {"attn_mask": None if first else bias._materialize(device), "is_causal": first}
+    return {"attn_mask": None if first else table_of(bias, device), "is_causal": first}
 
 
-def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsCall:
+def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
     # Under autocast the kernel has cast them all to the dtype of its output.
     q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
     given = asked["attn_mask"]
@@ -189,18 +188,9 @@ def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> HeadsC
     within, behind = composite(), keys_behind(net.names.stack[-1].module)
     extent = Extent(axes.rows, axes.heads, k.shape[1], q.shape[2], k.shape[2])
     mask, keys, behind = mask_of(net, given, extent, q.device, asked["is_causal"], behind)
-    return HeadsCall(
-        net.names.current,
-        "scaled_dot_product_attention",
-        q,
-        k[:, :, :keys],
-        v[:, :, :keys],
-        made,
-        keywords={"mask": mask, "scale": asked["scale"]},
-        projection=None if within is None else within.projection,
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-    )
+    k, v, sight = k[:, :, :keys], v[:, :, :keys], {"mask": mask, "scale": asked["scale"]}
+    weight = within and within.projection
+    return AttentionCall(net.names.current, _NAME, q, k, v, made, sight, weight, behind=behind)
 
 
 def _wide(x: Tensor, axes: Leading, groups: bool) -> Tensor:
@@ -269,6 +259,30 @@ def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
     axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
     new = net.tell(_call(net, asked | plain, wide, axes))
     return out if new is None else nested_like(new, out)
+
+
+def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one tensor with zeros behind them, and the lengths `[B]`.
+
+    The axis of length is the last but one.
+    """
+    rows = nested.unbind()
+    lengths = [row.shape[-2] for row in rows]
+    wide = [
+        torch.nn.functional.pad(row, (0, 0, 0, max(lengths) - length))
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    return torch.stack(wide), torch.tensor(lengths, device=nested.device)
+
+
+def nested_like(wide: Tensor, like: Any) -> Tensor:
+    """What `padded` made wide, nested as `like` is: `[B, T, E]` or `[B, H, T, E]`."""
+    rows = [row[..., : part.shape[-2], :] for row, part in zip(wide, like.unbind(), strict=True)]
+    if like.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(rows)
+    values = torch.cat([row if row.dim() == 2 else row.transpose(0, 1) for row in rows])
+    found = torch.nested.nested_tensor_from_jagged(values, offsets=like.offsets())
+    return found if like.dim() == 3 else found.transpose(1, 2)
 
 
 def functions(road: Road = scaled_dot_product_attention) -> dict[Any, Road]:

@@ -3,6 +3,9 @@
 A softmax over the last axis is remembered, through dropout and changes of dtype or shape, until
 something with a vector for each key is multiplied with it: then it was attention, and only then it
 is told of. The scores are at hand, so that the call is one whose whole score is a bias.
+
+PyTorch counts changes of tensors in place, but not those through `.data` or `.numpy()`, and none in
+inference mode: so numbers are compared, by sums of their bits.
 """
 
 from __future__ import annotations
@@ -17,15 +20,38 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...core.mask_algebra import Mask
+from ...core.modes import transformed
 from ...core.shapes import Extent, statistics_dtype
-from ..call import HeadsCall
-from ..contents import checksum, version
-from ..heads import composite, keys_behind
-from ..leading_axes import leading
+from ..call import AttentionCall
+from ..head_axis import composite, keys_behind, leading
 from ..mask_import import FORBIDDEN, as_bias, in_place
 from ..modules import Forward
 from ..net import Net, Road
 from ..parts import Waiting
+from ..private_torch import version
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = 64
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Sums of the bits of a tensor `[…, T, S]`: of each row, and of each column over some rows.
+
+    A view with other axes before the last two has the same. In place of a copy, for tensors as
+    large as scores.
+
+    >>> x = torch.rand(2, 3, 4)
+    >>> before = checksum(x)
+    >>> torch.equal(checksum(x.view(1, 2, 3, 4)), before), torch.equal(checksum(x.mul_(2)), before)
+    (True, False)
+    """
+    bits = x.detach().resolve_neg().view(_INTEGERS[x.element_size()])
+    each = 8 // x.element_size()
+    sizes = (bits.shape[-1], bits.storage_offset(), *bits.stride()[:-1])
+    if bits.stride(-1) == 1 and not any(size % each for size in sizes):
+        bits = bits.view(torch.int64)  # sums of whole words are several times as fast
+    some = bits[..., :: max(1, bits.shape[-2] // _ROWS), :]
+    return torch.cat([bits.sum(-1).flatten(), some.sum(-2).flatten()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +64,7 @@ class _Held:
     @classmethod
     def by(cls, x: Tensor) -> _Held:
         # Tensors in transforms have no numbers of their own, and their attention is refused.
-        plain = not torch._C._are_functorch_transforms_active()
+        plain = not transformed()
         return cls(version(x), checksum(x) if plain else None)
 
     def still(self, x: Tensor) -> bool:
@@ -262,7 +288,7 @@ def _is_context(net: Net, factors: Sequence[Tensor], out: Tensor) -> bool:
 
 def _storage(x: Tensor) -> set[StorageWeakRef]:
     """The memory of a tensor; none of sparse ones and of those in transforms of `torch.func`."""
-    if x.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+    if x.layout is not torch.strided or transformed():
         return set()
     return {StorageWeakRef(x.untyped_storage())}
 
@@ -343,7 +369,7 @@ def call_of_scores(
     made: Tensor,
     behind: int = 0,
     vectors: tuple[Tensor, Tensor] | None = None,
-) -> HeadsCall:
+) -> AttentionCall:
     """Return a call from its scores `[B, H, T, S]`, which are −∞ or nearly where forbidden.
 
     The mask holds the scores. Queries and keys are hidden, unless `vectors` has them.
@@ -361,19 +387,11 @@ def call_of_scores(
     zero = scores.new_zeros(1)
     q, k = vectors or (zero.expand(batch, heads, size, 8) for size in (queries, keys))
     q, k = q.to(scores.dtype), k[:, :, :keys].to(scores.dtype)
-    return HeadsCall(
-        net.names.current,
-        road,
-        q,
-        k,
-        zero.expand(*k.shape[:3], made.shape[-1]),
-        made,
-        keywords={"mask": mask, "scale": 0.0 if vectors else None},  # the mask has the scores
-        projection=None if within is None else within.projection,
-        own_positions=False,  # the mask has seen to that
-        behind=behind,
-        hidden="" if vectors else _HIDDEN,
-    )
+    v, weight = zero.expand(*k.shape[:3], made.shape[-1]), within and within.projection
+    sight = {"mask": mask, "scale": 0.0 if vectors else None}  # the mask has the scores
+    call = AttentionCall(net.names.current, road, q, k, v, made, sight, weight, behind=behind)
+    call.hidden = "" if vectors else _HIDDEN
+    return call
 
 
 _HIDDEN = "only the scores of this attention are visible, not its queries and keys"
@@ -386,37 +404,22 @@ def _named(*names: str) -> list[Any]:
 
 
 _PRODUCTS = _named("mul", "multiply", "__mul__", "__rmul__")
+_STEPS: dict[Road, str] = {
+    reshaping: "to type type_as float half bfloat16 double view reshape contiguous clone flatten "
+    "unflatten unsqueeze squeeze",
+    passing: "dropout dropout_ feature_dropout alpha_dropout nan_to_num",
+    changing: "masked_fill where mul multiply __mul__ __rmul__",
+    softmax: "softmax",
+    exp: "exp exp_ exp2 exp2_",
+    divided: "div div_ divide true_divide __truediv__ __idiv__ __itruediv__",
+    grouped: "scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ "
+    "segment_reduce",
+    product: "matmul __matmul__ bmm",
+    einsum: "einsum",
+}
 
 
 def functions() -> dict[Any, Road]:
-    """The functions of this file."""
-    return {
-        **dict.fromkeys(
-            _named(
-                *(
-                    "to type type_as float half bfloat16 double view reshape contiguous clone "
-                    "flatten unflatten unsqueeze squeeze"
-                ).split()
-            ),
-            reshaping,
-        ),
-        **dict.fromkeys(
-            _named("dropout", "dropout_", "feature_dropout", "alpha_dropout", "nan_to_num"),
-            passing,
-        ),
-        **dict.fromkeys([*_named("masked_fill", "where"), *_PRODUCTS], changing),
-        **dict.fromkeys(_named("softmax"), softmax),
-        **dict.fromkeys(_named("exp", "exp_", "exp2", "exp2_"), exp),
-        **dict.fromkeys(
-            _named(*"div div_ divide true_divide __truediv__ __idiv__ __itruediv__".split()),
-            divided,
-        ),
-        **dict.fromkeys(
-            _named(*"scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()),
-            grouped,
-        ),
-        **dict.fromkeys(_named("index_add", "index_add_", "segment_reduce"), grouped),
-        **dict.fromkeys(_named("matmul", "__matmul__", "bmm"), product),
-        torch.einsum: einsum,
-        torch.functional.einsum: einsum,
-    }
+    """Return the functions of this file."""
+    roads = {one: road for road, names in _STEPS.items() for one in _named(*names.split())}
+    return roads | {torch.functional.einsum: einsum}

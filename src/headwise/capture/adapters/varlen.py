@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.mask_algebra import Mask
 from ...core.masks import Causal
-from ..call import HeadsCall
+from ..call import AttentionCall
 from ..mask_import import Ranges
 from ..net import Net, Road
 from ..private_torch import arguments
@@ -60,15 +60,9 @@ def varlen_attention(net: Net, function: Any, args: tuple[Any, ...], kwargs: dic
         ]
     told = []
     for rows, keys, mask in parts:
-        call = HeadsCall(
-            net.names.current,
-            "varlen_attn",
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            made[:, :, rows],
-            keywords={"mask": mask, "scale": asked["scale"]},
-        )
+        parts_of = q[:, :, rows], k[:, :, keys], v[:, :, keys], made[:, :, rows]
+        call = AttentionCall(net.names.current, "varlen_attn", *parts_of, own_positions=True)
+        call.keywords |= {"mask": mask, "scale": asked["scale"]}
         told.append(net.tell(call))
     if all(new is None for new in told):
         return result

@@ -7,7 +7,9 @@ What is taken here for heads is held to what becomes of the outputs (`parts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -15,11 +17,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from .heads import composite
 from .modules import Forward
-
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
-"""What modules and their configurations call the number of their heads."""
+from .ranks import number_of_heads
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def leading(
     if len(sizes) < 2:
         return _of_one_axis(prod(sizes), queries, width, running, read)
     known = composite()
-    heads = known.heads if known else _said([forward.module for forward in running[-1:-4:-1]])
+    heads = known.heads if known else number_of_heads(*(one.module for one in running[-1:-4:-1]))
     if len(sizes) == 2:
         first = known is None and _heads_first(sizes, heads, rows, values)
         count, others = sizes[not first], sizes[first]
@@ -136,7 +135,7 @@ def _of_one_axis(
     """Batch and heads in one axis, or batch alone."""
     known, positions = composite(), {number for number, _ in read}
     alone = size * queries in positions
-    heads = known.heads if known else _said([running[-1].module, *_holders(running)])
+    heads = known.heads if known else number_of_heads(running[-1].module, *_holders(running))
     heads = heads or _projected(size * queries, width, read) or 1
     if known is None and alone and size * queries // heads not in positions:
         heads = 1  # one by one
@@ -191,16 +190,6 @@ def _places(
     return tuple(sorted(found[0], key=lambda axis: shared[axis])) if len(found) == 1 else None
 
 
-def _said(modules: Sequence[nn.Module]) -> int | None:
-    """The number of heads that the first of these modules that has one says."""
-    for module in modules:
-        for owner in (module, getattr(module, "config", None)):
-            for heads in (getattr(owner, name, None) for name in _HEADS):
-                if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-                    return heads
-    return None
-
-
 def _holders(running: Sequence[Forward]) -> list[nn.Module]:
     """The attention modules around the innermost module, up to two levels; none that has several
     of the kind, each of which may be a head."""
@@ -211,3 +200,53 @@ def _holders(running: Sequence[Forward]) -> list[nn.Module]:
         if "att" in type(forward.module).__name__.lower()
         and sum(type(part) is kind for part in forward.module.modules()) == 1
     ]
+
+
+# ── composite functions ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Composite:
+    """What is known of the attention calls inside a function that projects, too.
+
+    heads: how many there are, where batch and heads are one axis.
+    own: whether queries and keys come from the same sequence; `None` where that is not known.
+    behind: so many keys stand behind the others and have no position (`bias_k`, zeros).
+    projection: weight of the output projection `[O, H · Dv]`.
+    """
+
+    heads: int
+    own: bool | None
+    behind: int
+    projection: Tensor | None
+
+
+_INSIDE: ContextVar[Composite | None] = ContextVar("_INSIDE", default=None)
+
+
+def composite() -> Composite | None:
+    """Return the composite function that is running in this thread, if one is."""
+    return _INSIDE.get()
+
+
+@contextmanager
+def inside(of: Composite) -> Iterator[None]:
+    """Let what attends in a `with` block do so inside a composite function."""
+    token = _INSIDE.set(of)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(token)
+
+
+def keys_behind(module: nn.Module) -> int:
+    """Return how many keys without a position stand behind the others.
+
+    The composite function says so; of attention that a module writes out itself, the names that
+    `nn.MultiheadAttention` and fairseq give them do.
+    """
+    within = composite()
+    if within is not None:
+        return within.behind
+    learned = isinstance(getattr(module, "bias_k", None), Tensor)
+    return learned + (getattr(module, "add_zero_attn", False) is True)
