@@ -158,10 +158,10 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
     A head is named when it has broken a rule at `steps` records in a row, and had not at the one
     before these: so a head that stays beyond a limit is named once.
     """
-    names = [(layer, head) for layer, number in heads.items() for head in range(number)]
+    names: list[tuple[str, int]] = []
     found = []
     for rule in rules:
-        series = _series(rule.statistic, records, len(names))
+        series = _series(rule.statistic, records, sum(heads.values()))
         if series is None or len(series) < rule.steps:
             continue
         ends = range(len(series), max(0, len(series) - rule.steps - 1), -1)
@@ -169,6 +169,9 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
         news = np.logical_and.reduce(broken[: rule.steps])
         if len(broken) > rule.steps:
             news &= ~broken[-1]
+        if not news.any():
+            continue
+        names = names or [(layer, head) for layer, n in heads.items() for head in range(n)]
         for place in np.flatnonzero(news):
             value = float(series[-1, place])
             found.append(Alarm(records[-1].step, rule.name, rule.statistic, *names[place], value))
