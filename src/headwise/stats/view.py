@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..backends.blocked import blocks
 from ..core.call import Call, PreparedCall
 from ..core.index import grid
-from ..core.mask_algebra import Interval, Mask, Rows
+from ..core.mask_algebra import And, Interval, Mask, Or, Rows
+from ..core.masks import Bias, Dense, Documents, Padding, Prefix
 from ..core.shapes import Extent
 from .lazy import Lazy
 from .sampling import Sample
@@ -230,11 +231,14 @@ SMALL = 1 << 12
 """The most numbers in a tensor that is kept or copied for later."""
 
 
+_COPIED = (Padding, Prefix, Documents, Dense, Bias, And, Or)
+
+
 def _copied(mask: Mask) -> Mask | None:
-    """Return the mask with tensors of its own; `None` if these are large, or it is no dataclass."""
+    """Return the mask with tensors of its own; `None` if these are large, or it is unknown."""
     if mask.free:
         return mask
-    if not is_dataclass(mask) or sum(x.numel() for x in mask.tensors()) > SMALL:
+    if type(mask) not in _COPIED or sum(x.numel() for x in mask.tensors()) > SMALL:
         return None
     changes: dict[str, Any] = {}
     for one in fields(mask):
