@@ -53,17 +53,20 @@ class Figures:
     self: Float[Tensor, "B H T"] | None = None
 
     def at(self, rows: Tensor) -> Figures:
-        """Return the results of some queries, without the output; of one tensor in one step."""
+        """Return the results of some queries, without the output; one tensor's in one step."""
         given = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
         given.pop("out", None)
-        bases = {id(x._base): x._base for x in given.values()}
-        base = next(iter(bases.values()), None)
-        if len(bases) > 1 or base is None or base.dim() != 4 or base.requires_grad:
-            return Figures(None, **{"lse": None} | {n: x[:, :, rows] for n, x in given.items()})
-        some, step, first = base[..., rows], base.stride(0), base.storage_offset()
-        return Figures(
-            None, **{n: some[(x.storage_offset() - first) // step] for n, x in given.items()}
-        )
+        some: dict[int, Tensor] = {}
+        for name, x in given.items():
+            base = x._base
+            if base is None or base.dim() != 4 or base.requires_grad:
+                given[name] = x[:, :, rows]
+                continue
+            if id(base) not in some:
+                some[id(base)] = base[..., rows]
+            place = (x.storage_offset() - base.storage_offset()) // base.stride(0)
+            given[name] = some[id(base)][place]
+        return Figures(None, **{"lse": None} | given)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Figures:
         """Return the same results, each put through `change`."""

@@ -106,15 +106,20 @@ def table_bytes(mask: Mask, extent: Extent, device: torch.device) -> int:
     tables, biases = [], []
     for part, rows, of in _parts(mask, None, extent):
         kind = type(part)
-        if kind in (Everything, Causal, Window, ALiBi):
+        if kind in (Everything, Causal, Window, ALiBi, Padding):
+            continue
+        if isinstance(part, Dense) and kind is Dense:
+            tables.append((part.mask, rows is not None))
+            continue
+        if isinstance(part, Bias) and kind is Bias:
+            biases.append((part.values, rows is not None or part.values.dtype != torch.float32))
             continue
         i, j = _grid(rows, of, device)
         few = i[:2], j[:, :2], of  # these tell which axes an answer has
-        if kind is not Bias and (part.biased or _interval(part, i, of) is None):
-            tables.append((part.allowed(*few), kind is not Dense or rows is not None))
-        if part.biased and (bias := part.bias(*few)) is not None:
-            own = kind is Bias and bias.dtype == torch.float32
-            biases.append((bias, not own or rows is not None))
+        if part.biased or _interval(part, i, of) is None:
+            tables.append((part.allowed(*few), True))
+        if part.biased:
+            biases.append((part.bias(*few), True))
     return _bytes(tables, extent, 1) + _bytes(biases, extent, 4)
 
 

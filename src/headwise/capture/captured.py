@@ -442,8 +442,8 @@ class WatchedModule:
 
 def _state_of(reading: Reading) -> dict[str, Any]:
     """A reading as plain values and tensors."""
-    whole = reading.whole if reading.every is None else reading.every.moments
-    return vars(reading) | {"whole": None if whole is None else vars(whole), "every": None}
+    reading = reading.detached()
+    return vars(reading) | {"whole": None if reading.whole is None else vars(reading.whole)}
 
 
 def _reading_of(state: dict[str, Any]) -> Reading:

@@ -43,6 +43,8 @@ class Ranges(Mask):
     [[1, 0, 0], [1, 1, 1], [0, 1, 1]]
     """
 
+    fixed = True
+
     low: Int[Tensor, "#B 1 #T 1"]
     high: Int[Tensor, "#B 1 #T 1"]
 
@@ -93,6 +95,8 @@ class Queries(Mask):
     >>> Queries(torch.tensor([[True, False]])).dense(queries=2, keys=3)[0, 0].int().tolist()
     [[1, 1, 1], [0, 0, 0]]
     """
+
+    fixed = True
 
     real: Bool[Tensor, "#B T"]
 
@@ -344,13 +348,19 @@ def attended(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "
 
 
 class Copy:
-    """A copy of a tensor, without what is only repeated."""
+    """A copy of a tensor, without what is only repeated; on a GPU, how often it was changed.
+
+    There the host would wait for a comparison, and PyTorch counts changes but in inference mode.
+    """
 
     def __init__(self, x: Tensor) -> None:
-        self._kept = once(x).clone()
+        self._counted = x.device.type != "cpu" and not x.is_inference()
+        self._kept = torch.tensor(x._version) if self._counted else once(x).clone()
 
     def same(self, x: Tensor) -> bool:
-        """Whether a tensor of the same layout holds the same numbers."""
+        """Return True if a tensor of the same layout holds the same numbers."""
+        if self._counted:
+            return not x.is_inference() and x._version == int(self._kept)
         return torch.equal(self._kept, once(x))
 
 

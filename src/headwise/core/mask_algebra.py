@@ -41,7 +41,7 @@ class Mask(Brief):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in ("free", "from_first_key"):  # of a subclass, only it can say so
+        for name in ("free", "fixed", "from_first_key"):  # of a subclass, only it can say so
             if name not in vars(cls):
                 setattr(cls, name, False)
         if cls.interval is not Mask.interval and cls.allowed is Mask.allowed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class Reading(Brief):
     Of some of the queries, n stand in place of T, and `sampled` is true: the `largest` of these is
     a lower bound, on which nothing may be decided. Where they were drawn by chance, `weights` `[n]`
     says how many queries each stands for, and `error` is the standard error of each head's mean
-    `[H]`; or `every` is the reading of all queries, or `whole` has its sums, and the mean is exact.
+    `[H]`; or `every` gives the reading of all queries, or `whole` has its sums, and the mean is
+    exact.
 
     For metrics that are not per query, so that they can be joined over calls: `per_key` says that
     `values` `[B, H, S]` are sums over queries; `over` says of means over how many queries they
@@ -96,7 +98,12 @@ class Reading(Brief):
     weights: Tensor | None = None
     whole: Moments | None = None
     unknown: str = ""
-    every: Reading | None = None
+    every: Callable[[], Reading] | None = None
+
+    def detached(self) -> Reading:
+        """Return the same without a graph, with sums in place of what gives the reading of all."""
+        whole = self.whole if self.every is None else self.moments
+        return replace(self, values=self.values.detach(), whole=whole, every=None)
 
     def without_values(self, why: str) -> Reading:
         """Return the reading of a metric that cannot be known for its call."""
@@ -109,19 +116,19 @@ class Reading(Brief):
         if self.whole is not None:
             return self.whole
         if self.every is not None:
-            return self.every.moments
+            return self.every().moments
         made = moments_of(self.values, self.rows, self.among, self.weights)
         if self.error is None:
             return made
         return replace(made, errors=(made.heads.count * self.error).square())
 
-    def of_some(self, every: Reading | None, weights: Tensor | None) -> Reading:
+    def of_some(self, every: Callable[[], Reading] | None, weights: Tensor | None) -> Reading:
         """Return the reading as one of some queries, which are drawn if they have weights.
 
-        `every` is the reading of all, where that is known: its maximum takes the place of theirs.
+        `every` gives that of all, where it is known: its maximum takes the place of theirs.
         """
-        if every is not None and every.largest:
-            return every
+        if every is not None and self.largest:
+            return every()
         values, rows = self.values.detach(), self.rows
         if rows is None or values.dim() != 3 or weights is None:
             return replace(self, sampled=True)
@@ -150,7 +157,7 @@ def form_of(reading: Reading) -> object:
     given = tuple(
         part is None for part in (*parts, reading.whole, reading.whole and reading.whole.among)
     )
-    every = None if reading.every is None else form_of(reading.every)
+    every = None if reading.every is None else form_of(reading.every())
     return len(x), x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, given, every
 
 
@@ -181,7 +188,9 @@ def side_by_side(readings: Sequence[Reading]) -> Reading:
         error=joined([one.error for one in readings]),
         weights=joined([one.weights for one in readings], [size[1:] for size in sizes]),
         whole=whole,
-        every=None
-        if first.every is None
-        else side_by_side([one.every for one in readings if one.every]),
+        every=partial(_every, readings) if first.every else None,
     )
+
+
+def _every(readings: Sequence[Reading]) -> Reading:
+    return side_by_side([one.every() for one in readings if one.every is not None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,19 +56,27 @@ class Readings(Mapping[str, Reading]):
             statistic = self._statistics[number]
             part = statistic.metric(record)
             if record.view.rows is not None and _of_queries(statistic):
-                every = self._of_every_query(record.every, statistic)
-                drawn = record.view.drawn
-                part = {name: x.of_some(every.get(name), drawn) for name, x in part.items()}
+                every, drawn = self._of_every_query(record.every, statistic), record.view.drawn
+                part = {name: x.of_some(every and every(name), drawn) for name, x in part.items()}
             self._parts[number] = part
         return part
 
-    def _of_every_query(self, every: Record | None, statistic: Statistic) -> dict[str, Reading]:
-        """Return the readings of all queries, where some are drawn and those of all are known."""
+    def _of_every_query(
+        self, every: Record | None, statistic: Statistic
+    ) -> Callable[[str], Callable[[], Reading]] | None:
+        """Return what gives the readings of all queries, where some are drawn and all are known."""
         needs = statistic.needs.values()
         if every is None or not needs or not all(need in every.answers for need in needs):
-            return {}
-        with no_graph():
-            return statistic.metric(every)
+            return None
+        made: dict[str, Reading] = {}
+
+        def reading(name: str) -> Reading:
+            if not made:
+                with no_graph():
+                    made.update(statistic.metric(every))
+            return made[name]
+
+        return lambda name: partial(reading, name)
 
     def __getitem__(self, name: str) -> Reading:
         if name not in self._owner:  # such as the contribution, where a projection is known
@@ -95,10 +104,7 @@ class Readings(Mapping[str, Reading]):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: every reading, and no graph."""
         parts = [self._part(number) for number in range(len(self._parts))]
-        ready = [
-            {name: replace(x, values=x.values.detach()) for name, x in part.items()}
-            for part in parts
-        ]
+        ready = [{name: x.detached() for name, x in part.items()} for part in parts]
         nothing = (None,) * len(parts)
         return {"_record": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
 

@@ -155,7 +155,7 @@ class View:
         """The number of keys that each query may attend to."""
 
         def counted() -> Tensor:
-            if self.rows is not None and self.prepared is not None:
+            if self._some:
                 return self._of_all.counts[..., self.rows]
             if self.ranges is not None:
                 return self.ranges[1] - self.ranges[0]
@@ -168,7 +168,7 @@ class View:
         """The queries that may attend to something."""
 
         def valid() -> Tensor:
-            if self.rows is not None and self.prepared is not None:
+            if self._some:
                 return self._of_all.valid_rows[..., self.rows]
             return self.counts > 0 if self.ranges is None else self.ranges[1] > self.ranges[0]
 
@@ -196,23 +196,37 @@ class View:
     def once(self, about: Hashable, make: Callable[[], Tensor], free: bool = True) -> Tensor:
         """Return what is made once for the call.
 
-        Where neither the mask nor what it is `about` holds tensors, it is made once for all calls
-        of the kind, if it is small.
+        Where the mask holds no tensors, or its own, and what it is `about` neither, it is made
+        once for all calls that are alike, if it is small.
         """
         found = self._once.get(about)
         if found is not None:
             return found
-        known = self.prepared if free and self.mask.free else None
-        found = None if known is None else known.tensors.get(about)
+        known = self._shared if free else None
+        found = None if known is None else known.get(about)
         if found is None:
-            with torch.inference_mode(False) if known else nullcontext():  # graphs keep it
+            with nullcontext() if known is None else torch.inference_mode(False):  # graphs keep it
                 found = make()
             if known is not None and found.numel() <= SMALL:
-                known.tensors[about] = found
+                known[about] = found
         if known is not None:
             found = found.clone()  # the caller's own
         self._once[about] = found
         return found
+
+    @property
+    def _shared(self) -> dict[Hashable, Tensor] | None:
+        """What alike calls share, which depends on sizes and mask alone."""
+        if self.mask.free:
+            return None if self.prepared is None else self.prepared.tensors
+        if self.rows is not None or not self.mask.fixed:
+            return None
+        return self.mask.known.setdefault((self.extent, self.device), {})
+
+    @property
+    def _some(self) -> bool:
+        """True if some queries are looked at, and what is known of all is shared by alike calls."""
+        return isinstance(self.mask, Rows) and (self.prepared is not None or self.mask.mask.fixed)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return room for sums, `[B · H, *shape]`, in the dtype of statistics."""
@@ -241,7 +255,7 @@ def _copied(mask: Mask) -> Mask | None:
     if type(mask) not in _COPIED or sum(x.numel() for x in mask.tensors()) > SMALL:
         return None
     changes: dict[str, Any] = {}
-    for one in fields(mask):
+    for one in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, one.name)
         if isinstance(value, Tensor):
             changes[one.name] = value.detach().clone()
@@ -250,7 +264,7 @@ def _copied(mask: Mask) -> Mask | None:
             if None in parts:
                 return None
             changes[one.name] = tuple(parts) if isinstance(value, tuple) else parts[0]
-    return replace(mask, **changes)
+    return replace(mask, **changes)  # type: ignore[type-var]
 
 
 def keys_in_sight(mask: Mask, extent: Extent, device: torch.device) -> Bool[Tensor, "#B #H S"]:
