@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.stats.moments import moments_of
 from headwise.stats.statistic import Statistic
 from support import B, D, G, H, S, T, qkv
 
@@ -230,3 +231,41 @@ def test_faults_are_named() -> None:
             running.add(bad)
         assert running.calls == 1  # a call that is refused leaves nothing behind
         assert torch.equal(running["received"], before)
+
+
+def test_states_of_older_versions_are_read() -> None:
+    q, k, v = (x.double() for x in qkv(S, S))
+    running = hw.Running()
+    running.add(hw.observe(q, k, v, hw.Entropy(), hw.Mass(hw.Previous()), mask=hw.Causal()))
+    state = running.state()
+    parts = []
+    for part in state["parts"]:
+        moments = part["moments"]
+        old = {name: part[name] for name in ("name", "count", "texts", "unknown")}
+        old |= {"kind": "queries", "mean": moments["total"] / moments["count"]}
+        old |= {"squares": moments["squares"], "maximum": moments["largest"]}
+        covered = moments["among"] is not None
+        zero = torch.zeros(H).double()
+        old |= {"covered": covered, "among": moments["among"] if covered else zero}
+        parts.append(old | {"drawn": False, "errors": zero})
+    parts.append({"kind": "heads", "name": "own", "count": zero + 2, "total": zero + 6})
+    parts[-1]["texts"] = parts[0]["texts"]
+    read = hw.Running.of_state({**state, "parts": parts})
+    for name in running.names:
+        torch.testing.assert_close(read[name], running[name], **TOL)
+        torch.testing.assert_close(read.deviation(name), running.deviation(name), **TOL)
+        assert torch.equal(read.maximum(name), running.maximum(name))
+    assert read["own"].tolist() == [3.0] * H
+    table = [{n: x for n, x in row.items() if not n.startswith("own")} for row in read.table(texts=True)]
+    assert [list(row) for row in table] == [list(row) for row in running.table(texts=True)]
+    for row, want in zip(table, running.table(texts=True), strict=True):
+        assert row == pytest.approx(want, rel=1e-12)
+
+
+def test_moments_merge_to_those_of_all() -> None:
+    values, rows = torch.randn(2, 3, 9).double(), torch.rand(2, 3, 9) > 0.3
+    whole = moments_of(values, rows).heads
+    parts = [moments_of(values[..., i], rows[..., i]) for i in (slice(0, 4), slice(4, 9))]
+    merged = parts[0].merge(parts[1])
+    for name in ("total", "count", "squares", "largest", "mean"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), **TOL)

@@ -334,3 +334,22 @@ def test_weights_are_read_while_a_cache_goes_on_behind_its_keys() -> None:
         k.zero_()
         with pytest.raises(ValueError, match="changed in place"):
             seen.weights()
+
+
+def test_patterns_are_masks() -> None:
+    q, k, v = (x.double() for x in qkv(t=S))
+    ids = torch.randint(0, 3, (S,))
+    pairs = [
+        (hw.First(2), hw.Prefix(2)),
+        (hw.Self(), At(0)),
+        (hw.Previous(3), At(-3)),
+        (hw.First(2) & hw.Window(4), hw.Prefix(2) & hw.Window(4)),
+        (hw.SameToken(ids), hw.Dense(ids[:, None].eq(ids) & ~torch.eye(S, dtype=torch.bool))),
+    ]
+    for one, other in pairs:
+        masses = [hw.Mass(keys, name="mass") for keys in (one, other)]
+        seen = [hw.observe(q, k, v, mass, mask=hw.Causal()) for mass in masses]
+        torch.testing.assert_close(seen[0]["mass"], seen[1]["mass"], rtol=1e-12, atol=1e-12)
+        assert torch.equal(seen[0].reading("mass").rows, seen[1].reading("mass").rows)
+        outs = [hw.attend(q, k, v, mask=mask, backend="blocked") for mask in (one, other)]
+        torch.testing.assert_close(*outs)

@@ -187,7 +187,7 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
     terms = None if known is None else known.terms
     if terms is None:
         terms = _terms(call)
-    if known is not None and not any(isinstance(x, Tensor) for x in terms):
+    if known is not None and known.terms is terms:
         structs = known.structs
     dropped = dropped_of(call.dropout) if call.dropout and v is not None else 0
     softcap, seed = call.softcap or 0.0, call.seed if dropped else None
@@ -207,6 +207,8 @@ def _terms(call: Call) -> Terms:
         terms = terms_of(mask, call.extent, device)
     if terms.allowed is None and terms.bias is None:  # which may be large
         known.terms = terms
+    if any(isinstance(x, Tensor) for x in terms):  # structs point to them
+        known.structs = None
     return terms
 
 

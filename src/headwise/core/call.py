@@ -65,8 +65,9 @@ class PreparedCall:
     """The `Backend`, by the name given, whether a graph is kept, and whether there are sinks."""
     terms: Any = None
     """The mask as the native kernel's `Terms`, where they hold no tensor."""
-    structs: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
-    """Structs of the native CPU kernel to copy, by the strides of q, k and v."""
+    structs: BoundedCache[Hashable, Any] | None = field(default_factory=BoundedCache)
+    """Structs of the native CPU kernel to copy, by the strides of q, k and v; `None` for masks of
+    which the kernel reads tensors."""
     fused: dict[bool, bool] = field(default_factory=dict)
     """Whether PyTorch's kernel makes the output of `Native` on CUDA, by whether a graph is kept."""
     tile: Any = None

@@ -321,8 +321,7 @@ def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
     view = View(call, None, False)
     other = Work(view, chosen, work.keeps_graph, output=False, strict=work.strict)
     one_pass = isinstance(other.backend, OnePass)
-    fields = {_MAX_LOGIT: "max"} if one_pass else {}
-    other.plan = replace(work.plan, fields=fields, together=False)
+    other.plan = replace(work.plan, fields=("max",) if one_pass else (), together=False)
     other.make_call()
     with no_graph():
         if one_pass:

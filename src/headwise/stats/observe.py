@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -173,7 +174,7 @@ def observe_call(
     again = None
     if record.lse is None:
         again = _Again(call, sample, chosen.name, gradients, strict)
-    return Seen(record, readings, out, lost, _Changed(call, _changes(call)), again)
+    return Seen(record, readings, out, lost, partial(_changed, call, _changes(call)), again)
 
 
 @dataclass(frozen=True)
@@ -194,15 +195,9 @@ class _Again:
         return run(work, planned(work, Statistics.of((LSE(),)), "observe"))
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """Returns True if a call's tensors may hold other numbers than before."""
-
-    call: Call
-    before: tuple[int, ...]
-
-    def __call__(self) -> bool:
-        return -1 in self.before or _changes(self.call) != self.before
+def _changed(call: Call, before: tuple[int, ...]) -> bool:
+    """Return True if a call's tensors may hold other numbers than before."""
+    return -1 in before or _changes(call) != before
 
 
 def _changes(call: Call) -> tuple[int, ...]:
@@ -210,7 +205,7 @@ def _changes(call: Call) -> tuple[int, ...]:
     tensors = [call.q, call.k, call.sinks]
     if call.prepared is None:  # else its mask holds none
         tensors += call.mask.tensors()
-    return tuple(-1 if x.is_inference() else x._version for x in tensors if x is not None)
+    return tuple([-1 if x.is_inference() else x._version for x in tensors if x is not None])
 
 
 def planned(work: Work, statistics: Statistics, function: str) -> Plan:

@@ -161,7 +161,8 @@ class RowSum(OfPass):
 class Plan:
     """A route for each need, in the order of the needs.
 
-    `fields` are those that a one-pass backend gives with the call, by the needs that they answer;
+    `steps` are these once more, each with the field of a one-pass backend that answers it, if one
+    does: `fields` are those fields;
     `reduced` are the needs that a
     pass over the scores answers, `rows` those that one over whole rows does; with `together`, one
     extra call answers two needs. `far` is the plan for calls whose log-sum-exp is not `near`,
@@ -169,7 +170,8 @@ class Plan:
     """
 
     routes: Mapping[Need, Route]
-    fields: Mapping[Need, str]
+    steps: tuple[tuple[Need, Route, str | None], ...]
+    fields: tuple[str, ...]
     reduced: tuple[Need, ...]
     rows: tuple[Need, ...]
     together: bool
@@ -193,9 +195,11 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
     if together:
         routes |= dict.fromkeys(two, TOGETHER)
     own = Need.row_figure
+    steps = tuple((n, r, n.kernel if r.kind == KERNEL else None) for n, r in routes.items())
     made = Plan(
         routes,
-        fields={n: n.kernel for n, r in routes.items() if r.kind == KERNEL and n.kernel},
+        steps=steps,
+        fields=tuple(field for _, _, field in steps if field),
         reduced=tuple(n for n, r in routes.items() if r.kind == PASS),
         rows=tuple(
             n for n, r in routes.items() if r.kind == ROWS and type(n).row_figure is not own

@@ -5,7 +5,7 @@ Nothing here holds the T×T matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -41,28 +41,29 @@ def run(work: Work, plan: Plan) -> Record:
         work.make_call()
         if plan.far is not None and not work.near:
             work.plan = plan.far
-    routes = work.plan.routes
+    steps = work.plan.steps
     with nullcontext() if view.gradients else no_graph():
-        answers = _answers(work, routes)
+        answers = _answers(work, steps)
     every = work.every
     if every is not None:
         with no_graph():
-            known = {n: r for n, r in routes.items() if n.available(r, every, work)}
+            known = [step for step in steps if step[0].available(step[1], every, work)]
             every = Record(every.view, _answers(every, known), lse=every.lse)
     lse = None if work.whole_lse is None else work.lse
     return Record(view, answers, work.whole_out, work.whole_lse, lse, every)
 
 
-def _answers(work: Work, routes: Mapping[Need, Route]) -> dict[Need, Any]:
+def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dict[Need, Any]:
     """Answer each need: by the field of a one-pass backend as it is, or by its route."""
-    fields, given, view = work.plan.fields, work.given, work.view
+    given, view = work.given, work.view
     if not view.keep_mask():  # its tensors may hold other numbers when a metric is read
         _ = view.valid_rows
-        for need in fields:
-            need.settle(view)
+        for need, _, field in steps:
+            if field:
+                need.settle(view)
     return {
-        need: getattr(given, fields[need]) if need in fields else need.answer(route, work)
-        for need, route in routes.items()
+        need: getattr(given, field) if field else need.answer(route, work)
+        for need, route, field in steps
     }
 
 
@@ -116,17 +117,16 @@ class Work:
         """
         view = self.view
         whole = self._with_output() if self.output else self._without_output()
-        with nullcontext() if view.gradients else no_graph():
-            lse = self.lse if whole is None else whole.lse
-            assert lse is not None
-            if self.strict:
-                check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
-            self.whole_lse = lse if view.gradients else lse.detach()
+        lse = self.lse if whole is None else whole.lse
+        assert lse is not None
+        if self.strict:
+            check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
+        self.whole_lse = lse if view.gradients else lse.detach()
 
     def _with_output(self) -> Figures:
         view, chosen = self.view, self.chosen
         if isinstance(chosen, OnePass):
-            whole = chosen.observe(view.asked, self.plan.fields.values(), view.gradients)
+            whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
         else:
             whole = Figures(*chosen.run(view.asked, view.gradients))
         self.whole_out = whole.out
@@ -144,14 +144,14 @@ class Work:
             assert view.rows is not None
             self.given = self.every.given.at(view.rows)
         elif isinstance(self.backend, OnePass):
-            self.given = self.backend.figures(view.scored, self.plan.fields.values())
+            self.given = self.backend.figures(view.scored, self.plan.fields)
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
         with no_graph():
             every = self._at_every_query(None)
             if isinstance(every.backend, OnePass):
-                every.given = every.backend.figures(every.view.scored, self.plan.fields.values())
+                every.given = every.backend.figures(every.view.scored, self.plan.fields)
             else:
                 tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
                 call = self.view.asked.with_(**tensors, dropout=0.0)

@@ -34,12 +34,11 @@ class Readings(Mapping[str, Reading]):
 
     def __init__(self, record: Record, statistics: Statistics) -> None:
         self._record, self._statistics = record, statistics.each
-        self._parts: list[dict[str, Reading] | None] = [None] * len(statistics)
+        self._parts: list[dict[str, Reading] | None] = [None] * len(statistics.each)
         self._owner, self._later = statistics.owner, statistics.later
         whole = record.view.gradients or traced()
-        for number, statistic in enumerate(statistics.each):
-            if whole or not statistic.deferred:
-                self._part(number)
+        for number in range(len(self._parts)) if whole else statistics.at_once:
+            self._part(number)
 
     def let_go(self) -> Readings:
         """Return the same readings without the call: what is left to work out needs none of it."""

@@ -108,6 +108,11 @@ class Statistics:
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
+    def at_once(self) -> tuple[int, ...]:
+        """The numbers of those whose metrics are worked out with the call."""
+        return tuple(number for number, one in enumerate(self.each) if not one.deferred)
+
+    @Lazy
     def later(self) -> frozenset[Need]:
         """What those need that are worked out later."""
         return frozenset(n for one in self.each if one.deferred for n in one.needs.values())
