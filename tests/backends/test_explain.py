@@ -13,7 +13,7 @@ from headwise.backends import BACKENDS
 from headwise.stats import run
 from headwise.stats.blocks import Scores
 from headwise.stats.mass import _Masses
-from headwise.stats.plan import CALL, PAIRS, PASS
+from headwise.stats.plan import PAIRS, PASS, ROWS
 from headwise.stats.record import Record
 from headwise.stats.statistic import Statistic
 from support import MASKS_WITH_POSITIONS, B, S, T, qkv
@@ -112,14 +112,14 @@ def test_without_an_output_the_lse_is_one_more_call(done: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
-def test_crowded_patterns_are_said_to_be_read_by_a_call(share: float, done: Counter[str]) -> None:
+def test_crowded_patterns_are_said_to_be_read_in_rows(share: float, done: Counter[str]) -> None:
     q, k, v = (torch.randn(1, 2, 200, 4) for _ in range(3))
     ids = torch.arange(200) % round(1 / share)
     statistic = hw.Mass(hw.SameToken(ids))
     way = hw.explain(q, k, v, statistic, backend="sdpa").statistics["same_token"]
     hw.observe(q, k, v, statistic, backend="sdpa")
-    assert way.startswith(CALL if share == 0.5 else PAIRS)
-    assert (done["_mass_within"], done["_mass_of_pairs"]) == ((1, 0) if share == 0.5 else (0, 1))
+    assert way.startswith(ROWS if share == 0.5 else PAIRS)
+    assert (done["in_rows"], done["_mass_of_pairs"]) == ((1, 0) if share == 0.5 else (0, 1))
 
 
 @pytest.mark.parametrize(

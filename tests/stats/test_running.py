@@ -256,7 +256,9 @@ def test_states_of_older_versions_are_read() -> None:
         torch.testing.assert_close(read.deviation(name), running.deviation(name), **TOL)
         assert torch.equal(read.maximum(name), running.maximum(name))
     assert read["own"].tolist() == [3.0] * H
-    table = [{n: x for n, x in row.items() if not n.startswith("own")} for row in read.table(texts=True)]
+    table = [
+        {n: x for n, x in row.items() if not n.startswith("own")} for row in read.table(texts=True)
+    ]
     assert [list(row) for row in table] == [list(row) for row in running.table(texts=True)]
     for row, want in zip(table, running.table(texts=True), strict=True):
         assert row == pytest.approx(want, rel=1e-12)

@@ -239,7 +239,7 @@ def test_patterns_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (max_logit, masses):
             monkeypatch.setattr(module, "SCORES_AT_A_TIME", scores)
         monkeypatch.setattr(max_logit, "SCORES_IN_CACHE", scores)
-        monkeypatch.setattr(masses, "CROWDED", crowded)  # a call of their own always, or never
+        monkeypatch.setattr(masses, "CROWDED", crowded)  # whole rows always, or never
         for statistic in everything(ids):
             seen = hw.observe(q, k, v, statistic)
             for key, want in statistic.define(exact).items():

@@ -20,6 +20,7 @@ import headwise as hw
 from headwise.capture import session
 from headwise.capture.known import known
 from headwise.capture.private_torch import modes
+from headwise.core.heard import observers
 from hugging_cases import CASES
 from journeys import moves
 from monitored import B, E, Fused, H, batch
@@ -128,7 +129,7 @@ def test_a_model_that_changes_before_a_forward_is_followed_in_full_from_there_on
         trained(model, optimizer)
         assert monitor.latest["entropy"].present.all()
     assert type(model).__call__ is nn.Module.__call__
-    assert all(layer.observer is None for layer in model.layers[:3])
+    assert not observers
 
 
 def test_a_forward_in_which_other_modules_attend_makes_the_next_one_followed_in_full() -> None:

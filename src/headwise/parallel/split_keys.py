@@ -20,7 +20,7 @@ from ..stats.lse import LSE, Sink
 from ..stats.mass import Mass
 from ..stats.max_logit import MaxLogit, Norms
 from ..stats.observe import observe
-from ..stats.patterns import At, First, Previous, Self
+from ..stats.patterns import First, Induction, SameToken
 from ..stats.record import Reading
 from ..stats.seen import Seen
 from ..stats.statistic import Statistic
@@ -123,7 +123,7 @@ def _of_own(statistic: Statistic, first_key: int) -> Statistic | None:
         left = statistic.keys.count - first_key
         return Mass(First(left), name=statistic.names[0]) if left > 0 else None
     if isinstance(statistic, Mass):
-        fits = isinstance(statistic.keys, Mask | Previous | Self | At)
+        fits = not isinstance(statistic.keys, SameToken | Induction)
     if isinstance(statistic, Distance):
         fits = not (statistic.spread or statistic.absolute)
     if not fits:

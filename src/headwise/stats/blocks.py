@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Call
-from ..backends.blocked import SCORES_AT_A_TIME, blocks, computed_again
+from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE, blocks, computed_again
 from ..backends.tiles import Bounds
 from ..core.index import grid
 from ..core.modes import readable, traced
@@ -165,8 +165,8 @@ class Scores:
         kept. Without, results go where room was made beforehand: small ones left between the
         passing large ones would keep the heap from closing up.
         """
-        e, cut = self.extent, self.blocks(SCORES_AT_A_TIME)
-        shape = (e.batch, e.heads)
+        e, size = self.extent, SCORES_AT_A_TIME if self.gradients else SCORES_IN_CACHE
+        cut, shape = self.blocks(size), (e.batch, e.heads)
 
         def of(block: Any) -> tuple[Tensor, ...]:
             rows = self.rows(block.rows, block.keys)

@@ -1,7 +1,8 @@
 """`Mass`: the attention to chosen keys, `Σ_{j∈J(i)} p_ij`.
 
-Of few keys it is taken from their scores alone, `exp(s_ij − lse_i)`; of many it is
-`exp(lse within the mask − lse)`, one more call of which only the log-sum-exp is read.
+Of few keys it is taken from their scores alone, `exp(s_ij − lse_i)`; of ranges and tables it is
+`exp(lse within the mask − lse)`, one more call of which only the log-sum-exp is read; of many keys
+that are no ranges, from whole rows.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from .statistic import Statistic
 from .view import View, visible_keys
 
 CROWDED = 1 / 64
-"""The share of the matrix from which pairs cost more, one by one, than a call."""
+"""The share of the matrix from which pairs cost more, one by one, than whole rows."""
 
 FEW = 64
 """The most keys that are looked at as the same few of all queries."""
 
 WITHIN = Route(CALL, "its log-sum-exp within the mask")
-CROWD = Route(CALL, "so many keys are chosen that one by one they would cost more")
+CROWD = Route(ROWS, "so many keys are chosen that one by one they would cost more")
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,14 @@ class MassOn(Need):
         has_target(self.keys, view)
 
     def shown(self, route: Route, work: Work) -> Route:
-        return _Masses(self.keys, work).route[0] if route.kind == PAIRS else route
+        return _Masses(self, work).route[0] if route.kind == PAIRS else route
 
     def available(self, route: Route, every: Work, drawn: Work) -> bool:
         if route.kind == KERNEL:
             return every.given is not None
         if drawn.few or not every.near:
             return drawn.few
-        masses = _Masses(self.keys, every)
+        masses = _Masses(self, every)
         if masses.route[0].kind == PAIRS:
             return True
         ranges, view = masses.ranges, drawn.view  # twice the scores of the drawn queries, at most
@@ -160,14 +161,13 @@ class MassOn(Need):
         return ranges is not None and ranges.omit is None and masses.mean_width <= most
 
     def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor]:
-        masses = _Masses(self.keys, work)
-        if route.kind == ROWS:
-            return work.by_rows(self).clamp(max=1.0), masses.targets()
-        mass, targets = masses.route[1]()
+        masses = _Masses(self, work)
+        rows = route.kind == ROWS
+        mass, targets = masses.of_rows() if rows else masses.route[1]()
         return mass.clamp(max=1.0), targets
 
     def row_figure(self, work: Work) -> RowFigure:
-        masses, shape = _Masses(self.keys, work), (work.view.extent.batch, work.view.extent.heads)
+        masses, shape = _Masses(self, work), (work.view.extent.batch, work.view.extent.heads)
 
         def mass(block: Block) -> Tensor:
             p, e = block.p.unflatten(0, shape), masses.extent
@@ -184,8 +184,8 @@ class _Masses:
         ValueError: the mask does not fit the call, or adds to the scores.
     """
 
-    def __init__(self, keys: Mask, work: Work) -> None:
-        view = work.view
+    def __init__(self, need: MassOn, work: Work) -> None:
+        view, keys, self.need = work.view, need.keys, need
         keys.check(view.whole)
         if keys.biased:
             raise ValueError(f"Mass({keys!r}): a mask that adds to the scores chooses no keys")
@@ -221,12 +221,16 @@ class _Masses:
         if ranges.omit is None:
             return WITHIN, self._within
         if self.mean_width > CROWDED * self.extent.keys:
-            return CROWD, self._within
+            return CROWD, self.of_rows
         return pairs, lambda: self._of_pairs(ranges)
 
     def targets(self) -> Tensor:
         """Tell which queries have a visible key among the chosen ones, `[B or 1, H or 1, n]`."""
         return visible_keys(self.call.mask & self.keys, self.extent, self.device) > 0
+
+    def of_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the mass from whole rows, normalized anew."""
+        return self.work.by_rows(self.need), self.targets()
 
     def _within(self) -> tuple[Tensor, Tensor]:
         """Many keys: one more call among them."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..core.shapes import Extent
 from .blocks import Accumulator, Block, RowFigure, RowSums
+from .view import View
 
-if TYPE_CHECKING:
-    from .run import Work
-    from .view import View
+Work = Any
+"""A call while its needs are answered: that of `run.py`, of which plans know nothing."""
 
 KERNEL = "the kernel's own"
 CALL = "identity: one more call"

@@ -56,8 +56,7 @@ class View:
         """Return what is known of the call beside its numbers; of masks, those that hold none."""
         kept, known = object.__new__(View), vars(self)
         vars(kept).update({name: known[name] for name in _SIZES})
-        if self._kept:
-            kept.mask = self.mask
+        kept.mask = self.mask if self._kept else _Gone()
         return kept
 
     def keep_mask(self) -> bool:
@@ -239,6 +238,13 @@ class View:
 
 _SIZES = "rows gradients drawn prepared has_sinks whole extent device dtype _once _kept".split()
 """What a view knows of a call without its tensors, beside its mask."""
+
+
+class _Gone(Mask):
+    """The mask of a call whose tensors are not kept: what was not worked out with it never is."""
+
+    def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
+        raise AssertionError("the mask of the call was let go")
 
 
 SMALL = 1 << 12

@@ -44,12 +44,13 @@ def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tens
     for net in _CALLS.everyone:
         if not (net.hears(layer) if layer is not None else net.in_full and net.open):
             continue
-        call = AttentionCall(net.names.current, "attend", asked.q, asked.k, asked.v, out)
+        name = net.names.names.get(id(layer))
+        named = net.names.current if name is None else name
+        call = AttentionCall(named, "attend", asked.q, asked.k, asked.v, out)
         call.keywords = {name: getattr(asked, name) for name in _KEYWORDS}
         call.keywords["first_query"] = asked.extent.first_query
-        name = net.names.names.get(id(layer))
         if source is not None and name is not None:
-            _of_layer(name, source, call, asked, backend, made)
+            _of_layer(source, call, asked, backend, made)
             new = net.tell(call, module=layer)
         else:
             call.own_positions = not net.names.crosses and at_the_end(asked.mask, asked.extent)
@@ -64,7 +65,6 @@ _KEYWORDS = ("mask", "scale", "softcap", "sinks")
 
 
 def _of_layer(
-    name: str,
     source: heard.Source,
     call: AttentionCall,
     asked: Call,
@@ -73,7 +73,7 @@ def _of_layer(
 ) -> None:
     """Add what a `MultiHeadAttention` knows of its call."""
     layer = source.layer
-    call.name, call.road = name, "headwise"
+    call.road = "headwise"
     call.keywords |= {"dropout": asked.dropout, "backend": backend}
     call.projection, call.own_positions = layer.projection, source.own_positions
     call.first_key, call.first_head = source.first_key, layer.first_head
