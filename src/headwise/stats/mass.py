@@ -131,6 +131,12 @@ class MassOn(Need):
     name: str
     mass = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.keys, self.name)))
+
+    def __hash__(self) -> int:  # once, as every call asks for it
+        return vars(self)["_hash"]
+
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
         return getattr(self.keys, "kernel", None)

@@ -61,7 +61,9 @@ class Record:
     def without_tensors(self, needs: Collection[Need]) -> Record:
         """Return the answers to these needs and the log-sum-exp, without call and output."""
         every = None if self.every is None else self.every.without_tensors(needs)
-        answers = {need: x for need, x in self.answers.items() if need in needs}
+        answers = self.answers
+        if len(needs) < len(answers):
+            answers = {need: x for need, x in answers.items() if need in needs}
         return Record(self.view.without_tensors(), answers, lse=self.lse, every=every)
 
 
