@@ -167,6 +167,7 @@ def test_watches_within_each_other_and_within_ablations() -> None:
         assert outside.table()[high] != inner.table()[high]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_faults_are_named() -> None:
     model = Two()
     with pytest.raises(ValueError, match="no gradient; watch the calls"):

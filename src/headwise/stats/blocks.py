@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -192,6 +192,7 @@ def probability(logits: Tensor, lse: Tensor) -> Tensor:
 # ── one pass over all scores ────────────────────────────────────────────────────────────────────
 
 
+@runtime_checkable
 class Accumulator(Protocol):
     """Something that is summed up block by block."""
 
