@@ -215,7 +215,7 @@ def assert_equal(name: str, ours: list[list[float]], theirs: list[list[float]]) 
     )  # which queries are drawn may differ
     for one, other in zip(ours[some], theirs[some], strict=True):
         torch.testing.assert_close(
-            torch.tensor(one), torch.tensor(other), rtol=error, atol=error, msg=name
+            torch.tensor(one), torch.tensor(other), rtol=error, atol=error, equal_nan=True, msg=name
         )
 
 

@@ -20,7 +20,8 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
 from .blocks import Block, RowFigure, probability
-from .patterns import First, KeyRanges, OneKey, ranges_of
+from .lazy import Lazy
+from .patterns import AmongPositions, First, KeyRanges, OfTokens, OneKey, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -198,8 +199,15 @@ class _Masses:
         self.work, self.extent, self.device = work, view.extent, view.device
         self.call, self.scores = view.call, work.scores
         self.keys = keys if view.rows is None else Rows(keys, view.rows, view.whole)
-        ranges = ranges_of(keys, view.whole, view.device) if readable(view.asked.q) else None
-        self.ranges = None if ranges is None else ranges.of(view.rows)
+        self.pattern = isinstance(keys, First | OneKey | OfTokens | AmongPositions)
+
+    @Lazy
+    def ranges(self) -> KeyRanges | None:
+        """The chosen keys as ranges; `None` if they are none, or numbers cannot be read."""
+        view = self.work.view
+        known = readable(view.asked.q)
+        found = ranges_of(self.need.keys, view.whole, view.device) if known else None
+        return None if found is None else found.of(view.rows)
 
     @property
     def mean_width(self) -> float:
@@ -210,9 +218,9 @@ class _Masses:
     @property
     def route(self) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
         """The route to the mass, where the log-sum-exp is near, and what takes it."""
-        ranges, pairs = self.ranges, Route(PAIRS)
-        if ranges is None:
+        if not self.pattern or self.ranges is None:
             return WITHIN, self._within
+        ranges, pairs = self.ranges, Route(PAIRS)
         if not self.extent.queries or not self.extent.keys:
             return pairs, self._of_none
         first, last = int(ranges.start.amin()), int(ranges.stop.amax())

@@ -45,7 +45,7 @@ class KeyRanges:
 
 def ranges_of(mask: Mask, extent: Extent, device: torch.device) -> KeyRanges | None:
     """Return a mask's keys as ranges, in their own order or another; `None` if they are none."""
-    if isinstance(mask, _OfTokens | AmongPositions):
+    if isinstance(mask, OfTokens | AmongPositions):
         return mask.ranges(extent, device)
     found = mask.key_ranges(extent, device)
     if found is None:
@@ -154,7 +154,7 @@ class At(OneKey):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _OfTokens(Mask):
+class OfTokens(Mask):
     """Keys that are chosen by token ids, `[B, S]` or `[S]`: all that carry the query's token,
     except the one at a fixed offset from the query's own position."""
 
@@ -207,14 +207,14 @@ class _OfTokens(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SameToken(_OfTokens):
+class SameToken(OfTokens):
     """Other positions with the query's own token. `ids` is `[B, S]` or `[S]`."""
 
     name = "same_token"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Induction(_OfTokens):
+class Induction(OfTokens):
     """Followers of earlier occurrences: keys `j` with `token[j−1] == token[i]`.
 
     What followed this token before. The query's own follower (where the mask lets it be seen) is
