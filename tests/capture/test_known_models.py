@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -195,3 +196,26 @@ def test_transforms_of_functions_are_refused_by_name() -> None:
     embedded = model.embed_tokens(inputs["input_ids"])
     with hw.watch(model), pytest.raises(ValueError, match=r"'layers\.0\.self_attn' runs inside"):
         torch.func.vmap(lambda x: model(inputs_embeds=x[None])[0])(embedded)
+
+
+class Mixed(nn.Module):
+    """A layer of headwise, and attention by hand in some forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = hw.MultiHeadAttention(16, 2)
+
+    def forward(self, x: Tensor, extra: bool = False) -> Tensor:
+        x = self.layer(x, mask=hw.Causal())
+        if extra:
+            h = x.unflatten(2, (2, 8)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(h, h, h).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_forwards_that_people_write_are_followed_in_full() -> None:
+    model, x = Mixed(), torch.randn(2, 5, 16)
+    for extra in (False, True, False, True):
+        with hw.watch(model) as seen:
+            model(x, extra)
+        assert set(seen.modules) == ({"", "layer"} if extra else {"layer"})

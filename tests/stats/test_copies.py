@@ -80,3 +80,12 @@ def test_a_copy_keeps_its_numbers_when_the_call_s_tensors_change() -> None:
     twin, want = copy.deepcopy(seen), seen.weights()
     k.zero_()
     assert torch.equal(twin.weights(), want)
+
+
+@pytest.mark.parametrize("queries", [None, 5])
+def test_a_reading_is_copied_with_its_sums(queries: int | None) -> None:
+    seen = hw.observe(*qkv(), hw.Entropy(), mask=hw.Causal(), queries=queries)
+    reading = seen.reading("entropy")
+    for twin in (copy.deepcopy(reading), pickle.loads(pickle.dumps(reading))):
+        assert torch.equal(twin.values, reading.values)
+        assert torch.equal(twin.moments.mean, reading.moments.mean)

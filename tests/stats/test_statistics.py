@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import headwise as hw
 from headwise.backends import blocked
@@ -14,6 +15,7 @@ from headwise.core.reference import attention
 from headwise.stats import mass as masses
 from headwise.stats import max_logit
 from headwise.stats.patterns import At
+from headwise.stats.record import Record
 from headwise.stats.statistic import Statistic
 from support import (
     BACKENDS,
@@ -354,3 +356,26 @@ def test_patterns_are_masks() -> None:
         assert torch.equal(*rows)
         outs = [hw.attend(q, k, v, mask=mask, backend="blocked") for mask in (one, other)]
         torch.testing.assert_close(*outs)
+
+
+def test_a_subclass_that_makes_its_own_metric_is_heard() -> None:
+    class Twice(hw.Entropy):
+        def metric(self, record: Record) -> dict[str, hw.Reading]:
+            made = super().metric(record)
+            return {name: hw.Reading(one.values * 2, one.rows) for name, one in made.items()}
+
+    q, k, v = qkv()
+    once = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal())
+    twice = hw.observe(q, k, v, Twice(), mask=hw.Causal())
+    assert torch.equal(twice["entropy"], 2 * once["entropy"])
+    assert twice.table()[0]["entropy"] == pytest.approx(2 * once.table()[0]["entropy"])
+
+
+def test_sampled_entropy_is_traced_with_symbolic_sizes() -> None:
+    def entropy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen = hw.observe(q, k, v, hw.Entropy(), mask=hw.Causal(), queries=4, output=False)
+        return seen["entropy"]
+
+    q, k, v = qkv()
+    graph = make_fx(entropy, tracing_mode="symbolic")(q, k, v)
+    torch.testing.assert_close(graph(q, k, v), entropy(q, k, v))

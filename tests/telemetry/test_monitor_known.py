@@ -17,6 +17,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+import headwise.capture.known
 from headwise.capture import session
 from headwise.capture.known import known
 from headwise.capture.private_torch import modes
@@ -76,6 +77,13 @@ def test_records_are_those_of_a_model_that_is_followed_in_full(
     assert light == ([False] * 3 if name in UNSEEN else [False, True, True])
     assert found[-1]["entropy"].present.any()
     check_equal(found, in_full)
+
+
+@pytest.fixture(autouse=True)
+def _of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the models of these tests for those of a library, which attend in one way."""
+    libraries = (*headwise.capture.known._LIBRARIES, __name__)
+    monkeypatch.setattr("headwise.capture.known._LIBRARIES", libraries)
 
 
 class Own(nn.Module):

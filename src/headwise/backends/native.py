@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..core.call import Call
 from ..core.dropout import STEPS, dropped_of
-from ..core.mask_algebra import Mask
+from ..core.mask_algebra import Mask, Rows
 from ..core.masks import Causal, Everything
-from ..core.modes import forward_derivatives, transformed
+from ..core.modes import forward_derivatives, traced, transformed
 from ..core.shapes import Extent
 from ..kernels import ctypes_api as cpu
 from ..kernels import torch_ops as native_ops
@@ -197,7 +197,7 @@ def _problem(call: Call, v: Tensor | None) -> Problem:
 def _terms(call: Call) -> Terms:
     """Return the terms of a call's mask; where it holds no tensors, alike calls share them."""
     known, mask, device = call.prepared, call.mask, call.q.device
-    if known is None and mask.fixed:
+    if known is None and mask.fixed and type(mask) is not Rows and not traced():
         if (place := ("terms", call.extent, device)) not in mask.known:
             mask.known[place] = terms_of(mask, call.extent, device)
         return mask.known[place]

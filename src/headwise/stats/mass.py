@@ -20,13 +20,12 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
 from .blocks import Block, RowFigure, probability
-from .lazy import Lazy
 from .patterns import AmongPositions, First, KeyRanges, OfTokens, OneKey, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
 from .statistic import Statistic
-from .view import View, visible_keys
+from .view import Lazy, View, visible_keys
 
 CROWDED = 1 / 64
 """The share of the matrix from which pairs cost more, one by one, than whole rows."""

@@ -38,8 +38,6 @@ ABOVE = "max_logit_above_"
 class _OfHeads(Statistic):
     """A statistic that keeps the largest number of each head."""
 
-    free = deferred = True
-
     def metric(self, record: Record) -> dict[str, Reading]:
         return {name: Reading(record[need], largest=True) for name, need in self.needs.items()}
 
@@ -67,7 +65,7 @@ class MaxLogit(_OfHeads):
     """
 
     above: float | None = None
-    free = True
+    free = deferred = True
 
     def __post_init__(self) -> None:
         if self.above is None:
@@ -238,7 +236,7 @@ class Norms(_OfHeads):
 
     names = raw = ("query_norm", "key_norm")
     needs = MappingProxyType({"query_norm": _QUERY_NORM, "key_norm": _KEY_NORM})
-    free = True
+    free = deferred = True
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         k = full.k.repeat_interleave(full.extent.group, dim=1)

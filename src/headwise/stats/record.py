@@ -112,6 +112,10 @@ class Reading(Brief):
         nothing = torch.full_like(self.values, torch.nan)
         return replace(self, values=nothing, unknown=why)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies take along: numbers of which no graph is kept."""
+        return dict(vars(self.detached()))
+
     @property
     def moments(self) -> Moments:
         """The sums that tables take of it."""
@@ -151,10 +155,12 @@ TOGETHER = 1 << 19
 """The most numbers in a reading that is copied, to be summed up together with others."""
 
 
-def form_of(reading: Reading) -> object:
-    """Return what must be equal in readings that stand side by side."""
+def form_of(reading: Reading) -> object | None:
+    """Return what must be equal in readings that stand side by side; `None` of a map or a list."""
     x, parts = reading.values, (reading.rows, reading.among, reading.error, reading.weights)
-    if not reading.of_heads or reading.unknown or x.numel() > TOGETHER:
+    if not reading.of_heads:
+        return None
+    if reading.unknown or x.numel() > TOGETHER:
         return object()
     given = tuple(
         part is None for part in (*parts, reading.whole, reading.whole and reading.whole.among)

@@ -20,11 +20,10 @@ from ..core.call import check_scores
 from ..core.modes import no_graph, readable
 from . import identities
 from .blocks import Accumulator, Block, RowFigure, Scores, near, sweep
-from .lazy import Lazy
 from .plan import Need, Plan, Route
 from .record import Record
 from .sampling import ALL_FROM
-from .view import View
+from .view import Lazy, View
 
 
 def run(work: Work, plan: Plan) -> Record:

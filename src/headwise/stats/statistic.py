@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..core.call import BoundedCache
 from ..core.reference import Definition
-from .lazy import Lazy
 from .plan import Need
 from .record import Reading, Record
+from .view import Lazy
 
 
 class Statistic(ABC):
@@ -36,6 +36,10 @@ class Statistic(ABC):
         super().__init_subclass__()
         if "free" not in vars(cls):  # of a subclass, only it can say so
             cls.free = False
+        if {"metric", "needs"} & vars(cls).keys():
+            for name, nothing in (("raw", ()), ("deferred", False)):
+                if name not in vars(cls):
+                    setattr(cls, name, nothing)
 
     def metric(self, record: Record) -> dict[str, Reading]:
         """Return the metrics by name; by default, the answers are per query and need no more."""

@@ -75,7 +75,7 @@ def summarise_each(
     """
     alike: dict[object, list[int]] = {}
     for place, readings in enumerate(each):
-        alike.setdefault(tuple(map(form_of, readings)), []).append(place)
+        alike.setdefault(tuple([form_of(one) or object() for one in readings]), []).append(place)
     summaries: list[HeadSummary | None] = [None] * len(each)
     for places in alike.values():
         calls = zip(*(each[place] for place in places), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,9 +16,42 @@ from ..core.call import Call, PreparedCall
 from ..core.index import grid
 from ..core.mask_algebra import And, Interval, Mask, Or, Rows
 from ..core.masks import Bias, Dense, Documents, Padding, Prefix
+from ..core.modes import traced
 from ..core.shapes import Extent
-from .lazy import Lazy
 from .sampling import Sample
+
+T = TypeVar("T")
+
+
+class Lazy(Generic[T]):
+    """`functools.cached_property` without its lock, which no graph of `torch.compile` can hold.
+
+    >>> class Circle:
+    ...     @Lazy
+    ...     def area(self) -> int:
+    ...         print("worked out")
+    ...         return 3
+    >>> circle = Circle()
+    >>> circle.area + circle.area
+    worked out
+    6
+    """
+
+    def __init__(self, work_out: Callable[[Any], T]) -> None:
+        self.work_out, self.name, self.__doc__ = work_out, work_out.__name__, work_out.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: Any) -> Lazy[T]: ...
+
+    @overload
+    def __get__(self, owner: object, kind: Any) -> T: ...
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        if owner is None:
+            return self
+        value = self.work_out(owner)
+        setattr(owner, self.name, value)  # which is found before this, from now on
+        return value
 
 
 class View:
@@ -218,7 +251,7 @@ class View:
         """What alike calls share, which depends on sizes and mask alone."""
         if self.mask.free:
             return None if self.prepared is None else self.prepared.tensors
-        if self.rows is not None or not self.mask.fixed:
+        if self.rows is not None or not self.mask.fixed or traced():
             return None
         return self.mask.known.setdefault((self.extent, self.device), {})
 

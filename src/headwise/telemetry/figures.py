@@ -34,8 +34,8 @@ def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
     alike: dict[object, list[int]] = {}
     readings = [x if x.among is None else replace(x, among=None) for x in readings]
     for place, reading in enumerate(readings):
-        if reading.of_heads:
-            alike.setdefault(form_of(reading), []).append(place)
+        if (form := form_of(reading)) is not None:
+            alike.setdefault(form, []).append(place)
     found: list[Tensor | None] = [None] * len(readings)
     for places in alike.values():
         some = [readings[place] for place in places]

@@ -280,7 +280,8 @@ class StepCapture:
                     if reading.unknown:
                         self._sums.leave_out(statistic, name, reading.unknown)
                         continue
-                    sampled = reading.sampled and reading.whole is None
+                    exact = reading.whole is not None or reading.every is not None
+                    sampled = reading.sampled and not exact
                     found.append((statistic, name, reading, some if sampled else every, every))
             except Exception as error:
                 self._left_out[name] = str(error)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core import heard
 from ...core.call import Call
 from ..call import AttentionCall, OnePass
+from ..known import CHANGED, forget
 from ..mask_import import at_the_end
 from ..net import SILENCE, Net, Replaced
 from ..parts import Waiting
@@ -42,7 +43,11 @@ def _tell(asked: Call, backend: str, run: Tensor | Callable[[], Tensor]) -> Tens
 
     out: Any = made
     for net in _CALLS.everyone:
-        if not (net.hears(layer) if layer is not None else net.in_full and net.open):
+        if layer is None and net.open and not net.in_full:  # the model was known to have no such
+            forget(net.names.model)
+            net.names.left_out[net.names.current] = CHANGED
+            continue
+        if not (net.open if layer is None else net.hears(layer)):
             continue
         name = net.names.names.get(id(layer))
         named = net.names.current if name is None else name

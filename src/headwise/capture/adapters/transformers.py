@@ -39,7 +39,7 @@ from ...core.masks import Causal, Dense, Documents, Everything, Window
 from ...core.reference import rows
 from ...core.shapes import Extent, as_given, extent_of
 from ..call import AttentionCall
-from ..known import forget
+from ..known import CHANGED, forget
 from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..net import SILENCE, Net, Replaced
 from ..private_torch import replace_all
@@ -156,8 +156,7 @@ def _follow_in_full(nets: tuple[Net, ...], module: nn.Module) -> None:
     for net in nets:
         if not net.in_full:
             forget(net.names.model)
-            reason = "it attends in another way than before; watch the model once more"
-            net.names.left_out[net.names.names[id(module)]] = reason
+            net.names.left_out[net.names.names[id(module)]] = CHANGED
 
 
 def _behind(kept: Tensor | None, key: Tensor) -> int:
