@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,9 +128,8 @@ class Work:
         else:
             whole = Figures(*chosen.run(view.asked, view.gradients))
         self.whole_out = whole.out
-        kept = replace(whole, out=None)
-        if not view.gradients and self.keeps_graph:
-            kept = kept.map(Tensor.detach)
+        as_is = view.gradients or not self.keeps_graph
+        kept = whole if as_is else whole.map(Tensor.detach)
         self.given = kept if view.rows is None else kept.at(view.rows)
         if view.drawn is not None:
             self.every = self._at_every_query(kept.map(Tensor.detach))
