@@ -21,7 +21,7 @@ from ..core.shapes import extent_of
 from ..stats.mass import Mass
 from ..stats.observe import observe_call
 from ..stats.output_norm import HEAD_OUTPUT
-from ..stats.patterns import AmongPositions
+from ..stats.patterns import AmongPositions, Pattern
 from ..stats.record import Reading
 from ..stats.statistic import Statistic, Statistics
 from .mask_import import reaches_all, with_padding, without_padding
@@ -248,6 +248,6 @@ Listener = Callable[[AttentionCall], Tensor | None]
 
 def _among_positions(statistic: Statistic, behind: int) -> Statistic:
     """Return the same statistic of a call in which so many keys at the end have no position."""
-    if not isinstance(statistic, Mass) or not hasattr(statistic.keys, "name"):
+    if not isinstance(statistic, Mass) or not isinstance(statistic.keys, Pattern):
         return statistic
     return Mass(AmongPositions(statistic.keys, behind), *statistic.names)

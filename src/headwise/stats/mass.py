@@ -20,7 +20,7 @@ from ..core.mask_algebra import Mask, Rows
 from ..core.modes import readable
 from ..core.reference import Definition, finish_scores
 from .blocks import Block, RowFigure, probability
-from .patterns import AmongPositions, First, KeyRanges, OfTokens, OneKey, ranges_of
+from .patterns import First, KeyRanges, OneKey, Pattern, ranges_of
 from .plan import CALL, KERNEL, PAIRS, ROWS, UNREADABLE, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
@@ -73,7 +73,8 @@ class Mass(Statistic):
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (getattr(self.keys, "name", "mass") if self.name is None else self.name,)
+        own = self.keys.name if isinstance(self.keys, Pattern) else "mass"
+        return (own if self.name is None else self.name,)
 
     @property
     def raw(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -139,7 +140,7 @@ class MassOn(Need):
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
-        return getattr(self.keys, "kernel", None)
+        return self.keys.kernel if isinstance(self.keys, Pattern) else None
 
     def route(self, setting: Setting) -> Route:
         if self.kernel is not None and setting.kernel:
@@ -198,7 +199,7 @@ class _Masses:
         self.work, self.extent, self.device = work, view.extent, view.device
         self.call, self.scores = view.call, work.scores
         self.keys = keys if view.rows is None else Rows(keys, view.rows, view.whole)
-        self.pattern = isinstance(keys, First | OneKey | OfTokens | AmongPositions)
+        self.pattern = isinstance(keys, Pattern)
 
     @Lazy
     def ranges(self) -> KeyRanges | None:

@@ -54,8 +54,16 @@ def ranges_of(mask: Mask, extent: Extent, device: torch.device) -> KeyRanges | N
     return KeyRanges(torch.arange(extent.keys, device=device)[None], start, stop)
 
 
+class Pattern(Mask):
+    """A mask that heads are known to follow, with the name of the attention to its keys."""
+
+    name: str
+    kernel: str | None = None
+    """The field of `Figures` that holds the mass on these keys."""
+
+
 @dataclass(frozen=True)
-class First(Mask):
+class First(Pattern):
     """The first `count` keys, where attention sinks form."""
 
     count: int = 1
@@ -66,8 +74,7 @@ class First(Mask):
         check_whole(self, "count", 1)
 
     @property
-    def kernel(self) -> str | None:
-        """The field of `Figures` that holds the mass on these keys."""
+    def kernel(self) -> str | None:  # type: ignore[override]
         return "first" if self.count == 1 else None
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -77,15 +84,14 @@ class First(Mask):
         return torch.zeros_like(i), torch.full_like(i, min(self.count, extent.keys))
 
 
-class OneKey(Mask):
+class OneKey(Pattern):
     """The key at a fixed offset from the query's own position."""
 
     behind: int
     """How far before the query's own position the key is; negative for ahead."""
 
     @property
-    def kernel(self) -> str | None:
-        """The field of `Figures` that holds the mass on this key."""
+    def kernel(self) -> str | None:  # type: ignore[override]
         return {0: "self", 1: "previous"}.get(self.behind)
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
@@ -147,14 +153,14 @@ class At(OneKey):
         return -self.offset
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         if abs(self.offset) < 2:
             return {-1: "previous", 0: "self", 1: "next"}[self.offset]
         return f"{'ahead' if self.offset > 0 else 'back'}_{abs(self.offset)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OfTokens(Mask):
+class OfTokens(Pattern):
     """Keys that are chosen by token ids, `[B, S]` or `[S]`: all that carry the query's token,
     except the one at a fixed offset from the query's own position."""
 
@@ -234,20 +240,19 @@ class Induction(OfTokens):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AmongPositions(Mask):
-    """The keys of another mask among those that have a position; `without` at the end have none."""
+class AmongPositions(Pattern):
+    """The keys of another pattern that have a position; the last `without` keys have none."""
 
-    mask: Mask
+    mask: Pattern
     without: int
 
     @property
-    def name(self) -> str:
-        return getattr(self.mask, "name", "mass")
+    def name(self) -> str:  # type: ignore[override]
+        return self.mask.name
 
     @property
-    def kernel(self) -> str | None:
-        """The field of `Figures` that holds the mass on these keys."""
-        return getattr(self.mask, "kernel", None)
+    def kernel(self) -> str | None:  # type: ignore[override]
+        return self.mask.kernel
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         most = extent.keys - self.without - 1
