@@ -870,3 +870,17 @@ def test_modules_can_be_chosen() -> None:
     with hw.Monitor(model, optimizer, **EXACT, modules="blocks.1.*") as monitor:
         advance(model, optimizer, 0)
     assert tuple(monitor.layers) == LAYERS[2:]
+
+
+def test_means_of_all_queries_are_recorded_as_exact_beside_drawn_ones(tmp_path: Path) -> None:
+    layer = hw.MultiHeadAttention(16, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    path = tmp_path / "heads.sqlite"
+    with hw.Monitor(layer, optimizer, every=1, queries=4, history=path):
+        for _ in range(2):
+            layer(torch.randn(2, 11, 16), mask=hw.Causal()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    history = hw.History(path)
+    assert not np.any(history["entropy"].sampled)
+    assert [name for name in history.columns() if name.endswith("_se")] == ["output_norm_se"]
