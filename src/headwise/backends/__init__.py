@@ -11,8 +11,6 @@ from .native import Native, slower
 from .sdpa import Sdpa
 
 BACKENDS: tuple[Backend, ...] = (Native(), Sdpa(), Blocked(), Eager())
-OnePass = Native
-"""The backend whose pass over the scores gives statistics of every row, too."""
 
 __all__ = [
     "BACKENDS",
@@ -20,7 +18,7 @@ __all__ = [
     "Call",
     "Choice",
     "Figures",
-    "OnePass",
+    "Native",
     "check_name",
     "check_scores",
     "choose",

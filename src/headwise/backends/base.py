@@ -1,4 +1,4 @@
-"""What a backend is, and the per-query results of one pass."""
+"""Backends, and the per-query results of one pass."""
 
 from __future__ import annotations
 

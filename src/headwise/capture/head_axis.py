@@ -207,7 +207,7 @@ def _holders(running: Sequence[Forward]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Composite:
-    """What is known of the attention calls inside a function that projects, too.
+    """Facts about the attention calls inside a function that projects, too.
 
     heads: how many there are, where batch and heads are one axis.
     own: whether queries and keys come from the same sequence; `None` where that is not known.

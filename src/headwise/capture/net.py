@@ -335,5 +335,5 @@ class Replaced:
 
     @property
     def nets(self) -> tuple[Net, ...]:
-        """Those that listen now, in this thread, outermost first."""
+        """The nets that listen now, in this thread, outermost first."""
         return tuple(net for net in self.everyone if net.open)

@@ -105,7 +105,7 @@ def served_call(
 
 
 def special(options: dict[str, Any]) -> bool:
-    """Whether a call has what `sdpa` does not compute."""
+    """Return True if a call has what `sdpa` does not compute."""
     return options.get("softcap") is not None or options.get("s_aux") is not None
 
 
@@ -128,8 +128,8 @@ _TEXTBOOK: dict[type[nn.Module], bool] = {}
 
 
 def textbook(attention: type[nn.Module], kernels_only: bool) -> bool:
-    """Whether a class of modules attends as kernels do: the models of its file say so, or it gives
-    a softcap or sinks, which only kernels read."""
+    """Return True if a class of modules attends as kernels do: the models of its file say so, or
+    it gives a softcap or sinks, which only kernels read."""
     if attention not in _TEXTBOOK:
         _TEXTBOOK[attention] = _supported(attention)
     return kernels_only or _TEXTBOOK[attention]
@@ -175,7 +175,7 @@ def _eager(
 
 
 class _Meanings(MaskMemo):
-    """What masks were found to mean, for as long as they live: one serves all layers of a model."""
+    """The meanings of masks, for as long as they live: one serves all layers of a model."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()

@@ -56,12 +56,12 @@ class Accelerated:
 
     @property
     def served(self) -> int:
-        """How many calls headwise computed."""
+        """The number of calls that headwise computed."""
         return sum(row["calls"] for row in self.table() if row["backend"])
 
     @property
     def left(self) -> int:
-        """How many calls went on as before."""
+        """The number of calls that went on as before."""
         return sum(row["calls"] for row in self.table() if not row["backend"])
 
     def table(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who hears of the calls that layers and people's own code make: a watch, while it is out."""
+"""Observers of the calls that layers and people's own code make: a watch, while it lasts."""
 
 from __future__ import annotations
 

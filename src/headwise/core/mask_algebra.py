@@ -36,7 +36,7 @@ class Mask(Brief):
 
     @property
     def known(self) -> dict[Hashable, Any]:
-        """What was worked out of a `fixed` mask before, by the sizes of the call and its name."""
+        """Results computed from a `fixed` mask before, by their name and the sizes of the call."""
         return vars(self).setdefault("_known", {})
 
     def __init_subclass__(cls) -> None:
@@ -168,7 +168,7 @@ class _Combined(Mask):
 
 @dataclass(frozen=True)
 class And(_Combined):
-    """What all parts allow, with the sum of their biases; written `a & b`."""
+    """The pairs that all parts allow, with the sum of their biases; written `a & b`."""
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor | None:
         return _reduced(torch.logical_and, [p.allowed(i, j, extent) for p in self.parts])

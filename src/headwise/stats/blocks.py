@@ -265,7 +265,7 @@ class _Room:
 
 
 class _Masked:
-    """What a mask does to the scores of some rows and keys, for any range of heads."""
+    """The bias and the hidden pairs of some rows and keys, for any range of heads."""
 
     def __init__(self, call: Call, rows: slice, keys: slice) -> None:
         self.call, e = call, call.extent

@@ -24,7 +24,7 @@ _ABSOLUTE = ("distance_absolute", "distance_share")
 
 @dataclass(frozen=True)
 class Distance(Statistic):
-    """How far back each query looks on average, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
+    """The mean distance that each query attends back, in tokens: `[B, H, T]`, `E[i + S − T − j]`.
 
     Negative where the mask lets a query look ahead and it does. `E[j]` is attention with the key's
     position as the value. What a learned sink takes adds nothing to the distance.

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..backends import OnePass, choose
+from ..backends import Native, choose
 from ..backends.blocked import SCORES_AT_A_TIME, SCORES_IN_CACHE
 from ..core.call import Call
 from ..core.index import grid
@@ -318,7 +318,7 @@ def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
     chosen = choose(call) if work.chosen.refuse(call) else work.chosen
     view = View(call, None, False)
     other = Work(view, chosen, work.keeps_graph, output=False, strict=work.strict)
-    one_pass = isinstance(other.backend, OnePass)
+    one_pass = isinstance(other.backend, Native)
     other.plan = replace(work.plan, fields=("max",) if one_pass else (), together=False)
     other.make_call()
     with no_graph():

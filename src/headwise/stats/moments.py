@@ -64,15 +64,12 @@ class Moments(Brief):
     def merge(self, other: Moments) -> Moments:
         """Return the moments of both, of every head; the squares are about the common mean."""
         one, two = self.heads, other.heads
-        count = one.count + two.count
-        apart = two.mean - one.mean
-        between = apart.square() * one.count * (two.count / count.clamp(min=1))
         errors = [x for x in (one.errors, two.errors) if x is not None]
         return Moments(
             one.total + two.total,
-            count,
+            one.count + two.count,
             None if one.among is None or two.among is None else one.among + two.among,
-            one.squares + two.squares + between,
+            one.squares + two.squares + between(one.count, one.total, two.count, two.total),
             torch.maximum(one.largest, two.largest),
             errors[0] + errors[1] if len(errors) == 2 else errors[0] if errors else None,
         )
@@ -82,6 +79,15 @@ class Moments(Brief):
         """Total, count and among of every head, `[3, H]`; without an among, the count again."""
         one = self.heads
         return torch.stack([one.total, one.count, one.count if one.among is None else one.among])
+
+
+def between(count: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> Tensor:
+    """Return what the distance of two means adds to the squared deviations from the common one.
+
+    Source: Chan et al. 1979.
+    """
+    apart = more_total / more.clamp(min=1) - total / count.clamp(min=1)
+    return apart.square() * count * more / (count + more).clamp(min=1)
 
 
 def moments_of(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..backends import Call, OnePass, choose
+from ..backends import Call, Native, choose
 from ..core.heard import observers
 from ..core.mask_algebra import Mask
 from ..core.modes import batched, no_graph, readable
@@ -22,7 +23,7 @@ from .lse import LSE
 from .plan import Need, Plan, Setting, plan
 from .record import Record
 from .run import Work, nonlinear, run
-from .sampling import Sample, draw
+from .sampling import draw
 from .seen import Readings, Seen
 from .statistic import Statistic, Statistics, check_statistics
 from .view import View
@@ -173,26 +174,14 @@ def observe_call(
         return Seen(record, readings, out, lost)
     again = None
     if record.lse is None:
-        again = _Again(call, sample, chosen.name, gradients, strict)
+        options = {"backend": chosen.name, "gradients": gradients, "strict": strict}
+        again = partial(_scored, call, None if sample is None else sample.rows, **options)
     return Seen(record, readings, out, lost, partial(_changed, call, _changes(call)), again)
 
 
-@dataclass(frozen=True)
-class _Again:
-    """Makes a call for its log-sum-exp alone."""
-
-    call: Call
-    sample: Sample | None
-    backend: str
-    gradients: bool
-    strict: bool
-
-    def __call__(self) -> Record:
-        keeps_graph = self.call.needs_grad
-        view = View.of(self.call, self.sample, self.gradients and keeps_graph)
-        chosen = choose(self.call, self.backend, keeps_graph)
-        work = Work(view, chosen, keeps_graph, output=False, strict=self.strict)
-        return run(work, planned(work, Statistics.of((LSE(),)), "observe"))
+def _scored(call: Call, queries: Tensor | None, **options: Any) -> Record:
+    """Make a call for its log-sum-exp alone."""
+    return observe_call(call, (LSE(),), queries=queries, output=False, **options).record
 
 
 def _changed(call: Call, before: tuple[int, ...]) -> bool:
@@ -240,8 +229,8 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
         extent=view.extent,
         dim=call.q.shape[-1],
         output=work.output,
-        kernel=isinstance(by_call, OnePass),
-        kernel_pass=any(need.passes for need in needs) and isinstance(work.backend, OnePass),
+        kernel=isinstance(by_call, Native),
+        kernel_pass=any(need.passes for need in needs) and isinstance(work.backend, Native),
         nonlinear=nonlinear(call),
         gradients=view.gradients,
         sinks=call.sinks is not None,

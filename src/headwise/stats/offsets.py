@@ -19,7 +19,7 @@ from .statistic import Statistic
 
 @dataclass(frozen=True)
 class OffsetHistogram(Statistic):
-    """How much of a head's attention goes how far: `[B, H, bins]`, mass by distance. No gradient.
+    """The attention of each head by distance: `[B, H, bins]`. No gradient.
 
     Bin 0 is the query's own position, bin b the distances `[2^(b−1), 2^b)` before it; what lies
     farther is in the last bin, and what lies ahead is in none. Means over valid queries.

@@ -1,4 +1,4 @@
-"""What statistics need of a call, and the route by which each need is answered: pure functions."""
+"""Needs of statistics, and the route by which each is answered: pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNREADABLE = "where numbers cannot be read, it may not depend on them"
 
 @dataclass(frozen=True)
 class Route:
-    """How a need is answered in a call, and why so where there are other ways."""
+    """The way in which a need is answered in a call, and the reason if there are others."""
 
     kind: str
     why: str = ""
@@ -45,7 +45,7 @@ TOGETHER = Route(CALL, "the same for entropy and distance")
 
 @dataclass(frozen=True)
 class Setting:
-    """What routes depend on.
+    """The properties of a call that routes depend on.
 
     Args:
         extent: the sizes, with the number of queries that are looked at.

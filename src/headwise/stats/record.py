@@ -21,7 +21,7 @@ from .view import View
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What one call gave; nothing in it changes. `record[need]` is the answer to a need.
+    """The results of one call; nothing in it changes. `record[need]` is the answer to a need.
 
     `out` is the output, where the call was made with one, and `whole_lse` the log-sum-exp of all
     queries then, else of those looked at, which is `lse`; both are `None` where no call was made.

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backends import Backend, Call, Figures, OnePass, choose
+from ..backends import Backend, Call, Figures, Native, choose
 from ..core.call import check_scores
 from ..core.modes import no_graph, readable
 from . import identities
@@ -123,7 +123,7 @@ class Work:
 
     def _with_output(self) -> Figures:
         view, chosen = self.view, self.chosen
-        if isinstance(chosen, OnePass):
+        if isinstance(chosen, Native):
             whole = chosen.observe(view.asked, self.plan.fields, view.gradients)
         else:
             whole = Figures(*chosen.run(view.asked, view.gradients))
@@ -140,14 +140,14 @@ class Work:
         if self.every is not None and self.every.given is not None and not view.gradients:
             assert view.rows is not None
             self.given = self.every.given.at(view.rows)
-        elif isinstance(self.backend, OnePass):
+        elif isinstance(self.backend, Native):
             self.given = self.backend.figures(view.scored, self.plan.fields)
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
         with no_graph():
             every = self._at_every_query(None)
-            if isinstance(every.backend, OnePass):
+            if isinstance(every.backend, Native):
                 every.given = every.backend.figures(every.view.scored, self.plan.fields)
             else:
                 tensors = {name: getattr(self.view.asked, name).detach() for name in "qkv"}
@@ -263,7 +263,7 @@ class Work:
     def lse_of(self, call: Call) -> Float[Tensor, "B H n"]:
         """Return the log-sum-exp of an extra call without sinks."""
         backend = choose(call) if self.backend.refuse(call) else self.backend
-        if not isinstance(backend, OnePass):
+        if not isinstance(backend, Native):
             return backend.run(call, self.view.gradients)[1]
         found = backend.figures(call, ()).lse
         assert found is not None
@@ -272,9 +272,9 @@ class Work:
     # ── passes over the scores ──────────────────────────────────────────────────────────────────
 
     @property
-    def one_pass(self) -> tuple[OnePass, Call, Tensor]:
+    def one_pass(self) -> tuple[Native, Call, Tensor]:
         """A one-pass backend, the call as it reads it, and the log-sum-exp; without gradients."""
-        assert isinstance(self.backend, OnePass)
+        assert isinstance(self.backend, Native)
         return self.backend, self.view.scored_constant, self.lse.detach()
 
     @Lazy

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Running:
-    """What heads did over many calls, in memory that does not grow with their number.
+    """Metrics of heads over many calls, in memory that does not grow with their number.
 
     `running.add(seen)` takes in what `observe()` gave, call by call: a prefill with many queries,
     then steps with one each and ever more keys. Sums are kept in float64, so the order and size of

@@ -23,7 +23,7 @@ from .tables import summaries_of, table_rows, unavailable
 
 
 class Readings(Mapping[str, Reading]):
-    """What statistics make of a record, by name.
+    """The metrics that statistics compute from a record, by name.
 
     Those that are deferred are worked out when somebody reads them, the others at once; all at once
     where a graph is kept.
@@ -128,7 +128,7 @@ def _of_queries(statistic: Statistic) -> bool:
 
 @dataclass(eq=False, repr=False)
 class Seen(HeadTable):
-    """What one call gave: the output, its log-sum-exp, and every statistic requested.
+    """The results of one call: the output, its log-sum-exp, and every statistic requested.
 
     `seen[name]` is `[B, H, T]` per query, `[B, H, S]` per key, or `[B, H, …]` per head; of sampled
     queries, n of them stand in place of T. The first and the last of drawn queries stand for

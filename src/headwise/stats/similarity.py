@@ -19,7 +19,7 @@ from .statistic import Statistic
 
 @dataclass(frozen=True)
 class Similarity(Statistic):
-    """How alike two heads of a layer attend: `[B, H, H]`, Jensen–Shannon distance, 0 to 1.
+    """The distance between the attention of two heads: `[B, H, H]`, Jensen–Shannon, 0 to 1.
 
     `√(H(½p + ½r) − ½H(p) − ½H(r))`, entropies in bits, averaged over valid queries among `queries`
     drawn ones (stratified; all there are, if those are fewer). 0 on the diagonal; NaN of two heads

@@ -1,4 +1,4 @@
-"""What a statistic is."""
+"""The base class of statistics."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Statistics:
 
     @Lazy
     def needs(self) -> tuple[Need, ...]:
-        """What they need, each need once."""
+        """Their needs, each need once."""
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
@@ -118,7 +118,7 @@ class Statistics:
 
     @Lazy
     def later(self) -> frozenset[Need]:
-        """What those need that are worked out later."""
+        """The needs of those that are worked out later."""
         return frozenset(n for one in self.each if one.deferred for n in one.needs.values())
 
     @Lazy

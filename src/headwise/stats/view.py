@@ -87,10 +87,10 @@ class View:
 
     def without_tensors(self) -> View:
         """Return what is known of the call beside its numbers; of masks, those that hold none."""
-        kept, known = object.__new__(View), vars(self)
-        vars(kept).update({name: known[name] for name in _SIZES})
-        kept.mask = self.mask if self._kept else _Gone()
-        return kept
+        bare, known = object.__new__(View), vars(self)
+        vars(bare).update({name: known[name] for name in _SIZES})
+        bare.mask = self.mask if self._kept else _Gone()
+        return bare
 
     def keep_mask(self) -> bool:
         """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
@@ -210,11 +210,10 @@ class View:
     def _of_all(self) -> View:
         """The same call at all queries, without its numbers."""
         assert isinstance(self.mask, Rows)
-        kept, known = object.__new__(View), vars(self)
-        vars(kept).update({name: known[name] for name in _SIZES})
-        kept.rows = kept.drawn = None
-        kept.extent, kept.mask, kept._once = self.whole, self.mask.mask, {}
-        return kept
+        every = self.without_tensors()
+        every.rows = every.drawn = None
+        every.extent, every.mask, every._once = self.whole, self.mask.mask, {}
+        return every
 
     @property
     def ranges(self) -> Interval | None:
@@ -248,7 +247,7 @@ class View:
 
     @property
     def _shared(self) -> dict[Hashable, Tensor] | None:
-        """What alike calls share, which depends on sizes and mask alone."""
+        """Tensors that alike calls share, which depend on sizes and mask alone."""
         if self.mask.free:
             return None if self.prepared is None else self.prepared.tensors
         if self.rows is not None or not self.mask.fixed or traced():

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..stats.moments import between
 from ..stats.record import Reading, form_of, side_by_side
 
 Array = npt.NDArray[np.float64]
@@ -58,7 +59,7 @@ def _kept_of(reading: Reading) -> Tensor:
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Both as one: maxima, or sums with their squares about the common mean (Chan et al. 1979).
+    """Return both as one: maxima, or sums with squares about the common mean (Chan et al. 1979).
 
     >>> some, more = torch.tensor([[2.0], [6], [2], [0]]), torch.tensor([[1.0], [9], [0], [0]])
     >>> merged(some, more).flatten().tolist()  # 2, 4 and 9
@@ -66,10 +67,9 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
     """
     if len(one) == 1:
         return torch.maximum(one, other)
-    count, total = one[0] + other[0], one[1] + other[1]
-    apart = other[1] / other[0].clamp(min=1) - one[1] / one[0].clamp(min=1)
-    between = apart.square() * one[0] * other[0] / count.clamp(min=1)
-    return torch.stack([count, total, one[2] + other[2] + between, one[3] + other[3]])
+    sums = one + other
+    sums[2] += between(one[0], one[1], other[0], other[1])
+    return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,5 +136,5 @@ class Figures:
 
 
 def nothing(rows: int, heads: int) -> Tensor:
-    """What is kept of heads of which nothing was seen, `[rows, heads]`."""
+    """Return the sums of heads of which nothing was seen, `[rows, heads]`."""
     return torch.full((rows, heads), -torch.inf if rows == 1 else 0.0, dtype=torch.float64)

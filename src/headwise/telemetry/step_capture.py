@@ -63,7 +63,7 @@ class Wanted:
 
     @cached_property
     def all_together(self) -> Statistics:
-        """What is taken of calls of no more queries than are drawn."""
+        """The statistics of calls of no more queries than are drawn."""
         return Statistics.of((*self.of_all, *self.of_some))
 
     def _whole(self, statistic: Statistic) -> bool:
@@ -265,7 +265,7 @@ class StepCapture:
 
     @property
     def sums(self) -> StepSums:
-        """What the calls add up to."""
+        """The sums over the calls."""
         if self._pending:
             self._add_up()
         return self._sums

@@ -276,7 +276,7 @@ def padded(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nested_like(wide: Tensor, like: Any) -> Tensor:
-    """What `padded` made wide, nested as `like` is: `[B, T, E]` or `[B, H, T, E]`."""
+    """Return what `padded` made wide, nested as `like`: `[B, T, E]` or `[B, H, T, E]`."""
     rows = [row[..., : part.shape[-2], :] for row, part in zip(wide, like.unbind(), strict=True)]
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(rows)

@@ -239,14 +239,14 @@ class Meaning:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Those of `observe()`."""
+        """The keywords of `observe()`."""
         scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
         return {"mask": self.mask, **scores}
 
 
 @dataclass
 class Given:
-    """What a function of the interface was called with: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
+    """The arguments of a function of the interface: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
     So many keys `behind` those of a cache have no position.
     """
@@ -287,7 +287,7 @@ class Given:
         return found
 
     def meaning(self) -> Meaning | None:
-        """What the arguments mean to the function; `None` if it computes something else."""
+        """Return what the arguments mean to the function; `None` if it computes something else."""
         if self.kind is not None:
             return next(self.meanings())[1]
         meanings = dict(self.meanings())
@@ -320,7 +320,7 @@ class Given:
                 ]
 
     def meanings(self) -> Iterator[tuple[str, Meaning]]:
-        """What the arguments may mean, the likeliest first; one where the function is known."""
+        """Yield possible meanings, the likeliest first; one where the function is known."""
         options = self.options
         known = {} if self.kind == "sdpa" else options
         bias = None if self.kind == "flash" else options.get("position_bias")
@@ -358,7 +358,7 @@ class Given:
             yield "mask", keys, real, 0
 
     def _once(self, given: Tensor, keys: int, find: Callable[[Tensor, int], Found]) -> Found:
-        """What is found of a tensor, which mostly serves all layers."""
+        """Return what is found of a tensor, which mostly serves all layers."""
         what = ("transformers", find.__name__, self._extent(keys), self.own, self.behind)
         return self.net.masks.of(given, what, lambda: find(given, keys))
 
@@ -376,7 +376,7 @@ class Given:
         return keys, mask, behind
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
-        """Which keys are real, `[B, S]`; in self-attention so are the queries at their end."""
+        """Return the real keys, `[B, S]`; in self-attention also the queries at their end."""
         device, queries, given = self.q.device, self.q.shape[2], given[:, None, None].bool()
         keys, mask = self._of_table(given, keys)
         if not self.own:
@@ -387,7 +387,7 @@ class Given:
         return keys, without_padding(mask, self._extent(keys), device)
 
     def _band(self, keys: int) -> Mask:
-        """Who may attend, by position, in a kernel that is told so in place of a mask."""
+        """Return the mask by position of a kernel that is told so in place of a mask."""
         window, extent = self.options.get("sliding_window"), self._extent(keys)
         if window is None or keys <= window:
             return Causal() if self.causal and extent.queries > 1 else Everything()
@@ -422,7 +422,7 @@ class Given:
 
     @property
     def own(self) -> bool:
-        """Whether this is self-attention, whose queries stand at the keys' end."""
+        """Return True for self-attention, whose queries stand at the keys' end."""
         same = self.causal or self.q.shape[2] == self.k.shape[2]
         return same and not self.net.names.crosses_in(self.module)
 
