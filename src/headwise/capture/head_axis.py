@@ -52,6 +52,18 @@ class Leading:
         """Whether the axes are in order, and only the last is heads; so it is for PyTorch."""
         return self.plain and (len(self.sizes) < 2 or self.heads == self.sizes[-1])
 
+    def resized(self, shape: torch.Size) -> Leading:
+        """Return the same axes of an output of another shape, with as many axes."""
+        sizes = tuple(shape[:-2])
+        if len(sizes) != len(self.sizes):  # rows and heads in one axis
+            sizes = prod(sizes) // self.heads, self.heads
+        heads, count = 1, 0
+        while heads < self.heads:
+            count += 1
+            heads = prod(self.sizes[axis] for axis in self.order[-count:])
+        now = prod(sizes[axis] for axis in self.order[len(sizes) - count :])
+        return Leading(sizes, self.order, now, self.sure)
+
     def split(self, x: Tensor) -> Tensor:
         """`[…, N, D]` as `[B, H, N, D]`."""
         last = x.shape[-2:]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
@@ -124,7 +124,7 @@ class _Started:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind, self.own, before = kind, vars(kind).get("__call__"), kind.__call__
-        self.heard: dict[int, tuple[_Following, ...]] = {}
+        self.heard: dict[int, tuple[_Compiled | _Following, ...]] = {}
         heard = self.heard
 
         @wraps(before)
@@ -148,6 +148,18 @@ class _Started:
             del self.kind.__call__
         else:
             self.kind.__call__ = self.own
+
+
+class _Compiled(NamedTuple):
+    """A net whose model's compiled parts start and end: only who runs is noted."""
+
+    net: Net
+
+    def enter(self, module: nn.Module) -> None:
+        self.net.names.enter(module)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        self.net.names.leave(module, output=output)
 
 
 class _Following(NamedTuple):
@@ -182,9 +194,23 @@ def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[No
 
     `changed` is called when one starts and the model is no longer as it was known.
     """
-    model, following = net.names.model, _Following(net, about, changed)
-    outermost = {id(model), *(module for module, _ in about.attended)}
+    outermost = {id(net.names.model), *(module for module, _ in about.attended)}
     modules = [one for one in about.modules if id(one) in outermost]
+    with _started(modules, _Following(net, about, changed)):
+        yield
+
+
+@contextmanager
+def starting_compiled(net: Net, parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a net know when its model and the compiled parts of it start and end."""
+    modules = {id(one): one for one in (net.names.model, *parts)}
+    with _started(list(modules.values()), _Compiled(net)):
+        yield
+
+
+@contextmanager
+def _started(modules: Sequence[nn.Module], following: _Compiled | _Following) -> Iterator[None]:
+    """Let somebody know while this lasts when modules start and end."""
     with _LOCK:
         for module in modules:
             kind = type(module)
@@ -196,7 +222,7 @@ def starting(net: Net, about: Known, changed: Callable[[], None]) -> Iterator[No
         with _LOCK:
             for module in modules:
                 started = next(one for one in _STARTED.values() if id(module) in one.heard)
-                left = tuple(x for x in started.heard.pop(id(module)) if x.net is not net)
+                left = tuple(x for x in started.heard.pop(id(module)) if x is not following)
                 if left:
                     started.heard[id(module)] = left
                 if not started.heard:

@@ -45,8 +45,8 @@ class Ranges(Mask):
 
     fixed = True
 
-    low: Int[Tensor, "#B 1 #T 1"]
-    high: Int[Tensor, "#B 1 #T 1"]
+    low: Int[Tensor, "#B #H #T 1"]
+    high: Int[Tensor, "#B #H #T 1"]
 
     def allowed(self, i: Tensor, j: Tensor, extent: Extent) -> Tensor:
         low, high = self.interval(i, extent)

@@ -53,7 +53,8 @@ class Net:
     `catch()`. `noticed` names the module of every call of a forward that was told or left out, in
     order; `heard` those that were told, and whether the modules told of all their calls themselves.
     Of a model that is `known` to attend in such modules alone, no others are followed. `attended`
-    has the outermost module of each forward, by its id, and the modules that attended in it.
+    has the outermost module of each forward, by its id, and the modules that attended in it;
+    `in_graphs` the calls of graphs that this forward has made, by their sites and modules.
     `heads` says what somebody has told of a module's heads. Errors name the public `function` that
     spread it out.
     """
@@ -83,6 +84,7 @@ class Net:
         self.functions = Functions(self)
         self.noticed: list[str] = []
         self.heard: dict[str, bool] = {}
+        self.in_graphs: set[tuple[int, int]] = set()
         self.attended: set[tuple[int, frozenset[str]]] = set()
         self.heads: Callable[[str], int | None] = lambda name: None
 
@@ -104,6 +106,7 @@ class Net:
         self.contexts.clear()
         self.unfollowed.clear()
         self.noticed.clear()
+        self.in_graphs.clear()
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
@@ -235,7 +238,7 @@ class Net:
             call.first_head, call.layer_heads = place
         with SILENCE, self.functions.off() if self.in_full else _NOTHING:
             new = self.listener(call)
-        if waiting is not None:
+        if waiting is not None and waiting.there is None:
             waiting.made = waiting.made if new is None else new
             among.waiting.append(waiting)
         return new

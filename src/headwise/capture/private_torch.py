@@ -181,7 +181,8 @@ def compiled(module: nn.Module) -> str:
 def compile_with(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     """Let PyTorch's compiler compile frames by what `wrap` makes of its own callback.
 
-    Return what undoes that.
+    Return what undoes that. Graphs are kept by the backend: that of the callback, unless `wrap`
+    has made one by `compiling_with()`.
     """
     before = compiler()._callback_from_stance
 
@@ -190,10 +191,39 @@ def compile_with(wrap: Callable[[Any], Any]) -> Callable[[], None]:
         if not callable(found):  # nothing is compiled now
             return found
         made = wrap(found)
-        made._torchdynamo_orig_backend = found
+        if not hasattr(made, "_torchdynamo_orig_backend"):
+            made._torchdynamo_orig_backend = found
         return made
 
     return replace(compiler(), "_callback_from_stance", callback_from_stance)
+
+
+def backend_of(callback: Any) -> Any:
+    """Return the backend by which a callback of the compiler makes graphs."""
+    return compiler().innermost_backend(callback)
+
+
+def compiling_with(backend: Callable[..., Any]) -> Any:
+    """Return a callback of the compiler that makes graphs by a backend."""
+    return compiler()._create_wrapped_callback(backend)
+
+
+def not_compiled() -> Any:
+    """Return what a callback of the compiler returns of a frame that is to run as it is written."""
+    from torch._dynamo import types as dynamo
+
+    default = dynamo.FrameAction.DEFAULT
+    return dynamo.ConvertFrameReturn(dynamo.FrameExecStrategy(default, default), False)
+
+
+def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
+    """Give a graph that the compiler has recorded one more tensor, which nothing else holds."""
+    graph.register_buffer(name, tensor)
+    sources = getattr(graph, "_param_name_to_source", None)
+    if sources is not None:
+        from torch._dynamo.source import ConstantSource
+
+        sources[name] = ConstantSource(name)
 
 
 def skipped(code: types.CodeType) -> bool:

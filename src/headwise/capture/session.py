@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .adapters.compiled import compiled_functions, refuse_compiled, run_as_written
+from .adapters.compiled import (
+    captured_in_graphs,
+    compiled_functions,
+    compiled_parts,
+    refuse_compiled,
+    run_as_written,
+)
 from .adapters.flex import flex_calls
 from .adapters.headwise import own_calls
 from .adapters.mha import functions as composite_functions
@@ -19,7 +25,7 @@ from .adapters.softmax import functions as steps_by_hand
 from .adapters.transformers import attention_functions
 from .adapters.varlen import functions as varlen_attention
 from .call import Listener
-from .known import Known, forget, known, learn, starting
+from .known import Known, forget, known, learn, starting, starting_compiled
 from .modules import Names, names_of
 from .net import Functions, Net, Replaced, Road
 from .private_torch import unasked, unnoticed
@@ -40,24 +46,42 @@ def catch(
     another thread; by default that is an error. Errors name the public `function` that listens.
     Everything is restored on exit, also after an exception. With `in_full`, modules are followed
     while they run; else only if it is not known that those which attend tell of it themselves.
-    Parts that `torch.compile` has compiled run as they are written meanwhile.
+    Parts that `torch.compile` has compiled run as they are written meanwhile, or, not `in_full` and
+    where they are all that attends, by graphs that tell of their calls.
 
     Raises:
         ValueError: a model, or a part of one, that is compiled by `torch.jit`.
     """
-    about = None if in_full else known(model)
+    parts = None if in_full else compiled_parts(model)
+    about = None if in_full or parts else known(model)
     names = None if about is None else about.names
     net = Net(function, model, listener, {}, (), begin, elsewhere, names)
     with ExitStack() as stack:
-        if about is None:
+        if parts:
+            _capture(net, parts, stack)
+        elif about is None:
             _follow(net, stack)
         else:
             _listen(net, about, stack)
         yield net
-    if net.in_full and not in_full:
+    if net.in_full and not (in_full or parts):
         learn(net)
     elif about is not None and not net.attended <= about.attended:
         forget(model)
+
+
+def _capture(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
+    """Capture the calls of compiled parts of a model in their graphs."""
+    inner = stack.enter_context(ExitStack())
+
+    def failed() -> None:
+        """Follow the model in full from now on."""
+        inner.close()
+        _follow(net, stack)
+
+    inner.enter_context(net.names.marked())
+    inner.enter_context(captured_in_graphs(net, failed))
+    inner.enter_context(starting_compiled(net, parts))
 
 
 def _listen(net: Net, about: Known, stack: ExitStack) -> None:

@@ -1,24 +1,40 @@
-"""Compiled models: they run as they are written while they are watched, and no graph is made anew.
+"""Compiled models: their calls are captured in graphs of their own, or they run as written.
 
-A compiled function is made for the function modes that are on, so that with the mode that watches
-it would be compiled anew, to other last bits. Compiled functions that a model calls, or that call
-it, are refused by name: run as written they may be no use (`flex_attention` makes a T×T matrix).
+Where all that attends in a model is compiled, graphs with an operator beside each attention call
+are used while the model is watched (`graphs`). Where a graph attends in another way, where parts
+attend outside of graphs, and for whoever replaces outputs, compiled parts run as they are written.
+
+Compiled functions that a model calls, or that call it, are refused by name where the model is not
+captured in graphs: run as written they may be no use (`flex_attention` makes a T×T matrix).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
-from ..modules import as_written, called_in_a_graph
+from ..modules import as_written, attending, called_in_a_graph
 from ..net import Net, Replaced
-from ..private_torch import compile_with, compiled, compiler, forced_eager, modes, skipped
+from ..private_torch import (
+    backend_of,
+    compile_with,
+    compiled,
+    compiler,
+    compiling_with,
+    forced_eager,
+    modes,
+    not_compiled,
+    skipped,
+)
+from .graphs import LISTENING, CannotCapture, Listening, Site, instrument, uncompiled_module
 
 
 class _AsWritten:
@@ -78,9 +94,124 @@ def refuse_compiled(function: str, model: nn.Module) -> None:
             )
 
 
+# ── captured in graphs ──────────────────────────────────────────────────────────────────────────
+
+_WRITTEN: WeakSet[nn.Module] = WeakSet()
+"""Models of which a graph attends in a way that only running it as written shows."""
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
+    """Return the outermost compiled parts of a model whose graphs can show all that attends.
+
+    None where some of it is not compiled, or nothing is, or compiled code does not run compiled.
+    """
+    if compiler() is None or forced_eager() or uncompiled_module(model) in _WRITTEN:
+        return None
+    parts: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if any(name == outer or name.startswith(f"{outer}.") or not outer for outer, _ in parts):
+            continue
+        how = compiled(module)
+        if "jit" in how:
+            return None
+        if how:
+            parts.append((name, module))
+    inside = {id(module) for _, part in parts for module in part.modules()}
+    attend = set(attending(model))
+    names = ((as_written(name), module) for name, module in model.named_modules())
+    if not parts or any(name in attend and id(module) not in inside for name, module in names):
+        return None
+    return [part for _, part in parts]
+
+
+@contextmanager
+def captured_in_graphs(net: Net, failed: Callable[[], None]) -> Iterator[Listening]:
+    """Capture the calls of compiled parts of a net's model in their graphs while this lasts.
+
+    Where that cannot be, `failed` is called before anything of the graph has run; from then on
+    compiled code runs as it is written.
+    """
+    listening = Listening(net)
+
+    def cannot() -> None:
+        _WRITTEN.add(listening.model)
+        failed()
+
+    _FAILED[listening] = cannot
+    try:
+        with _COMPILER.heard_by(net), listening.on():
+            yield listening
+    finally:
+        del _FAILED[listening]
+
+
+_FAILED: dict[Listening, Callable[[], None]] = {}
+
+
+class _Backend:
+    """Makes graphs of a model by another backend, with the operator beside each attention call."""
+
+    def __init__(self, backend: Any, model: nn.Module) -> None:
+        self.backend, self.model, self.root = backend, weakref.ref(model), None
+        self.sites: list[Site] = []  # for as long as graphs of this backend are kept
+        self.told: Callable[[str], Any] = lambda name: None
+        vars(self).update({x: getattr(backend, x) for x in _NAMES if hasattr(backend, x)})
+        self.callback = compiling_with(self)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        model = self.model()
+        if model is not None:
+            self.sites += instrument(graph, model, self.root, self.told)
+        return self.backend(graph, inputs, **options)
+
+
+_NAMES = ("__name__", "compiler_name")
+"""What the compiler asks of a backend; in Python it would compile what answers."""
+
+_BACKENDS: WeakKeyDictionary[nn.Module, dict[int, _Backend]] = WeakKeyDictionary()
+"""By model and by the backend that it is compiled with."""
+
+
+def _capturing(found: Any) -> Any:
+    """Return a callback that makes graphs for those who listen."""
+    listening = LISTENING[-1]
+    model, backend = listening.model, backend_of(found)
+    made = _BACKENDS.setdefault(model, {})
+    ours = made.get(id(backend))
+    if ours is None:
+        ours = made[id(backend)] = _Backend(backend, model)
+
+    def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if forced_eager() or listening not in LISTENING:
+            return not_compiled()
+        root = frame.f_locals.get("self")
+        inside = isinstance(root, nn.Module) and root in set(model.modules())
+        ours.root, ours.told = root if inside else None, listening.net.heads
+        try:
+            return ours.callback(frame, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(getattr(error, "inner_exception", None), CannotCapture):
+                raise
+            _FAILED[listening]()
+            return not_compiled()
+        finally:
+            ours.root = None
+
+    capture._torchdynamo_orig_backend = ours.callback  # type: ignore[attr-defined]
+    return capture
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────
+
+
 def compiled_functions(net: Net) -> AbstractContextManager[None]:
     """Refuse compiled functions by name when the model calls one; none is without a compiler."""
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
+
+
+def _for_nets(found: Any) -> Any:
+    """Return a callback of the compiler for those who watch."""
+    return _capturing(found) if LISTENING else _refusing(found)
 
 
 def _refusing(found: Any) -> Any:
@@ -101,7 +232,7 @@ def _refusing(found: Any) -> Any:
     return refuse
 
 
-_COMPILER = Replaced(lambda: compile_with(_refusing))
+_COMPILER = Replaced(lambda: compile_with(_for_nets))
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:

@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
         reason = f"{said}: nothing tells which axis is heads, and which is blocks"
         net.leave_out(net.names.stack[-1], reason)
         return out
-    call = _call(net, asked, out, axes)
+    call = call_of(net, asked, out, axes)
     if instead is not None:
         call = instead.served.told(call)
     waiting = None
@@ -170,7 +170,8 @@ def _causal(bias: Any, device: torch.device) -> dict[str, Any]:
     return {"attn_mask": None if first else table_of(bias, device), "is_causal": first}
 
 
-def _call(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
+def call_of(net: Net, asked: dict[str, Any], out: Tensor, axes: Leading) -> AttentionCall:
+    """Return a call of the function, with its arguments by name, in headwise's terms."""
     # Under autocast the kernel has cast them all to the dtype of its output.
     q, k, v = (asked[name].to(out.dtype) for name in ("query", "key", "value"))
     given = asked["attn_mask"]
@@ -257,7 +258,7 @@ def _of_nested(net: Net, asked: dict[str, Any], out: Tensor) -> Tensor:
     plain = {"attn_mask": allowed, "is_causal": False, "query": q, "key": k, "value": v}
     wide = padded(out)[0]
     axes = Leading(tuple(wide.shape[:2]), (0, 1), wide.shape[1], sure=True)
-    new = net.tell(_call(net, asked | plain, wide, axes))
+    new = net.tell(call_of(net, asked | plain, wide, axes))
     return out if new is None else nested_like(new, out)
 
 
