@@ -120,7 +120,12 @@ class Names:
     @property
     def inside(self) -> bool:
         """Whether a module of the model is running, in the thread that watches."""
-        return bool(self.stack) and threading.get_ident() in self._threads
+        return bool(self.stack) and self.here
+
+    @property
+    def here(self) -> bool:
+        """Return True in a thread that watches."""
+        return threading.get_ident() in self._threads
 
     @property
     def current(self) -> str:

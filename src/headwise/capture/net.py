@@ -84,6 +84,7 @@ class Net:
         self.functions = Functions(self)
         self.noticed: list[str] = []
         self.heard: dict[str, bool] = {}
+        self.capture: Callable[[], tuple[Any, Callable[[], None]]] | None = None
         self.in_graphs: set[tuple[int, int]] = set()
         self.attended: set[tuple[int, frozenset[str]]] = set()
         self.heads: Callable[[str], int | None] = lambda name: None

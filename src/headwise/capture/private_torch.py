@@ -178,24 +178,36 @@ def compiled(module: nn.Module) -> str:
     return "compiled by torch.jit" if hasattr(module, "_c") and hasattr(module, "graph") else ""
 
 
-def compile_with(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+def compile_with(
+    wrap: Callable[[Any, types.FrameType], Any], ended: Callable[[types.FrameType], None]
+) -> Callable[[], None]:
     """Let PyTorch's compiler compile frames by what `wrap` makes of its own callback.
 
-    Return what undoes that. Graphs are kept by the backend: that of the callback, unless `wrap`
-    has made one by `compiling_with()`.
+    `wrap` is called when compiled code starts, and `ended` when it has ended, with the same frame,
+    which others may be given to, too. Return what undoes that. Graphs are kept by the backend: that
+    of the callback, unless `wrap` has made one by `compiling_with()`.
     """
-    before = compiler()._callback_from_stance
+    before, set_frame = compiler()._callback_from_stance, compiler().set_eval_frame
+
+    def set_eval_frame(callback: Any) -> Any:
+        found = set_frame(callback)
+        if callback is None:
+            ended(sys._getframe(1))
+        return found
 
     def callback_from_stance(callback: Any) -> Any:
         found = before(callback)
         if not callable(found):  # nothing is compiled now
             return found
-        made = wrap(found)
-        if not hasattr(made, "_torchdynamo_orig_backend"):
+        made = wrap(found, sys._getframe(1))
+        if made is not None and not hasattr(made, "_torchdynamo_orig_backend"):
             made._torchdynamo_orig_backend = found
         return made
 
-    return replace(compiler(), "_callback_from_stance", callback_from_stance)
+    return replace_all(
+        (compiler(), "_callback_from_stance", callback_from_stance),
+        (compiler(), "set_eval_frame", set_eval_frame),
+    )
 
 
 def backend_of(callback: Any) -> Any:
@@ -210,8 +222,7 @@ def compiling_with(backend: Callable[..., Any]) -> Any:
 
 def not_compiled() -> Any:
     """Return what a callback of the compiler returns of a frame that is to run as it is written."""
-    from torch._dynamo import types as dynamo
-
+    dynamo: Any = sys.modules["torch._dynamo.types"]
     default = dynamo.FrameAction.DEFAULT
     return dynamo.ConvertFrameReturn(dynamo.FrameExecStrategy(default, default), False)
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapters.compiled import (
-    captured_in_graphs,
+    code_ended,
     compiled_functions,
     compiled_parts,
     refuse_compiled,
     run_as_written,
 )
 from .adapters.flex import flex_calls
+from .adapters.graphs import Listening
 from .adapters.headwise import own_calls
 from .adapters.mha import functions as composite_functions
 from .adapters.sdpa import functions as fused_attention
@@ -28,7 +29,7 @@ from .call import Listener
 from .known import Known, forget, known, learn, starting, starting_compiled
 from .modules import Names, names_of
 from .net import Functions, Net, Replaced, Road
-from .private_torch import unasked, unnoticed
+from .private_torch import compiler, unasked, unnoticed
 
 
 @contextmanager
@@ -58,11 +59,9 @@ def catch(
     net = Net(function, model, listener, {}, (), begin, elsewhere, names)
     with ExitStack() as stack:
         if parts:
-            _capture(net, parts, stack)
-        elif about is None:
-            _follow(net, stack)
+            _capture_parts(net, parts, stack)
         else:
-            _listen(net, about, stack)
+            _follow_or_capture(net, about, stack, in_full)
         yield net
     if net.in_full and not (in_full or parts):
         learn(net)
@@ -70,18 +69,49 @@ def catch(
         forget(model)
 
 
-def _capture(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
+def _capture_parts(net: Net, parts: list[nn.Module], stack: ExitStack) -> None:
     """Capture the calls of compiled parts of a model in their graphs."""
     inner = stack.enter_context(ExitStack())
 
     def failed() -> None:
         """Follow the model in full from now on."""
         inner.close()
+        net.in_full = True
         _follow(net, stack)
 
+    net.in_full = False
     inner.enter_context(net.names.marked())
-    inner.enter_context(captured_in_graphs(net, failed))
+    inner.enter_context(compiled_functions(net))
+    inner.enter_context(Listening(net, failed).on())
     inner.enter_context(starting_compiled(net, parts))
+
+
+def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full: bool) -> None:
+    """Follow a model, but capture its calls in graphs while compiled code around it runs."""
+    inner = stack.enter_context(ExitStack())
+
+    def follow() -> None:
+        if about is None or net.in_full:
+            _follow(net, inner)
+        else:
+            _listen(net, about, inner)
+
+    def capture() -> tuple[Listening, Callable[[], None]]:
+        inner.close()
+        inner.enter_context(net.names.marked())
+        listening = Listening(net, lambda: code_ended())
+        inner.enter_context(listening.on())
+
+        def resume() -> None:
+            inner.close()
+            follow()
+
+        return listening, resume
+
+    if not in_full and compiler() is not None:
+        net.capture = capture
+        stack.enter_context(compiled_functions(net))
+    follow()
 
 
 def _listen(net: Net, about: Known, stack: ExitStack) -> None:
@@ -112,7 +142,8 @@ def _follow(net: Net, stack: ExitStack) -> None:
     stack.enter_context(own_calls(net))
     stack.enter_context(attention_functions(net))
     stack.enter_context(flex_calls(net))
-    stack.enter_context(compiled_functions(net))
+    if net.capture is None:
+        stack.enter_context(compiled_functions(net))
     stack.enter_context(UNNOTICED.heard_by(net))
     stack.enter_context(net.functions.on())
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._text import and_more
-from ..capture.adapters.compiled import AS_WRITTEN, compiled_parts
 from ..capture.call import AttentionCall, Looking, seed_of_call
 from ..capture.modules import Modules, Names, chosen, why_left_out
 from ..capture.net import Net
@@ -127,8 +126,6 @@ class StepCapture:
             return
         self._plain.clear()
         with ExitStack() as stack:
-            if not compiled_parts(self.model):
-                stack.enter_context(AS_WRITTEN)
             found = catch(
                 *(self.model, self._listen, self._begin, self._elsewhere),
                 function="Monitor",

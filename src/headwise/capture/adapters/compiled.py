@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -34,7 +34,8 @@ from ..private_torch import (
     not_compiled,
     skipped,
 )
-from .graphs import LISTENING, CannotCapture, Listening, Site, instrument, uncompiled_module
+from .graph_sites import CannotCapture, instrument
+from .graphs import LISTENING, Listening, Site, uncompiled_module
 
 
 class _AsWritten:
@@ -124,35 +125,12 @@ def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
     return [part for _, part in parts]
 
 
-@contextmanager
-def captured_in_graphs(net: Net, failed: Callable[[], None]) -> Iterator[Listening]:
-    """Capture the calls of compiled parts of a net's model in their graphs while this lasts.
-
-    Where that cannot be, `failed` is called before anything of the graph has run; from then on
-    compiled code runs as it is written.
-    """
-    listening = Listening(net)
-
-    def cannot() -> None:
-        _WRITTEN.add(listening.model)
-        failed()
-
-    _FAILED[listening] = cannot
-    try:
-        with _COMPILER.heard_by(net), listening.on():
-            yield listening
-    finally:
-        del _FAILED[listening]
-
-
-_FAILED: dict[Listening, Callable[[], None]] = {}
-
-
 class _Backend:
     """Makes graphs of a model by another backend, with the operator beside each attention call."""
 
     def __init__(self, backend: Any, model: nn.Module) -> None:
-        self.backend, self.model, self.root = backend, weakref.ref(model), None
+        self.backend, self.model = backend, weakref.ref(model)
+        self.root: nn.Module | None = None
         self.sites: list[Site] = []  # for as long as graphs of this backend are kept
         self.told: Callable[[str], Any] = lambda name: None
         vars(self).update({x: getattr(backend, x) for x in _NAMES if hasattr(backend, x)})
@@ -168,31 +146,38 @@ class _Backend:
 _NAMES = ("__name__", "compiler_name")
 """What the compiler asks of a backend; in Python it would compile what answers."""
 
-_BACKENDS: WeakKeyDictionary[nn.Module, dict[int, _Backend]] = WeakKeyDictionary()
-"""By model and by the backend that it is compiled with."""
+_BACKENDS: WeakKeyDictionary[nn.Module, list[_Backend]] = WeakKeyDictionary()
+"""By model, for each backend that it is compiled with."""
 
 
-def _capturing(found: Any) -> Any:
-    """Return a callback that makes graphs for those who listen."""
-    listening = LISTENING[-1]
-    model, backend = listening.model, backend_of(found)
-    made = _BACKENDS.setdefault(model, {})
-    ours = made.get(id(backend))
-    if ours is None:
-        ours = made[id(backend)] = _Backend(backend, model)
+def _backend_for(model: nn.Module, backend: Any) -> _Backend:
+    made = _BACKENDS.setdefault(model, [])
+    for one in made:
+        if one.backend is backend or (
+            type(one.backend) is type(backend) and one.backend == backend
+        ):
+            return one
+    made.append(_Backend(backend, model))
+    return made[-1]
+
+
+def _capturing(found: Any, listening: Listening) -> Any:
+    """Return a callback that makes graphs for somebody who listens."""
+    model, ours = listening.model, _backend_for(listening.model, backend_of(found))
 
     def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if forced_eager() or listening not in LISTENING:
             return not_compiled()
-        root = frame.f_locals.get("self")
-        inside = isinstance(root, nn.Module) and root in set(model.modules())
+        root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # mostly self
+        inside = isinstance(root, nn.Module) and id(root) in listening.net.names.names
         ours.root, ours.told = root if inside else None, listening.net.heads
         try:
             return ours.callback(frame, *args, **kwargs)
         except Exception as error:
             if not isinstance(getattr(error, "inner_exception", None), CannotCapture):
                 raise
-            _FAILED[listening]()
+            _WRITTEN.add(model)
+            listening.failed()
             return not_compiled()
         finally:
             ours.root = None
@@ -205,13 +190,53 @@ def _capturing(found: Any) -> Any:
 
 
 def compiled_functions(net: Net) -> AbstractContextManager[None]:
-    """Refuse compiled functions by name when the model calls one; none is without a compiler."""
+    """Let the net know of compiled code: refused where the model calls it, else captured."""
     return nullcontext() if compiler() is None else _COMPILER.heard_by(net)
 
 
-def _for_nets(found: Any) -> Any:
-    """Return a callback of the compiler for those who watch."""
-    return _capturing(found) if LISTENING else _refusing(found)
+def _for_nets(found: Any, caller: FrameType) -> Any:
+    """Return a callback of the compiler for those who watch in this thread."""
+    listening = next((one for one in reversed(LISTENING) if one.net.names.here), None)
+    if listening is not None:
+        return _capturing(found, listening)
+    nets = [net for net in _COMPILER.everyone if net.names.here]
+    if len(nets) != 1 or nets[0].capture is None or nets[0].names.inside:
+        return _refusing(found)
+    if uncompiled_module(nets[0].names.model) in _WRITTEN:
+        return None
+    if found in _UNRELATED:
+        return _refusing(found)
+    listening, resume = nets[0].capture()
+    calls = listening.net.names.calls
+
+    def ended() -> None:
+        resume()
+        if listening.net.names.calls == calls:
+            _UNRELATED.add(found)
+
+    _AROUND.caller, _AROUND.ended = caller, ended
+    return _capturing(found, listening)
+
+
+_UNRELATED: WeakSet[Any] = WeakSet()
+"""Callbacks of compiled functions in which no watched model attends: losses, optimizers."""
+
+
+class _Around(threading.local):
+    """What to do when the compiled code that `caller` runs has ended."""
+
+    caller: FrameType | None = None
+    ended: Callable[[], None] | None = None
+
+
+_AROUND = _Around()
+
+
+def code_ended(caller: FrameType | None = None) -> None:
+    """Note that compiled code has ended, or runs as it is written from now on."""
+    if _AROUND.ended is not None and caller in (None, _AROUND.caller):
+        ended, _AROUND.ended, _AROUND.caller = _AROUND.ended, None, None
+        ended()
 
 
 def _refusing(found: Any) -> Any:
@@ -232,7 +257,7 @@ def _refusing(found: Any) -> Any:
     return refuse
 
 
-_COMPILER = Replaced(lambda: compile_with(_for_nets))
+_COMPILER = Replaced(lambda: compile_with(_for_nets, code_ended))
 
 
 def _refused(net: Net, code: CodeType) -> ValueError:
