@@ -49,7 +49,7 @@ test: .venv/.dev $(COMPILED) lint
 	@$(BIN)/python -m pytest -n auto --dist loadfile --jaxtyping-packages=headwise,beartype.beartype $(SHAPES) \
 	  --ignore docs/api/parallel.md \
 	  --deselect tests/layers/test_layer.py::test_compilation_without_a_graph_break \
-	  --deselect tests/capture/test_watch.py::test_compiled_models_run_as_they_are_written
+	  --deselect tests/capture/test_watch.py::test_compiled_models_and_functions
 
 # Tests of kernels, strides and tables as older CPUs run them, with our kernels and PyTorch's for AVX2 and for no
 # vectors.

@@ -69,7 +69,7 @@ def in_part() -> Model:
 
 @pytest.mark.parametrize("name", WATCH)
 @pytest.mark.parametrize("build", [whole, in_part])
-def test_a_compiled_model_is_watched_as_it_is_written(name: str, build: Callable[[], Any]) -> None:
+def test_a_compiled_model_is_watched_in_its_graph_or_as_it_is_written(name: str, build: Callable[[], Any]) -> None:
     model, plain = build().eval(), made()[0].eval()
     frames = torch._dynamo.utils.counters["frames"]
     with torch.no_grad():
@@ -79,7 +79,8 @@ def test_a_compiled_model_is_watched_as_it_is_written(name: str, build: Callable
     assert WATCH[name](model) == WATCH[name](plain)
     with torch.no_grad():
         assert torch.equal(model(batch(0)), before)
-    assert dict(frames) == graphs  # no graph was made anew
+    captured = name == "watch" and build is whole
+    assert frames["ok"] - graphs["ok"] == captured  # else no graph was made anew
 
 
 @pytest.mark.parametrize("name", REFUSE)

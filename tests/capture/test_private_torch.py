@@ -150,21 +150,65 @@ def test_the_compiler_leaves_frozen_code_alone() -> None:
     assert private_torch.skipped(private_torch.uncompiled(plain.__code__))
 
 
-def test_the_compiler_asks_for_its_callback_by_name() -> None:
+def test_the_compiler_asks_for_its_callback_by_name_and_says_when_code_has_ended() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
-    before, asked = private_torch.compiler()._callback_from_stance, []
+    before = private_torch.compiler()._callback_from_stance
+    asked, ended = [], []
 
-    def wrap(found):
-        asked.append(found)
+    def wrap(found, caller):
+        asked.append(caller)
         return lambda *args, **kwargs: found(*args, **kwargs)
 
-    restore = private_torch.compile_with(wrap)
+    restore = private_torch.compile_with(wrap, ended.append)
     try:
         compiled(torch.ones(2))
+        assert len(asked) == 1
+        assert ended[-1] is asked[0]
     finally:
         restore()
-    assert asked
     assert private_torch.compiler()._callback_from_stance is before
+
+
+def test_graphs_are_made_by_another_backend_and_kept_beside_the_first() -> None:
+    made = []
+
+    def backend(graph, inputs):
+        made.append("own")
+        return graph
+
+    def other(graph, inputs):
+        made.append(f"other {len(inputs)}")
+        private_torch.add_buffer(graph, "one_more", torch.zeros(()))
+        return graph
+
+    def wrap(found, caller):
+        assert private_torch.backend_of(found).compiler_fn is backend
+        return private_torch.compiling_with(other)
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for _ in range(2):
+        compiled(torch.ones(2))
+        restore = private_torch.compile_with(wrap, lambda caller: None)
+        try:
+            compiled(torch.ones(2))
+        finally:
+            restore()
+    assert made == ["own", "other 1"]
+
+
+def test_a_frame_can_be_left_as_it_is_written() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    restore = private_torch.compile_with(
+        lambda found, caller: lambda *args, **kwargs: private_torch.not_compiled(), lambda caller: 0
+    )
+    try:
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    finally:
+        restore()
+    assert torch._dynamo.utils.counters["frames"]["ok"] == frames
+    compiled(torch.ones(2))
+    assert torch._dynamo.utils.counters["frames"]["ok"] == frames + 1
 
 
 def test_modules_tell_how_they_were_compiled() -> None:

@@ -195,6 +195,8 @@ def compile_with(
             ended(sys._getframe(1))
         return found
 
+    set_eval_frame.__code__ = uncompiled(set_eval_frame.__code__)  # it runs in compiled code
+
     def callback_from_stance(callback: Any) -> Any:
         found = before(callback)
         if not callable(found):  # nothing is compiled now

@@ -103,13 +103,18 @@ def _follow_or_capture(net: Net, about: Known | None, stack: ExitStack, in_full:
         inner.enter_context(listening.on())
 
         def resume() -> None:
-            inner.close()
-            follow()
+            if net.capture is not None:
+                inner.close()
+                follow()
 
         return listening, resume
 
+    def end() -> None:
+        net.capture = None
+
     if not in_full and compiler() is not None:
         net.capture = capture
+        stack.callback(end)
         stack.enter_context(compiled_functions(net))
     follow()
 

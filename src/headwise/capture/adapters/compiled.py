@@ -168,9 +168,11 @@ def _capturing(found: Any, listening: Listening) -> Any:
     def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if forced_eager() or listening not in LISTENING:
             return not_compiled()
+        names = listening.net.names
         root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # mostly self
-        inside = isinstance(root, nn.Module) and id(root) in listening.net.names.names
-        ours.root, ours.told = root if inside else None, listening.net.heads
+        if not isinstance(root, nn.Module) or id(root) not in names.names:
+            root = uncompiled_module(names.stack[-1].module) if names.inside else None
+        ours.root, ours.told = root, listening.net.heads
         try:
             return ours.callback(frame, *args, **kwargs)
         except Exception as error:
@@ -200,8 +202,10 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
     if listening is not None:
         return _capturing(found, listening)
     nets = [net for net in _COMPILER.everyone if net.names.here]
-    if len(nets) != 1 or nets[0].capture is None or nets[0].names.inside:
+    if len(nets) != 1 or nets[0].capture is None:
         return _refusing(found)
+    if nets[0].names.inside:  # a training goes on, whatever it costs
+        return None if nets[0].function == "Monitor" else _refusing(found)
     if uncompiled_module(nets[0].names.model) in _WRITTEN:
         return None
     if found in _UNRELATED:

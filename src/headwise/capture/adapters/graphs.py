@@ -31,7 +31,7 @@ from ..mask_import import Ranges, at_the_end
 from ..modules import Forward, Names
 from ..net import Net
 from ..parts import Waiting
-from ..private_torch import in_backward
+from ..private_torch import in_backward, outside_graphs
 from .sdpa import call_of
 
 # ── the operator ────────────────────────────────────────────────────────────────────────────────
@@ -61,6 +61,7 @@ class Given(NamedTuple):
     scale: Sequence[float]
 
 
+@outside_graphs
 def _captured(*args: Any) -> None:
     *given, _, number = args
     site = SITES.get(number)
@@ -161,11 +162,9 @@ def _call(net: Net, site: Site, given: Given) -> AttentionCall:
 def _own_call(net: Net, site: Site, given: Given) -> AttentionCall:
     """Return a call of headwise's kernel."""
     q, k, v, out = given[:4]
-    sinks: Any
-    tensors: Any
     sinks, *tensors = given.terms
     offset, causal, window = given.numbers
-    mask = _mask_of(Terms(*tensors, offset, bool(causal), window))
+    mask = _mask_of(Terms._make((*tensors, offset, bool(causal), window)))
     softcap = given.scale[1] or None
     keywords = {"mask": mask, "scale": given.scale[0], "softcap": softcap, "sinks": sinks}
     keywords["first_query"] = offset
