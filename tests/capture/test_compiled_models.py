@@ -69,7 +69,9 @@ def in_part() -> Model:
 
 @pytest.mark.parametrize("name", WATCH)
 @pytest.mark.parametrize("build", [whole, in_part])
-def test_a_compiled_model_is_watched_in_its_graph_or_as_it_is_written(name: str, build: Callable[[], Any]) -> None:
+def test_a_compiled_model_is_watched_in_graphs_or_as_written(
+    name: str, build: Callable[[], Any]
+) -> None:
     model, plain = build().eval(), made()[0].eval()
     frames = torch._dynamo.utils.counters["frames"]
     with torch.no_grad():

@@ -85,6 +85,7 @@ class Net:
         self.noticed: list[str] = []
         self.heard: dict[str, bool] = {}
         self.capture: Callable[[], tuple[Any, Callable[[], None]]] | None = None
+        self.run_as_written: Callable[[], None] | None = None
         self.in_graphs: set[tuple[int, int]] = set()
         self.attended: set[tuple[int, frozenset[str]]] = set()
         self.heads: Callable[[str], int | None] = lambda name: None

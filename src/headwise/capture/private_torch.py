@@ -239,6 +239,11 @@ def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
         sources[name] = ConstantSource(name)
 
 
+def hint_of(size: torch.SymInt) -> int:
+    """Return what a size was when a graph was made that is for others, too."""
+    return int(size.node.hint)
+
+
 def skipped(code: types.CodeType) -> bool:
     """Whether PyTorch's compiler leaves this code alone."""
     return bool(sys.modules["torch._dynamo.trace_rules"].check(code))

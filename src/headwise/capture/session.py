@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapters.compiled import (
+    AS_WRITTEN,
     code_ended,
     compiled_functions,
     compiled_parts,
@@ -40,6 +41,7 @@ def catch(
     elsewhere: Callable[[nn.Module], None] | None = None,
     function: str = "watch",
     in_full: bool = True,
+    refuse: bool = True,
 ) -> Iterator[Net]:
     """Tell `listener` of every attention call that `model` makes in this thread.
 
@@ -50,14 +52,19 @@ def catch(
     Parts that `torch.compile` has compiled run as they are written meanwhile, or, not `in_full` and
     where they are all that attends, by graphs that tell of their calls.
 
+    Compiled functions that a model calls are refused; without `refuse`, compiled code runs as it is
+    written from there on.
+
     Raises:
         ValueError: a model, or a part of one, that is compiled by `torch.jit`.
     """
-    parts = None if in_full else compiled_parts(model)
-    about = None if in_full or parts else known(model)
+    about = None if in_full else known(model)
+    parts = None if in_full or about else compiled_parts(model)
     names = None if about is None else about.names
     net = Net(function, model, listener, {}, (), begin, elsewhere, names)
     with ExitStack() as stack:
+        if not refuse:
+            net.run_as_written = lambda: stack.enter_context(AS_WRITTEN)
         if parts:
             _capture_parts(net, parts, stack)
         else:

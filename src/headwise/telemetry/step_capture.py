@@ -130,6 +130,7 @@ class StepCapture:
                 *(self.model, self._listen, self._begin, self._elsewhere),
                 function="Monitor",
                 in_full=False,
+                refuse=False,
             )
             self._net = stack.enter_context(found)
             self._stack = stack.pop_all()

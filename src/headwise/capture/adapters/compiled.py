@@ -161,7 +161,7 @@ def _backend_for(model: nn.Module, backend: Any) -> _Backend:
     return made[-1]
 
 
-def _capturing(found: Any, listening: Listening) -> Any:
+def _capturing(found: Any, listening: Listening, caller: FrameType) -> Any:
     """Return a callback that makes graphs for somebody who listens."""
     model, ours = listening.model, _backend_for(listening.model, backend_of(found))
 
@@ -180,6 +180,9 @@ def _capturing(found: Any, listening: Listening) -> Any:
                 raise
             _WRITTEN.add(model)
             listening.failed()
+            if root is not None and not names.inside:  # it has started unseen
+                names.enter(root)
+                _AROUND.caller, _AROUND.ended = caller, lambda: names.leave(root)
             return not_compiled()
         finally:
             ours.root = None
@@ -200,12 +203,15 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
     """Return a callback of the compiler for those who watch in this thread."""
     listening = next((one for one in reversed(LISTENING) if one.net.names.here), None)
     if listening is not None:
-        return _capturing(found, listening)
+        return _capturing(found, listening, caller)
     nets = [net for net in _COMPILER.everyone if net.names.here]
     if len(nets) != 1 or nets[0].capture is None:
         return _refusing(found)
-    if nets[0].names.inside:  # a training goes on, whatever it costs
-        return None if nets[0].function == "Monitor" else _refusing(found)
+    if nets[0].names.inside:
+        if nets[0].run_as_written is None:
+            return _refusing(found)
+        nets[0].run_as_written()
+        return None
     if uncompiled_module(nets[0].names.model) in _WRITTEN:
         return None
     if found in _UNRELATED:
@@ -219,7 +225,7 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
             _UNRELATED.add(found)
 
     _AROUND.caller, _AROUND.ended = caller, ended
-    return _capturing(found, listening)
+    return _capturing(found, listening, caller)
 
 
 _UNRELATED: WeakSet[Any] = WeakSet()

@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate, map_arg
 from ..head_axis import Leading, leading
 from ..net import Net
 from ..parts import Waiting
-from ..private_torch import add_buffer
+from ..private_torch import add_buffer, hint_of
 from .graphs import SITES, Site
 from .mha import functions as composite_functions
 from .sdpa import functions as sdpa_functions
@@ -305,7 +305,7 @@ def _like(node: fx.Node) -> Tensor:
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:
     """Return sizes as they were when the graph was made."""
-    return [size if isinstance(size, int) else size.node.require_hint() for size in sizes]
+    return [size if isinstance(size, int) else hint_of(size) for size in sizes]
 
 
 def _stand_in(node: fx.Node) -> Any:
@@ -351,7 +351,7 @@ def _moved(node: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _size(given: Any) -> Any:
-    return given.node.require_hint() if isinstance(given, torch.SymInt) else given
+    return hint_of(given) if isinstance(given, torch.SymInt) else given
 
 
 # ── putting the operator in ─────────────────────────────────────────────────────────────────────

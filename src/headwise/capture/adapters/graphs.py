@@ -120,12 +120,17 @@ class Listening:
             names.leave(self.model)
 
     def _tell(self, site: Site, given: Given, forward: Forward, sure: bool) -> None:
-        made = (site.number, id(forward.module))
-        again = made in self.net.in_graphs and not sure
+        made, names = (site.number, id(forward.module)), self.net.names
+        if made in self.net.in_graphs and not sure:
+            kind = type(forward.module)
+            for module in self.model.modules():
+                name = names.names[id(module)]
+                if type(module) is kind and name not in self.net.noticed:
+                    names.left_out.setdefault(name, _SHARED)
+            return
         self.net.in_graphs.add(made)
-        reason = site.reason or (_SHARED if again else "")
-        if reason or site.axes is None:
-            self.net.leave_out(forward, reason)
+        if site.reason or site.axes is None:
+            self.net.leave_out(forward, site.reason)
             return
         call = _own_call if site.own else _call
         self.net.tell(call(self.net, site, given), site.whole)
