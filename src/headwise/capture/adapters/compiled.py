@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from ..modules import as_written, attending, called_in_a_graph
+from ..modules import Names, as_written, attending, called_in_a_graph
 from ..net import Net, Replaced
 from ..private_torch import (
     backend_of,
@@ -126,10 +126,10 @@ def compiled_parts(model: nn.Module) -> list[nn.Module] | None:
 
 
 class _Backend:
-    """Makes graphs of a model by another backend, with the operator beside each attention call."""
+    """Makes graphs by another backend, with the operator beside each attention call of models."""
 
-    def __init__(self, backend: Any, model: nn.Module) -> None:
-        self.backend, self.model = backend, weakref.ref(model)
+    def __init__(self, backend: Any, models: Sequence[nn.Module]) -> None:
+        self.backend, self.models = backend, [weakref.ref(model) for model in models]
         self.root: nn.Module | None = None
         self.sites: list[Site] = []  # for as long as graphs of this backend are kept
         self.told: Callable[[str], Any] = lambda name: None
@@ -137,58 +137,74 @@ class _Backend:
         self.callback = compiling_with(self)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
-        model = self.model()
-        if model is not None:
-            self.sites += instrument(graph, model, self.root, self.told)
+        models = [model for ref in self.models if (model := ref()) is not None]
+        self.sites += instrument(graph, models, self.root, self.told)
         return self.backend(graph, inputs, **options)
+
+    def serves(self, backend: Any, models: Sequence[nn.Module]) -> bool:
+        """Return True if it makes graphs of these models by this backend."""
+        same = [ref() for ref in self.models] == list(models)
+        return same and self.backend == backend  # each module.compile() has one of its own
 
 
 _NAMES = ("__name__", "compiler_name")
 """What the compiler asks of a backend; in Python it would compile what answers."""
 
-_BACKENDS: WeakKeyDictionary[nn.Module, list[_Backend]] = WeakKeyDictionary()
-"""By model, for each backend that it is compiled with."""
+_BACKENDS: list[_Backend] = []
+"""The compiler keeps no reference to those of the graphs that it keeps."""
 
 
-def _backend_for(model: nn.Module, backend: Any) -> _Backend:
-    made = _BACKENDS.setdefault(model, [])
-    for one in made:
-        if one.backend is backend or (
-            type(one.backend) is type(backend) and one.backend == backend
-        ):
-            return one
-    made.append(_Backend(backend, model))
-    return made[-1]
+def _backend_for(models: Sequence[nn.Module], backend: Any) -> _Backend:
+    _BACKENDS[:] = [one for one in _BACKENDS if all(ref() is not None for ref in one.models)]
+    found = next((one for one in _BACKENDS if one.serves(backend, models)), None)
+    if found is None:
+        _BACKENDS.append(found := _Backend(backend, models))
+    return found
 
 
-def _capturing(found: Any, listening: Listening, caller: FrameType) -> Any:
-    """Return a callback that makes graphs for somebody who listens."""
-    model, ours = listening.model, _backend_for(listening.model, backend_of(found))
+def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) -> Any:
+    """Return a callback that makes graphs for those who listen."""
+    nets = [one.net for one in listening]
+    models = list({id(one.model): one.model for one in listening}.values())
+    ours = _backend_for(models, backend_of(found))
 
     def capture(frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if forced_eager() or listening not in LISTENING:
+        if forced_eager() or not all(one in LISTENING for one in listening):
             return not_compiled()
-        names = listening.net.names
         root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # mostly self
-        if not isinstance(root, nn.Module) or id(root) not in names.names:
-            root = uncompiled_module(names.stack[-1].module) if names.inside else None
-        ours.root, ours.told = root, listening.net.heads
+        if not isinstance(root, nn.Module) or not any(id(root) in x.names.names for x in nets):
+            running = [net.names.stack[-1].module for net in nets if net.names.inside]
+            root = uncompiled_module(running[-1]) if running else None
+        ours.root, ours.told = root, nets[-1].heads
         try:
             return ours.callback(frame, *args, **kwargs)
         except Exception as error:
             if not isinstance(getattr(error, "inner_exception", None), CannotCapture):
                 raise
-            _WRITTEN.add(model)
-            listening.failed()
-            if root is not None and not names.inside:  # it has started unseen
-                names.enter(root)
-                _AROUND.caller, _AROUND.ended = caller, lambda: names.leave(root)
+            _WRITTEN.update(models)
+            for one in listening:
+                one.failed()
+            if root is not None:
+                _enter_late([net.names for net in nets if not net.names.inside], root, caller)
             return not_compiled()
         finally:
             ours.root = None
 
     capture._torchdynamo_orig_backend = ours.callback  # type: ignore[attr-defined]
     return capture
+
+
+def _enter_late(unseen: Sequence[Names], root: nn.Module, caller: FrameType) -> None:
+    """Note that a module has started, which nobody saw, until compiled code has ended."""
+
+    def ended() -> None:
+        for names in unseen:
+            names.leave(root)
+
+    for names in unseen:
+        names.enter(root)
+    if unseen:
+        _AROUND.caller, _AROUND.ended = caller, ended
 
 
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────
@@ -200,32 +216,47 @@ def compiled_functions(net: Net) -> AbstractContextManager[None]:
 
 
 def _for_nets(found: Any, caller: FrameType) -> Any:
-    """Return a callback of the compiler for those who watch in this thread."""
-    listening = next((one for one in reversed(LISTENING) if one.net.names.here), None)
-    if listening is not None:
-        return _capturing(found, listening, caller)
+    """Return a callback of the compiler for those who watch in this thread; None for none."""
+    listening = [one for one in LISTENING if one.net.names.here]
     nets = [net for net in _COMPILER.everyone if net.names.here]
-    if len(nets) != 1 or nets[0].capture is None:
+    others = [net for net in nets if all(one.net is not net for one in listening)]
+    if any(net.capture is None for net in others):
         return _refusing(found)
-    if nets[0].names.inside:
-        if nets[0].run_as_written is None:
+    if inside := [net for net in others if net.names.inside]:
+        as_written = [run for net in inside if (run := net.run_as_written) is not None]
+        if len(as_written) < len(inside):
             return _refusing(found)
-        nets[0].run_as_written()
+        for run in as_written:
+            run()
         return None
-    if uncompiled_module(nets[0].names.model) in _WRITTEN:
+    if any(uncompiled_module(net.names.model) in _WRITTEN for net in others):
         return None
-    if found in _UNRELATED:
-        return _refusing(found)
-    listening, resume = nets[0].capture()
-    calls = listening.net.names.calls
+    if not (running := [one for one in listening if one.net.names.inside]):
+        if found in _UNRELATED:
+            return _refusing(found) if others else found
+        pairs = [capture() for net in others if (capture := net.capture) is not None]
+        listening += [one for one, _ in pairs]
+        _at_the_end(found, caller, [resume for _, resume in pairs], listening)
+    return _capturing(found, running or listening, caller) if listening else found
+
+
+def _at_the_end(
+    found: Any,
+    caller: FrameType,
+    resume: Sequence[Callable[[], None]],
+    listening: Sequence[Listening],
+) -> None:
+    """Let models be followed again when compiled code has ended; learn if it runs any of them."""
+    calls = sum(one.net.names.calls for one in listening)
 
     def ended() -> None:
-        resume()
-        if listening.net.names.calls == calls:
+        for one in resume:
+            one()
+        if sum(one.net.names.calls for one in listening) == calls:
             _UNRELATED.add(found)
 
-    _AROUND.caller, _AROUND.ended = caller, ended
-    return _capturing(found, listening, caller)
+    if _AROUND.ended is None:
+        _AROUND.caller, _AROUND.ended = caller, ended
 
 
 _UNRELATED: WeakSet[Any] = WeakSet()

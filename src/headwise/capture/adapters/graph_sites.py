@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from ..head_axis import Leading, leading
+from ..modules import names_of
 from ..net import Net
 from ..parts import Waiting
 from ..private_torch import add_buffer, hint_of
@@ -32,25 +33,34 @@ class CannotCapture(Exception):
 
 
 def instrument(
-    graph: fx.GraphModule, model: nn.Module, root: nn.Module | None, told: Callable[[str], Any]
+    graph: fx.GraphModule,
+    models: Sequence[nn.Module],
+    root: nn.Module | None,
+    told: Callable[[str], Any],
 ) -> list[Site]:
     """Put the operator behind each attention call of a graph; return where.
 
     Args:
         graph: what `torch.compile` has recorded.
-        model: the model that is watched.
+        models: those that are watched.
         root: the module whose forward the graph is of.
         told: what somebody has told of a module's heads, by its name.
 
     Raises:
         CannotCapture: the graph attends in other ways.
     """
-    replay = _Replay(model, root, told)
+    replay = _Replay(models, root, told)
     replay.run(graph, {})
     replay.end()
     calls = replay.calls
     if calls:
-        calls[0].site.first = calls[-1].site.last = True
+        for model in models:
+            parts = set(model.modules())
+            inside = [call.site for call in calls if call.site.module() in parts]
+            for site in inside[:1]:
+                site.first.add(id(model))
+            for site in inside[-1:]:
+                site.last.add(id(model))
         _insert(graph, {call.node: call for call in calls}, _order(graph))
     for call in calls:
         SITES[call.site.number] = call.site
@@ -102,11 +112,13 @@ class _Replay:
     """
 
     def __init__(
-        self, model: nn.Module, root: nn.Module | None, told: Callable[[str], Any]
+        self, models: Sequence[nn.Module], root: nn.Module | None, told: Callable[[str], Any]
     ) -> None:
-        self.model, self.root, self.told = model, root, told
-        self.net = Net("watch", model, lambda call: None, {}, ())
-        self.modules = {id(module): module for module in model.modules()}
+        self.root, self.told = root, told
+        self.net = Net("watch", models[0], lambda call: None, {}, ())
+        self.modules = {id(module): module for model in models for module in model.modules()}
+        for model in models[1:]:
+            self.net.names.names |= names_of(model)
         self.calls: list[_Found] = []
         self.unfollowed = {*composite_functions(), *varlen_functions()}
         self._graphs: list[tuple[fx.GraphModule, dict[fx.Node, Any]]] = []
@@ -153,7 +165,7 @@ class _Replay:
                     return self._attends(source, node, self._own(source))
                 if isinstance(values.get(source), tuple | list):
                     return values[source][place]
-            if target is F.linear:
+            if target is F.linear and self.net.names.stack:
                 x = _mapped(node.args[0] if node.args else node.kwargs["input"], values)
                 self.net.projected(x, _stand_in(node))
             elif (moved := _moved(node, values)) is not None:
@@ -234,7 +246,6 @@ class _Replay:
         forward = stack[-1]
         module, own = forward.module, node is not out
         site = Site(
-            weakref.ref(self.model),
             weakref.ref(module),
             None if self.root is None else weakref.ref(self.root),
             own,

@@ -103,9 +103,9 @@ class Listening:
     def emit(self, site: Site, given: Given) -> None:
         """Let the net hear of a call that a graph has made."""
         names = self.net.names
-        if site.model() is not self.model:
+        if id(site.module()) not in names.names:
             return
-        if site.first and (not names.stack or names.stack[0] is self._forward):
+        if id(self.model) in site.first and (not names.stack or names.stack[0] is self._forward):
             names.stack.clear()  # no module of the model was seen to start
             names.enter(self.model)
             self._forward = names.stack[0] if names.stack else None
@@ -116,7 +116,7 @@ class Listening:
         module, sure = site.instance(names)
         with names.alone(module):
             self._tell(site, given, names.stack[-1], sure)
-        if site.last and names.stack[0] is self._forward:
+        if id(self.model) in site.last and names.stack[0] is self._forward:
             names.leave(self.model)
 
     def _tell(self, site: Site, given: Given, forward: Forward, sure: bool) -> None:
@@ -217,7 +217,6 @@ _FAR = 2**62
 class Site:
     """An attention call in a graph.
 
-    model: the model whose graph it is.
     module: the module that attends.
     root: the module whose forward the graph is of; None for another function's.
     own: headwise's kernel computes it, else `F.scaled_dot_product_attention`.
@@ -226,10 +225,9 @@ class Site:
     axes: which axes of the output are batch rows and heads.
     whole: of how many queries the call is one, if not of its own alone.
     reason: why the call is left out.
-    first, last: its place in the graph.
+    first, last: the models, by id, of which it is the first or the last call in the graph.
     """
 
-    model: weakref.ref[nn.Module]
     module: weakref.ref[nn.Module]
     root: weakref.ref[nn.Module] | None
     own: bool
@@ -238,8 +236,8 @@ class Site:
     axes: Leading | None = None
     whole: Waiting | None = None
     reason: str = ""
-    first: bool = False
-    last: bool = False
+    first: set[int] = field(default_factory=set)
+    last: set[int] = field(default_factory=set)
     number: int = field(default_factory=count(1).__next__)
 
     def instance(self, names: Names) -> tuple[nn.Module, bool]:
