@@ -332,7 +332,7 @@ def test_other_ways_to_attend_run_as_they_are_written(build: Any, who: str) -> N
         assert graphs() == (1, 0)
 
 
-def test_a_shared_graph_that_tells_of_no_module_is_left_out() -> None:
+def test_a_graph_that_modules_share_tells_them_apart() -> None:
     """A break in the model's forward lets blocks be compiled one by one, in one graph."""
 
     class Broken(GPT):
@@ -345,12 +345,73 @@ def test_a_shared_graph_that_tells_of_no_module_is_left_out() -> None:
 
     model = Broken()
     compiled = torch.compile(model, backend="aot_eager")
-    with hw.watch(compiled, hw.Entropy()) as seen:
-        compiled(IDS)
-    with hw.watch(model, hw.Entropy()) as wanted:
+    with hw.watch(model, *STATISTICS) as wanted:
         model(IDS)
-    for name in wanted.modules:
-        if name in seen.modules:
-            torch.testing.assert_close(seen[name]["entropy"], wanted[name]["entropy"])
-    missing = set(wanted.modules) - set(seen.modules)
-    assert missing <= set(seen.left_out)
+    for _ in range(2):
+        with hw.watch(compiled, *STATISTICS) as seen:
+            compiled(IDS)
+        same(seen, wanted)
+
+
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_a_graph_that_models_share_tells_of_the_one_that_is_watched(teacher_first: bool) -> None:
+    student, teacher = GPT(), GPT()
+    run = torch.compile(lambda model, ids: model(ids), backend="aot_eager")
+    turns = [teacher, student] if teacher_first else [student, teacher]
+    with hw.watch(student, *STATISTICS) as wanted:
+        student(IDS)
+    for _ in range(2):
+        with hw.watch(student, *STATISTICS) as seen:
+            for model in turns:
+                run(model, IDS)
+        same(seen, wanted)
+    with hw.watch(teacher, *STATISTICS) as seen, hw.watch(student, *STATISTICS) as other:
+        for model in turns:
+            run(model, IDS)
+    same(other, wanted)
+    with hw.watch(teacher, *STATISTICS) as wanted:
+        teacher(IDS)
+    same(seen, wanted)
+
+
+def test_without_a_parameter_a_second_call_of_a_shared_graph_is_left_out() -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attentions = nn.ModuleList([Bare(), Bare()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for attention in self.attentions:
+                torch._dynamo.graph_break()
+                x = attention(x)
+            return x
+
+    model, x = Two(), torch.randn(B, H, T, E)
+    compiled = torch.compile(model, backend="aot_eager")
+    with hw.watch(compiled, hw.Entropy()) as seen:
+        compiled(x)
+    assert sum(row["calls"] for row in seen.table()) == H
+    assert "nothing tells which one attends" in next(iter(seen.left_out.values()))
+
+
+def test_models_that_are_monitored_side_by_side_stay_compiled() -> None:
+    """As of a generator and a discriminator: by functions, each with an optimizer."""
+    models = [GPT(), GPT(own=True)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    compiled = [torch.compile(model, backend="aot_eager") for model in models]
+    pairs = zip(models, optimizers, strict=True)
+    monitors = [hw.Monitor(model, optimizer, every=2) for model, optimizer in pairs]
+    for _ in range(3):
+        for model, optimizer in zip(compiled, optimizers, strict=True):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert graphs()[1] == 0
+    for monitor in monitors:
+        assert monitor.latest["entropy"].present.all()
+        assert list(monitor.layers) == ["blocks.0.attn", "blocks.1.attn"]
+        monitor.close()

@@ -239,6 +239,11 @@ def add_buffer(graph: torch.fx.GraphModule, name: str, tensor: Tensor) -> None:
         sources[name] = ConstantSource(name)
 
 
+def example_of(node: torch.fx.Node) -> Any:
+    """Return what an input of a graph was when the compiler recorded it; None if it is gone."""
+    return getattr(node.meta.get("grapharg"), "example", None)
+
+
 def hint_of(size: torch.SymInt) -> int:
     """Return what a size was when a graph was made that is for others, too."""
     return int(size.node.hint)

@@ -138,7 +138,10 @@ class _Backend:
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
         models = [model for ref in self.models if (model := ref()) is not None]
-        self.sites += instrument(graph, models, self.root, self.told)
+        sites, attends = instrument(graph, models, self.root, self.told)
+        self.sites += sites
+        _AROUND.graphs += 1
+        _AROUND.attending += attends
         return self.backend(graph, inputs, **options)
 
     def serves(self, backend: Any, models: Sequence[nn.Module]) -> bool:
@@ -172,7 +175,7 @@ def _capturing(found: Any, listening: Sequence[Listening], caller: FrameType) ->
         if forced_eager() or not all(one in LISTENING for one in listening):
             return not_compiled()
         root = frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))  # mostly self
-        if not isinstance(root, nn.Module) or not any(id(root) in x.names.names for x in nets):
+        if not isinstance(root, nn.Module):
             running = [net.names.stack[-1].module for net in nets if net.names.inside]
             root = uncompiled_module(running[-1]) if running else None
         ours.root, ours.told = root, nets[-1].heads
@@ -236,23 +239,18 @@ def _for_nets(found: Any, caller: FrameType) -> Any:
             return _refusing(found) if others else found
         pairs = [capture() for net in others if (capture := net.capture) is not None]
         listening += [one for one, _ in pairs]
-        _at_the_end(found, caller, [resume for _, resume in pairs], listening)
+        _at_the_end(found, caller, [resume for _, resume in pairs])
     return _capturing(found, running or listening, caller) if listening else found
 
 
-def _at_the_end(
-    found: Any,
-    caller: FrameType,
-    resume: Sequence[Callable[[], None]],
-    listening: Sequence[Listening],
-) -> None:
-    """Let models be followed again when compiled code has ended; learn if it runs any of them."""
-    calls = sum(one.net.names.calls for one in listening)
+def _at_the_end(found: Any, caller: FrameType, resume: Sequence[Callable[[], None]]) -> None:
+    """Let models be followed again when compiled code has ended; learn if it attends at all."""
+    graphs, attending = _AROUND.graphs, _AROUND.attending
 
     def ended() -> None:
         for one in resume:
             one()
-        if sum(one.net.names.calls for one in listening) == calls:
+        if _AROUND.graphs > graphs and _AROUND.attending == attending:
             _UNRELATED.add(found)
 
     if _AROUND.ended is None:
@@ -260,12 +258,14 @@ def _at_the_end(
 
 
 _UNRELATED: WeakSet[Any] = WeakSet()
-"""Callbacks of compiled functions in which no watched model attends: losses, optimizers."""
+"""Callbacks of compiled functions that do not attend, such as losses and optimizers."""
 
 
 class _Around(threading.local):
-    """What to do when the compiled code that `caller` runs has ended."""
+    """What to do when the compiled code that `caller` runs has ended, and how many graphs were made
+    with the operator so far, and how many of them attend."""
 
+    graphs = attending = 0
     caller: FrameType | None = None
     ended: Callable[[], None] | None = None
 

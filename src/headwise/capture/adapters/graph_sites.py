@@ -21,7 +21,7 @@ from ..head_axis import Leading, leading
 from ..modules import names_of
 from ..net import Net
 from ..parts import Waiting
-from ..private_torch import add_buffer, hint_of
+from ..private_torch import add_buffer, example_of, hint_of
 from .graphs import SITES, Site
 from .mha import functions as composite_functions
 from .sdpa import functions as sdpa_functions
@@ -37,8 +37,10 @@ def instrument(
     models: Sequence[nn.Module],
     root: nn.Module | None,
     told: Callable[[str], Any],
-) -> list[Site]:
-    """Put the operator behind each attention call of a graph; return where.
+) -> tuple[list[Site], bool]:
+    """Put the operator behind each attention call of a graph.
+
+    Return where, and True if anything attends, also what is none of the models' modules.
 
     Args:
         graph: what `torch.compile` has recorded.
@@ -49,22 +51,18 @@ def instrument(
     Raises:
         CannotCapture: the graph attends in other ways.
     """
+    if root is not None and all(root is not x for model in models for x in model.modules()):
+        models = [*models, root]  # of another model, which may share the graph
     replay = _Replay(models, root, told)
     replay.run(graph, {})
     replay.end()
     calls = replay.calls
     if calls:
-        for model in models:
-            parts = set(model.modules())
-            inside = [call.site for call in calls if call.site.module() in parts]
-            for site in inside[:1]:
-                site.first.add(id(model))
-            for site in inside[-1:]:
-                site.last.add(id(model))
+        calls[0].site.first = calls[-1].site.last = True
         _insert(graph, {call.node: call for call in calls}, _order(graph))
     for call in calls:
         SITES[call.site.number] = call.site
-    return [call.site for call in calls]
+    return [call.site for call in calls], replay.attends
 
 
 class _Found(NamedTuple):
@@ -73,6 +71,7 @@ class _Found(NamedTuple):
     node: fx.Node
     out: fx.Node
     site: Site
+    weight: fx.Node | None
     tensors: tuple[Any, Any, Any]
     terms: list[Any]
     numbers: list[Any]
@@ -119,7 +118,14 @@ class _Replay:
         self.modules = {id(module): module for model in models for module in model.modules()}
         for model in models[1:]:
             self.net.names.names |= names_of(model)
+        self.parameters = {
+            id(x): (name, self.net.names.names[place])
+            for place, module in self.modules.items()
+            for name, x in module._parameters.items()
+        }
+        self.weights: dict[fx.Node, tuple[str, str]] = {}  # its name, and that of its module
         self.calls: list[_Found] = []
+        self.attends = False
         self.unfollowed = {*composite_functions(), *varlen_functions()}
         self._graphs: list[tuple[fx.GraphModule, dict[fx.Node, Any]]] = []
 
@@ -132,7 +138,8 @@ class _Replay:
             if node.op == "output":
                 result = _mapped(node.args[0], values)
             else:
-                values[node] = self._value(graph, node, values)
+                found = self._value(graph, node, values)
+                values.setdefault(node, found)
         self._graphs.pop()
         while len(stack) > depth:
             self.net.names.leave(stack[-1].module, output=result)
@@ -150,6 +157,8 @@ class _Replay:
     def _value(self, graph: fx.GraphModule, node: Any, values: dict[fx.Node, Any]) -> Any:
         self._enter(node)
         target = node.target
+        if node.op == "placeholder" and (known := self.parameters.get(id(example_of(node)))):
+            self.weights[node] = known
         if node.op == "get_attr":
             return getattr(graph, str(target), None)
         if node.op in ("call_function", "call_method"):
@@ -200,8 +209,13 @@ class _Replay:
         """Go over a graph inside of a graph, such as a checkpoint's."""
         graph, result = self._graphs[-1][0], _stand_in(node)
         for body, given in _bodies(graph, node):
-            before = len(self.calls)
-            found = self.run(body, {} if given is None else _arguments(body, given, values))
+            before, arguments = len(self.calls), {}
+            if given is not None:
+                places = list(body.graph.find_nodes(op="placeholder"))
+                arguments = dict(zip(places, (_mapped(x, values) for x in given), strict=True))
+                inside = zip(places, given, strict=True)
+                self.weights |= {x: self.weights[y] for x, y in inside if y in self.weights}
+            found = self.run(body, arguments)
             if given is not None:
                 result = found
             elif len(self.calls) > before:
@@ -239,15 +253,17 @@ class _Replay:
 
     def _attends(self, node: fx.Node, out: fx.Node, asked: dict[str, Any]) -> Tensor:
         """Take up an attention call; return numbers that show where its output goes."""
+        self.attends = True
         stack, names = self.net.names.stack, self.net.names
         given = _numbers(_stand_in(out))
         if not stack:  # what attends is none of the model's modules
             return given
         forward = stack[-1]
-        module, own = forward.module, node is not out
+        module, own, name = forward.module, node is not out, names.current
+        weight = self._weight_of(name, node.graph)
         site = Site(
             weakref.ref(module),
-            None if self.root is None else weakref.ref(self.root),
+            None if weight is None else (name, *self.weights[weight]),
             own,
             asked.pop("groups"),
             torch.is_grad_enabled(),
@@ -257,19 +273,28 @@ class _Replay:
             axes: Leading | None = Leading(tuple(given.shape[:2]), (0, 1), given.shape[1], True)
         else:
             values = _like(asked["tensors"][2])
-            axes = leading(given.shape, stack, values, told=self.told(names.current))
+            axes = leading(given.shape, stack, values, told=self.told(name))
         if axes is None:
             site.reason = f"{said}: nothing tells which axis is heads, and which is blocks"
         else:
             keys = _like(asked["tensors"][1]).shape[-2]
             site.axes = axes
-            site.whole = Waiting(
-                names.current, said, axes.split(given), given.shape, keys, axes.sure
-            )
+            site.whole = Waiting(name, said, axes.split(given), given.shape, keys, axes.sure)
             forward.waiting.append(site.whole)
             forward.told = True
-        self.calls.append(_Found(node, out, site, **asked))
+        self.calls.append(_Found(node, out, site, weight, **asked))
         return given
+
+    def _weight_of(self, name: str, graph: fx.Graph) -> fx.Node | None:
+        """Return the node of a parameter of a module, or of the nearest one around it."""
+        best, most = None, -1
+        for node, (_, holder) in self.weights.items():
+            inside = not name or holder == name or holder.startswith(f"{name}.")
+            around = not holder or name.startswith(f"{holder}.")
+            rank = len(name) + 1 if inside else len(holder) if around else -1
+            if node.graph is graph and rank > most:
+                best, most = node, rank
+        return best
 
 
 _UNKNOWN = "nothing tells whether the call is all that its module attends"
@@ -295,13 +320,6 @@ def _bodies(
         rest = list(node.args[place + 1 :])
         given = rest[len(rest) - wanted :] if len(inner) == 1 and len(rest) >= wanted else None
         yield body, given
-
-
-def _arguments(
-    body: fx.GraphModule, given: list[Any], values: Mapping[fx.Node, Any]
-) -> dict[fx.Node, Any]:
-    places = body.graph.find_nodes(op="placeholder")
-    return dict(zip(places, (_mapped(one, values) for one in given), strict=True))
 
 
 # ── what nodes give ─────────────────────────────────────────────────────────────────────────────
@@ -415,6 +433,11 @@ def _put_behind(graph: fx.Graph, found: _Found, order: fx.Node) -> None:
                 at = graph.call_method("detach", (node,))
             node = at
         terms.append(node)
-    args = (*detached, terms, list(found.numbers), found.scale, order, found.site.number)
+    weight = found.weight
+    if weight is not None:
+        with graph.inserting_after(at):
+            weight = at = graph.call_method("detach", (weight,))
+    numbers = list(found.numbers)
+    args = (*detached, terms, numbers, found.scale, weight, order, found.site.number)
     with graph.inserting_after(at):
         graph.call_function(torch.ops.headwise.captured.default, args)

@@ -28,7 +28,7 @@ from ...layers.attention import MultiHeadAttention
 from ..call import AttentionCall
 from ..head_axis import Leading
 from ..mask_import import Ranges, at_the_end
-from ..modules import Forward, Names
+from ..modules import Forward, as_written
 from ..net import Net
 from ..parts import Waiting
 from ..private_torch import in_backward, outside_graphs
@@ -40,7 +40,7 @@ _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
 # It is said to write `order`, which keeps the calls in the graph and in their order.
 _LIBRARY.define(
     "captured(Tensor q, Tensor k, Tensor v, Tensor out, Tensor?[] terms, SymInt[] numbers, "
-    "float[] scale, Tensor(a!) order, int site) -> ()",
+    "float[] scale, Tensor? weight, Tensor(a!) order, int site) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),  # it runs Python
 )
 
@@ -48,6 +48,7 @@ _LIBRARY.define(
 class Given(NamedTuple):
     """The arguments of the operator.
 
+    `weight` is a parameter that tells which module attends: modules of the same kind share graphs.
     Of `F.scaled_dot_product_attention`, `terms` are its mask and `numbers` its `is_causal`; of
     headwise's kernel, `terms` are sinks and the tensors of `Terms`, `numbers` the other ones.
     """
@@ -59,6 +60,7 @@ class Given(NamedTuple):
     terms: Sequence[Tensor | None]
     numbers: Sequence[int]
     scale: Sequence[float]
+    weight: Tensor | None
 
 
 @outside_graphs
@@ -68,8 +70,12 @@ def _captured(*args: Any) -> None:
     if site is None or in_backward():  # checkpointing computes the call again
         return
     for listening in tuple(LISTENING):
+        if site.first:
+            listening.end()
         with torch.set_grad_enabled(site.graded):
             listening.emit(site, Given(*given))
+        if site.last:
+            listening.end()
 
 
 _LIBRARY.impl("captured", _captured, "CompositeExplicitAutograd")
@@ -90,6 +96,9 @@ class Listening:
         self.net, self.model = net, uncompiled_module(net.names.model)
         self.failed = failed
         self._forward: Forward | None = None
+        self._modules = {as_written(name): x for name, x in self.model.named_modules()}
+        self._weights: dict[int, str] = {}
+        self._calls = -1
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -98,50 +107,86 @@ class Listening:
         try:
             yield
         finally:
+            self.end()
             LISTENING.remove(self)
 
     def emit(self, site: Site, given: Given) -> None:
-        """Let the net hear of a call that a graph has made."""
+        """Let the net hear of a call that a graph has made, if a module of its model did."""
         names = self.net.names
-        if id(site.module()) not in names.names:
+        module = self._module(site, given.weight)
+        if module is None:
             return
-        if id(self.model) in site.first and (not names.stack or names.stack[0] is self._forward):
-            names.stack.clear()  # no module of the model was seen to start
+        if not names.stack:  # no module of the model was seen to start
             names.enter(self.model)
             self._forward = names.stack[0] if names.stack else None
-        if not self.net.open:
-            return
-        if self._forward is not names.stack[0]:
-            self._forward = None
-        module, sure = site.instance(names)
-        with names.alone(module):
-            self._tell(site, given, names.stack[-1], sure)
-        if id(self.model) in site.last and names.stack[0] is self._forward:
-            names.leave(self.model)
+        if self.net.open:
+            with names.alone(module):
+                self._tell(site, given, names.stack[-1])
 
-    def _tell(self, site: Site, given: Given, forward: Forward, sure: bool) -> None:
-        made, names = (site.number, id(forward.module)), self.net.names
-        if made in self.net.in_graphs and not sure:
-            kind = type(forward.module)
-            for module in self.model.modules():
-                name = names.names[id(module)]
-                if type(module) is kind and name not in self.net.noticed:
-                    names.left_out.setdefault(name, _SHARED)
-            return
+    def end(self) -> None:
+        """End the forward that was not seen to start, if there is one."""
+        forward, self._forward = self._forward, None
+        if forward is not None and self.net.names.stack[:1] == [forward]:
+            self.net.names.leave(self.model)
+
+    def _module(self, site: Site, weight: Tensor | None) -> nn.Module | None:
+        """Return the module that attends; None if it is none of the model's."""
+        if weight is None or site.weight is None:
+            module = site.module()
+            return module if id(module) in self.net.names.names else None
+        at, calls = weight.data_ptr(), self.net.names.calls
+        known = self._weights.get(at)
+        if known is None or _at(self._modules[known], site.weight[1]) != at:
+            if calls == self._calls:  # another model's
+                return None
+            self._calls = calls
+            self._weights = {
+                _at(module, name): whose
+                for whose, module in self._modules.items()
+                for name in module._parameters
+            }
+            known = self._weights.get(at)
+        name, _, holder = site.weight
+        return None if known is None else self._modules.get(_moved(name, holder, known))
+
+    def _tell(self, site: Site, given: Given, forward: Forward) -> None:
+        made = site.number, id(forward.module)
+        reason = site.reason
+        if made in self.net.in_graphs and given.weight is None:
+            reason = _SHARED
         self.net.in_graphs.add(made)
-        if site.reason or site.axes is None:
-            self.net.leave_out(forward, site.reason)
+        if reason or site.axes is None:
+            self.net.leave_out(forward, reason)
             return
         call = _own_call if site.own else _call
         self.net.tell(call(self.net, site, given), site.whole)
+
+
+def _at(module: nn.Module, name: str) -> int:
+    """Return where a module's parameter is in memory; of a split one, this rank's part."""
+    x: Any = module._parameters.get(name)
+    return 0 if x is None else getattr(x, "_local_tensor", x).data_ptr()
+
+
+def _moved(module: str, holder: str, other: str) -> str:
+    """Return the name of the module that stands to `other` as `module` does to `holder`.
+
+    >>> _moved("blocks.0.attn", "blocks.0.attn.qkv", "blocks.1.attn.qkv")
+    'blocks.1.attn'
+    >>> _moved("blocks.0.attn", "blocks.0", "blocks.1")
+    'blocks.1.attn'
+    """
+    if holder.startswith(module):
+        return other.removesuffix(holder[len(module) :])
+    return f"{other}{module[len(holder) :]}"
 
 
 LISTENING: list[Listening] = []
 """Those that capture calls in graphs now, outermost first."""
 
 _SHARED = (
-    "several modules run the graph in which it attends, and nothing tells which one does; compile "
-    "the whole model, or the modules themselves (module.compile())"
+    "modules of its kind may share its compiled graph, and without a parameter in it or around it "
+    "nothing tells which one attends; compile the whole model"
 )
 
 
@@ -218,42 +263,27 @@ class Site:
     """An attention call in a graph.
 
     module: the module that attends.
-    root: the module whose forward the graph is of; None for another function's.
+    weight: the names of the module, of a parameter, and of the module that holds it.
     own: headwise's kernel computes it, else `F.scaled_dot_product_attention`.
     groups: `enable_gqa` of that function.
     graded: the graph is one for training.
     axes: which axes of the output are batch rows and heads.
     whole: of how many queries the call is one, if not of its own alone.
     reason: why the call is left out.
-    first, last: the models, by id, of which it is the first or the last call in the graph.
+    first, last: it is the first or the last call of its graph.
     """
 
     module: weakref.ref[nn.Module]
-    root: weakref.ref[nn.Module] | None
+    weight: tuple[str, str, str] | None
     own: bool
     groups: bool
     graded: bool
     axes: Leading | None = None
     whole: Waiting | None = None
     reason: str = ""
-    first: set[int] = field(default_factory=set)
-    last: set[int] = field(default_factory=set)
+    first: bool = False
+    last: bool = False
     number: int = field(default_factory=count(1).__next__)
-
-    def instance(self, names: Names) -> tuple[nn.Module, bool]:
-        """Return the module that attends, and True if it is surely this one.
-
-        Parts that were compiled one by one may share a graph.
-        """
-        module, root = self.module(), None if self.root is None else self.root()
-        assert module is not None
-        running = [uncompiled_module(forward.module) for forward in names.stack]
-        if root is None or any(one is root for one in running):
-            return module, True
-        if type(running[-1]) is not type(root):
-            return module, False
-        below = next(name for name, part in root.named_modules() if part is module)
-        return running[-1].get_submodule(below), True
 
 
 SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
