@@ -34,7 +34,7 @@ class Backend(ABC):
         return self.run(call)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Figures:
     """The results of one pass; `None` for those that were not requested.
 

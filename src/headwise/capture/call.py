@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.mask_algebra import Mask
 from ..core.masks import as_mask
-from ..core.modes import no_graph
+from ..core.modes import NOTHING, no_graph
 from ..core.numbers import whole
 from ..core.shapes import extent_of
 from ..stats.mass import Mass
-from ..stats.observe import observe_call
-from ..stats.output_norm import HEAD_OUTPUT
+from ..stats.observe import read
 from ..stats.patterns import AmongPositions, Pattern
 from ..stats.record import Reading
+from ..stats.sampling import draw
 from ..stats.statistic import Statistic, Statistics
 from .mask_import import reaches_all, with_padding, without_padding
 from .parts import Waiting
@@ -50,11 +50,6 @@ class Looking:
     seed: int = 0
     gradients: bool = False
     padding: bool = True
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """What of it `observe()` takes by the same names."""
-        return {"queries": self.queries, "seed": self.seed, "gradients": self.gradients}
 
     def of_call(self, number: int) -> Looking:
         """The same at a module's call of this number, from 0, with a draw of its own on each rank.
@@ -118,7 +113,8 @@ class AttentionCall:
         road: how the call was noticed (the function's name, mostly).
         made: the heads' outputs, or what computes them when somebody asks.
         keywords: those of `observe()`: `mask`, `scale`, `softcap`, `sinks`.
-        projection: the weight of the output projection `[O, H · Dv]` where it is known.
+        projected_by: the weight of the output projection `[O, H · Dv]` where it is known, or what
+            finds it.
         own_positions: the queries stand at the keys' end, as in self-attention, so that a key
             which is padding tells of a query that is; False also where the mask knows that.
         first_key: the position of the first key, where a cache has dropped keys before it.
@@ -140,7 +136,7 @@ class AttentionCall:
     v: Tensor
     made: Tensor | Callable[[], Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
-    projection: Tensor | None = None
+    projected_by: Tensor | Callable[[], Tensor | None] | None = None
     own_positions: bool = False
     first_key: int = 0
     first_head: int = 0
@@ -197,6 +193,12 @@ class AttentionCall:
             self.made = self.made()
         return self.made
 
+    @cached_property
+    def projection(self) -> Tensor | None:
+        """The weight of the output projection `[O, H · Dv]` where it is known."""
+        weight = self.projected_by
+        return weight() if callable(weight) else weight
+
     def counted(self, looking: Looking) -> Mask:
         """Return the mask for statistics: padded queries see nothing, unless they are to count."""
         mask = as_mask(self.keywords.get("mask"))
@@ -213,27 +215,37 @@ class AttentionCall:
 
         Queries that are padding count as such that may attend to nothing, if `looking` says so.
         """
-        statistics, mask, one = Statistics.of(statistics), self.counted(looking), self.one_pass
-        options = {"projection": self.projection, **looking.keywords}
-        free = not self.behind and not isinstance(self.made, Tensor)
-        if one is not None and free and one.is_of(self.k, mask):
-            wanted = {"backend": one.backend, "strict": one.strict}
-            seen = observe_call(one.call, statistics, **wanted, **options)
-            self.made = one.finish(seen.out, seen.lse)
-            return seen.readings.let_go()
+        if not isinstance(statistics, Statistics):
+            statistics = Statistics.of(statistics)
+        mask, one, output, sample = self.keywords.get("mask"), self.one_pass, False, None
+        if self.own_positions or not looking.padding or not isinstance(mask, Mask):
+            mask = self.counted(looking)
+        if looking.queries is not None:
+            sample = draw(looking.queries, self.queries, looking.seed, self.q.device)
+        options = {"projection": lambda: self.projection, "gradients": looking.gradients}
+        if self.behind or isinstance(self.made, Tensor):
+            one = None
+        if one is not None and one.is_of(self.k, mask):
+            given = (one.call, statistics, sample, one.backend)
+            work, readings = read(*given, strict=one.strict, **options)
+            assert work.whole_out is not None
+            self.made = one.finish(work.whole_out, work.whole_lse)
+            return readings.let_go()
         keywords = {**self.keywords, "mask": mask}
         if self.behind:
             keywords["first_query"] = self.keys - self.behind - self.queries
             statistics = Statistics(_among_positions(each, self.behind) for each in statistics)
         backend = keywords.pop("backend", "auto")
-        output = self.out if HEAD_OUTPUT in statistics.needs else False  # here, with its graph
-        with nullcontext() if looking.gradients else no_graph():
+        if statistics.of_output:
+            output = self.out  # here, with its graph
+        with no_graph() if torch.is_grad_enabled() and not looking.gradients else NOTHING:
             call = Call.of(self.q, self.k, self.v, function="observe", **keywords)
-            given = {"backend": backend, "output": output, "strict": False}
-            seen = observe_call(call, statistics, **given, **options)
+            _, readings = read(
+                call, statistics, sample, backend, output=output, strict=False, **options
+            )
         if not self.hidden:
-            return seen.readings.let_go()
-        readings = dict(seen.readings)
+            return readings.let_go()
+        readings = dict(readings)
         for statistic in statistics:
             for name, need in statistic.needs.items():
                 if need.vectors:

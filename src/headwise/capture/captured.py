@@ -20,11 +20,13 @@ from ..stats.running import Running
 from ..stats.tables import (
     HeadSummary,
     check_texts,
+    split_each,
     summarise,
     summarise_each,
     summary_rows,
     unavailable,
 )
+from .bundle import together
 from .io import read_tree, write_tree
 from .modules import as_written
 
@@ -73,23 +75,24 @@ class Watched(HeadTable):
         readings: Mapping[str, Reading],
         heads: int,
         first_key: int = 0,
-        queries: tuple[int, int] | None = None,
         first_head: int = 0,
+        queries: tuple[int, int] | None = None,
         lost: bool = False,
     ) -> None:
         """Keep what a call of `module` gave.
 
         Args:
-            queries: how many were looked at, and how many there are, where that is known.
             first_head: the number of the first of these heads in its layer.
+            queries: how many were looked at, and how many there are, where that is known.
             lost: the call had a graph, and these were taken without.
 
         Raises:
             ValueError: other heads or statistics than its calls before.
         """
         kept = self._modules.get(module)
-        kept = WatchedModule(module, self._running) if kept is None else kept
-        kept.add(readings, heads, first_key, queries, first_head)
+        if kept is None:
+            kept = WatchedModule(module, self._running)
+        kept.add(readings, heads, first_key, first_head, queries)
         kept.lost |= lost
         self._modules[module] = kept
 
@@ -159,14 +162,18 @@ class Watched(HeadTable):
         if self._running:
             return {name: module.figures(texts) for name, module in self._modules.items()}
         found: dict[str, dict[str, HeadSummary | None]] = {name: {} for name in self._modules}
-        places, readings = [], []
-        for name, module in self._modules.items():
-            for metric in module.statistics:
-                places.append((name, metric))
-                readings.append([call[metric] for call in module.calls])
-        figures = summarise_each(readings, texts)
-        for (name, metric), figure in zip(places, figures, strict=True):
-            found[name][metric] = figure
+        modules, metrics, readings, heads = [*self._modules.values()], [], [], []
+        for places, calls in together([module.calls for module in modules]):
+            some = [modules[place] for place in places]
+            every = [dict(call.items()) for call in calls]
+            for metric in some[0].statistics:
+                metrics.append((some, metric))
+                readings.append([call[metric] for call in every])
+                heads.append([module.heads for module in some])
+        parts = split_each(summarise_each(readings, texts), heads)
+        for (some, metric), each in zip(metrics, parts, strict=True):
+            for module, part in zip(some, each, strict=True):
+                found[module.name][metric] = part
         return found
 
     @property
@@ -284,18 +291,19 @@ class WatchedModule:
         readings: Mapping[str, Reading],
         heads: int,
         first_key: int = 0,
-        queries: tuple[int, int] | None = None,
         first_head: int = 0,
+        queries: tuple[int, int] | None = None,
     ) -> None:
         """Keep a call's statistics, and nothing else of it.
 
         Raises:
             ValueError: other heads or statistics than the calls before.
         """
-        names = tuple(name for name in readings)  # whose number is worked out only by listing them
-        self._must_continue(heads, names, first_head)
-        self._names = self._names or names
-        self.heads, self.first_head = heads, first_head
+        names = tuple(iter(readings))  # whose number is worked out only by listing them
+        if self.heads:
+            self._must_continue(heads, names, first_head)
+        else:
+            self.heads, self.first_head, self._names = heads, first_head, names
         self.queries = _both(self.queries, queries)
         if self.running is not None:
             self.running.take(readings, heads, first_key)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -41,8 +42,6 @@ class Depth(threading.local):
 
 SILENCE = Depth()
 """In it nobody notices what is called, for that is part of a call that is told."""
-
-_NOTHING = nullcontext()
 
 
 class Net:
@@ -109,6 +108,7 @@ class Net:
         self.unfollowed.clear()
         self.noticed.clear()
         self.in_graphs.clear()
+        self._split = "torch.distributed.tensor" in sys.modules and is_initialized()
         self.begin()
 
     def _end(self, forward: Forward, output: Any) -> None:
@@ -233,13 +233,17 @@ class Net:
         self.noticed.append(call.name)
         self.heard[call.name] = module is not None and self.heard.get(call.name, True)
         among.told = True
-        self.refuse_transforms(call.name)
+        if torch._C._are_functorch_transforms_active():
+            self.refuse_transforms(call.name)
         call.again, call.waiting = in_backward(), waiting
-        split = "torch.distributed.tensor" in sys.modules
-        if split and (place := place_of_heads(module or among.module, call.heads)):
+        if self._split and (place := place_of_heads(module or among.module, call.heads)):
             call.first_head, call.layer_heads = place
-        with SILENCE, self.functions.off() if self.in_full else _NOTHING:
-            new = self.listener(call)
+        if self.in_full:
+            with SILENCE, self.functions.off():
+                new = self.listener(call)
+        else:
+            with SILENCE:
+                new = self.listener(call)
         if waiting is not None and waiting.there is None:
             waiting.made = waiting.made if new is None else new
             among.waiting.append(waiting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
@@ -36,8 +35,6 @@ def place_of_heads(module: nn.Module, heads: int) -> tuple[int, int] | None:
     A module with rows of its weights over ranks, that says it has so many times the heads of the
     call, attends with this rank's: transformers under its `tp_plan`, PyTorch's `ColwiseParallel`.
     """
-    if not torch.distributed.is_initialized():
-        return None
     every = number_of_heads(module)
     if every is None or every == heads:
         return None

@@ -15,6 +15,7 @@ from ..stats.mass import Mass
 from ..stats.patterns import First, Previous, Self
 from ..stats.sampling import check_queries
 from ..stats.statistic import Statistic, Statistics, check_statistics
+from .bundle import Bundles
 from .call import AttentionCall, Looking, seed_of_rank
 from .captured import Watched
 from .modules import Heads, Modules, check_model, chosen, told_heads, why_left_out
@@ -112,13 +113,16 @@ def watch(
         check_queries(queries)
     asked = Statistics.of(statistics)
     left_out: dict[str, None] = {}
-    looking, meant = Looking(queries, seed, gradients, padding), chosen(modules)
-    told = told_heads(heads)
+    looking = Looking(queries, seed, gradients, padding)
+    meant = None if modules is None else chosen(modules)
+    told = None if heads is None else told_heads(heads)
+    bundles = Bundles()
+    observe = AttentionCall.observe if running or gradients else bundles.observe
     with_graph: set[str] = set()  # the modules of which a call was seen with its graph
     calls: Counter[str] = Counter()
 
     def listen(call: AttentionCall) -> None:
-        if modules is not None and not meant(call.name):
+        if meant is not None and not meant(call.name):
             left_out[call.name] = None
             return
         # What a backward pass recomputes was counted before; only its graph must be as it was.
@@ -135,7 +139,7 @@ def watch(
             drawn = looking.of_call(calls[call.name])
             calls[call.name] += 1
         try:
-            readings = call.observe(asked, drawn)
+            readings = observe(call, asked, drawn)
         except ValueError as error:
             raise ValueError(
                 f"watch({kind}, …): in {call.name!r} (queries {call.queries}, keys {call.keys}): "
@@ -143,18 +147,19 @@ def watch(
             ) from error
         if call.again:
             return
-        batch, every = call.batch, call.queries
-        if queries is not None and looking.draws(every):
-            watched.drawn |= {seed if gradients else seed_of_rank(seed)}
-        kept = (call.name, readings, call.heads, call.first_key)
-        first = call.first_head
-        looked_at = batch * (every if queries is None else looking.looked_at(every))
+        batch, heads, every, _ = call.q.shape
+        looked_at = batch * every
+        if queries is not None:
+            looked_at = batch * looking.looked_at(every)
+            if looking.draws(every):
+                watched.drawn |= {seed if gradients else seed_of_rank(seed)}
         graph = torch.is_grad_enabled()
+        kept = (call.name, readings, heads, call.first_key, call.first_head)
         lost = graph and not gradients
         if call.waiting is None:
-            watched.add(*kept, (looked_at, batch * every), first, lost)
+            watched.add(*kept, (looked_at, batch * every), lost)
         else:
-            call.once_whole(lambda found: watched.add(*kept, (looked_at, found), first, lost))
+            call.once_whole(lambda found: watched.add(*kept, (looked_at, found), lost))
         if graph:
             with_graph.add(call.name)
 
@@ -168,9 +173,10 @@ def watch(
 
     watched = Watched(running, why)
     with catch(model, listen, in_full=gradients) as net:
-        names, net.heads = net.names, told
+        names, net.heads = net.names, told or net.heads
         watched.left_out = names.left_out
         try:
             yield watched
         finally:  # what was seen does not hold on to the model
+            bundles.close()
             said, names = "" if watched else why(), None

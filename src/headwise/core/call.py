@@ -75,7 +75,7 @@ class PreparedCall:
     statistics: dict[torch.dtype, PreparedCall] = field(default_factory=dict)
     """The call without its values, in a dtype that statistics are read in."""
     plans: BoundedCache[Hashable, Any] = field(default_factory=BoundedCache)
-    """Plans of `observe()`."""
+    """Backends and plans of `observe()`, by statistics and options."""
     tensors: BoundedCache[Hashable, Tensor] = field(default_factory=BoundedCache)
     """Small tensors that depend on the sizes and the mask alone."""
 
@@ -85,6 +85,13 @@ PREPARED: BoundedCache[tuple[object, ...], PreparedCall] = BoundedCache()
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({float, int, type(None)})
+
+
+def unfollowed() -> bool:
+    """Return False under a compiler, a trace, a mode, a transform or a forward derivative."""
+    if is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
+        return False
+    return _get_tracing_state() is None and forward_ad._current_level < 0
 
 
 def _signature(
@@ -100,9 +107,7 @@ def _signature(
     """Return all that the checks of a call look at; `None` where they look at numbers or odd
     tensors, and under a compiler, a trace, a mode, a transform or a forward derivative.
     """
-    if is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
-        return None
-    if _get_tracing_state() is not None or forward_ad._current_level >= 0:
+    if not unfollowed():
         return None
     if not (_PLAIN.issuperset((type(q), type(k), type(v))) and q.layout is strided):
         return None

@@ -34,9 +34,12 @@ def no_graph() -> AbstractContextManager[object]:
 
     A program that is exported keeps no such region: PyTorch cannot save one that gives nothing.
     """
-    if torch.compiler.is_exporting() or not torch.is_grad_enabled():
-        return nullcontext()
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return NOTHING
     return torch.no_grad()
+
+
+NOTHING = nullcontext()
 
 
 def transformed() -> bool:

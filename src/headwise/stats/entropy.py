@@ -36,16 +36,17 @@ class Entropy(Statistic):
         return _NEEDS
 
     def metric(self, record: Record) -> dict[str, Reading]:
-        view, entropy = record.view, record[ENTROPY]
+        view, entropy = record.view, record.answers[ENTROPY]
+        alive = view.valid_rows
 
         def bound() -> Tensor:
-            outcomes = record.counts + record.valid_rows if view.has_sinks else record.counts
+            outcomes = view.counts + alive if view.has_sinks else view.counts
             return outcomes.to(view.dtype).log().masked_fill(outcomes <= 1, torch.inf)
 
         most = view.once(("entropy bound", view.has_sinks), bound)
         shared = view.once(("entropy shared", view.has_sinks), lambda: most != torch.inf)
         return {
-            "entropy": Reading(entropy, record.valid_rows),
+            "entropy": Reading(entropy, alive),
             "entropy_share": Reading(entropy / most, shared),
         }
 

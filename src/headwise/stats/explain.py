@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float
 from torch import Tensor
 
-from ..backends import Call, Choice, choose, consider
+from ..backends import Call, Choice, consider
 from ..core.mask_algebra import Mask
 from ..core.unknown import Unknown, refuse_unknown
 from ..kernels import ctypes_api as cpu
@@ -106,12 +106,12 @@ def explain(
         first_query=first_query,
         function="explain",
     )
-    chosen, choices = choose(call, backend), tuple(consider(call))
+    choices = tuple(consider(call))
     sample = None if queries is None else draw(queries, call.extent.queries, seed, q.device)
     keeps_graph = call.needs_grad
-    view = View.of(call, sample, gradients and keeps_graph)
-    work = Work(view, chosen, keeps_graph, output=output, projection=projection)
-    routes = planned(work, Statistics.of(statistics), "explain").routes
+    view = View(call, sample, gradients and keeps_graph)
+    work = Work(view, keeps_graph, output, projection)
+    routes = planned(work, Statistics.of(statistics), backend, "explain").routes
     said: dict[str, str] = {}
     for statistic in statistics:
         said |= dict.fromkeys(statistic.names, "as the statistic itself reads it")
@@ -122,4 +122,4 @@ def explain(
             said[name] = str(need.shown(route, work))
     native = next(choice for choice in choices if choice.name == "native")
     unit = "" if native.reasons or q.is_cuda else cpu.unit(q.dtype)
-    return Explanation(chosen.name, choices, said, unit)
+    return Explanation(work.chosen.name, choices, said, unit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool
@@ -66,6 +67,8 @@ class Mass(Statistic):
                 f"Mass({given!r}): keys must be a pattern or a mask, such as Previous() or "
                 f"Window(16)."
             )
+        needs = {name: MassOn(self.keys, name) for name in self.names}
+        object.__setattr__(self, "needs", MappingProxyType(needs))
 
     @property
     def free(self) -> bool:  # type: ignore[override]
@@ -80,17 +83,13 @@ class Mass(Statistic):
     def raw(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.names
 
-    @property
-    def needs(self) -> dict[str, Need]:  # type: ignore[override]
-        return {name: MassOn(self.keys, name) for name in self.names}
-
     def metric(self, record: Record) -> dict[str, Reading]:
         ((name, need),) = self.needs.items()
-        answer = record[need]
+        answer = record.answers[need]
         mass, target = answer if isinstance(answer, tuple) else (answer, None)
         if target is None:
             target = has_target(self.keys, record.view)
-        return {name: Reading(mass, target, among=record.valid_rows)}
+        return {name: Reading(mass, target, among=record.view.valid_rows)}
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         chosen = self.keys.allowed(*grid(full.extent, full.weights.device), full.extent)
@@ -121,7 +120,7 @@ def has_target(keys: Mask, view: View) -> Bool[Tensor, "#B #H n"]:
     return view.once(("target", keys), targets, free=view.rows is None and keys.free)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MassOn(Need):
     """`Σ_j p_ij` over the keys of a mask `[B, H, n]`, and which queries have one of them visible.
 
@@ -131,12 +130,6 @@ class MassOn(Need):
     keys: Mask
     name: str
     mass = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.keys, self.name)))
-
-    def __hash__(self) -> int:  # once, as every call asks for it
-        return vars(self)["_hash"]
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..backends import Native, choose
@@ -29,21 +29,14 @@ from .plan import KERNEL, ROWS, Need, Route, Setting
 from .record import Reading, Record
 from .run import Work
 from .statistic import Statistic
-from .view import View, keys_in_sight, visible_keys
+from .view import View, keys_in_sight
 
 ABOVE = "max_logit_above_"
 """The name of the largest score above a limit, before the limit."""
 
 
-class _OfHeads(Statistic):
-    """A statistic that keeps the largest number of each head."""
-
-    def metric(self, record: Record) -> dict[str, Reading]:
-        return {name: Reading(record[need], largest=True) for name, need in self.needs.items()}
-
-
 @dataclass(frozen=True)
-class MaxLogit(_OfHeads):
+class MaxLogit(Statistic):
     """The largest score of each head: `[B, H]`, −inf where no query sees a key.
 
     The score as it enters the softmax: scaled, softcapped, biased. A learned sink is no score. Of
@@ -87,7 +80,7 @@ class MaxLogit(_OfHeads):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         ((name, need),) = self.needs.items()
-        largest = record[need]
+        largest = record.answers[need]
         if largest.dim() == 3:  # of each query, from the kernel
             largest = _of_rows(largest, record.lse)
             largest = largest if self.above is None else _above(largest, self.above)
@@ -183,10 +176,10 @@ def _no_score_above(
     return bound + torch.log(-torch.expm1(taken))
 
 
-class _LargestNorm(Need):
-    """The largest ‖q_i‖ or ‖k_j‖ of each head `[B, H]`; 0 where none counts. No gradient.
+class _Norm(Need):
+    """‖q_i‖ or ‖k_j‖ of each head `[B, H, T or S]`, of all queries. No gradient.
 
-    Of queries that may attend to something and keys that one of them may attend to.
+    In float64, where no square of a float32 is too large.
     """
 
     scores, vectors = False, True
@@ -197,32 +190,38 @@ class _LargestNorm(Need):
     def route(self, setting: Setting) -> Route:
         return Route(f"from {self.of} alone")
 
-    def answer(self, route: Route, work: Work) -> Float[Tensor, "B H"]:
-        return self.exactly(work.view).to(work.view.dtype)
+    def answer(self, route: Route, work: Work) -> Float[Tensor, "B H _"]:
+        view = work.view
+        if not (view.kept or view.keep_mask()):
+            self.counts(view)
+        return self.of_each(view)
 
-    def exactly(self, view: View) -> Float[Tensor, "B H"]:
-        """Return the same in float64, where no square of a float32 is too large."""
-        asked, extent = view.asked, view.whole
-        x = asked.q if self.of == "q" else asked.k
+    def of_each(self, view: View) -> Float[Tensor, "B H _"]:
+        """Return the norm of each query or key, the keys of a group for each of its heads."""
+        x, group = getattr(view.asked, self.of), view.whole.group
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64)
-        if self.of == "k":
-            norms = norms.repeat_interleave(extent.group, dim=1)
-            find = partial(keys_in_sight, asked.mask, extent, view.device)
-            counts = view.once("keys in sight", find)
-        elif view.rows is None:
-            counts = view.valid_rows
-        else:
-            counts = visible_keys(asked.mask, extent, view.device) > 0
+        return norms if self.of == "q" or group == 1 else norms.repeat_interleave(group, dim=1)
+
+    def counts(self, view: View) -> Bool[Tensor, "#B #H _"]:
+        """Return the queries that may attend to something, or the keys that one of them may."""
+        whole = view if view.rows is None else view.of_all
+        if self.of == "q":
+            return whole.valid_rows
+        find = partial(keys_in_sight, whole.mask, whole.extent, whole.device)
+        return whole.once("keys in sight", find)
+
+    def largest(self, norms: Float[Tensor, "B H _"], view: View) -> Float[Tensor, "B H"]:
+        """Return the largest norm of each head that counts; 0 where none does."""
         if norms.shape[-1] == 0:
             return norms.new_zeros(norms.shape[:2])
-        return torch.where(counts, norms, 0.0).amax(-1)
+        return torch.where(self.counts(view), norms, 0.0).amax(-1)
 
 
-_QUERY_NORM, _KEY_NORM = _LargestNorm("q"), _LargestNorm("k")
+_QUERY_NORM, _KEY_NORM = _Norm("q"), _Norm("k")
 
 
 @dataclass(frozen=True)
-class Norms(_OfHeads):
+class Norms(Statistic):
     """The largest norm of each head's queries and of its keys: `[B, H]` both. No gradient.
 
     `max ‖q_i‖` over the queries that may attend to something and `max ‖k_j‖` over the keys that
@@ -234,9 +233,16 @@ class Norms(_OfHeads):
     Source: the inequality of Cauchy and Schwarz; Dehghani et al. 2023 (logit growth).
     """
 
-    names = raw = ("query_norm", "key_norm")
+    names = ("query_norm", "key_norm")
     needs = MappingProxyType({"query_norm": _QUERY_NORM, "key_norm": _KEY_NORM})
     free = deferred = True
+
+    def metric(self, record: Record) -> dict[str, Reading]:
+        view, found = record.view, {}
+        for name, norm in zip(self.names, (_QUERY_NORM, _KEY_NORM), strict=True):
+            largest = norm.largest(record.answers[norm], view).to(view.dtype)
+            found[name] = Reading(largest, largest=True)
+        return found
 
     def define(self, full: Definition) -> dict[str, Tensor]:
         k = full.k.repeat_interleave(full.extent.group, dim=1)
@@ -281,7 +287,8 @@ class _MaxLogitAbove(Need):
         call = view.asked
         if call.mask.biased:  # what is added to the scores is not in the bound
             return None
-        bound = abs(call.scale) * _QUERY_NORM.exactly(view) * _KEY_NORM.exactly(view)
+        of_q, of_k = (x.largest(x.of_each(view), view) for x in (_QUERY_NORM, _KEY_NORM))
+        bound = abs(call.scale) * of_q * of_k
         # Scores are sums of D products, rounded.
         room = 1 + (call.q.shape[-1] + 4) * torch.finfo(view.dtype).eps
         asks = (~(bound * room <= self.limit)).any(0)  # NaN asks too
@@ -317,10 +324,13 @@ def _largest_scores(call: Call, work: Work) -> Float[Tensor, "B H"]:
     """Return `MaxLogit` of another call with the backend of this one, where that runs it."""
     chosen = choose(call) if work.chosen.refuse(call) else work.chosen
     view = View(call, None, False)
-    other = Work(view, chosen, work.keeps_graph, output=False, strict=work.strict)
+    other = Work(view, work.keeps_graph, False, strict=work.strict)
+    other.chosen = chosen
     one_pass = isinstance(other.backend, Native)
-    other.plan = replace(work.plan, fields=("max",) if one_pass else (), together=False)
-    other.make_call()
+    fields = ("max",) if one_pass else ()
+    other.make_call(
+        replace(work.plan, fields=fields, together=False, scores=True, direct=False, far=None)
+    )
     with no_graph():
         if one_pass:
             assert other.given is not None

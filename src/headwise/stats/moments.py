@@ -103,18 +103,25 @@ def moments_of(
     values = values.detach().double()
     if rows is None:
         away = (values - summed(values, 0) / max(1, len(values))).square()
-        largest = torch.cat([values, values.new_full((1, values.shape[1]), -torch.inf)]).amax(0)
+        largest = largest_of(values)
         return Moments(values.contiguous(), torch.ones_like(values), None, summed(away, 0), largest)
-    weight = 1.0 if weights is None else weights
+
+    def weighed(x: Tensor) -> Tensor:
+        return x if weights is None else x * weights
+
     rows = rows.expand(values.shape)
-    total, count = summed(torch.where(rows, values * weight, 0.0), 2), summed(rows * weight, 2)
+    total, count = summed(torch.where(rows, weighed(values), 0.0), 2), summed(weighed(rows), 2)
     if among is not None:
-        among = summed(among.expand(rows.shape) * weight, 2)
+        among = summed(weighed(among.expand(rows.shape)), 2)
     mean = total.sum(0) / count.sum(0).clamp(min=1)
-    away = torch.where(rows, (values - mean[:, None]).square() * weight, 0.0)
-    valid = values.masked_fill(~rows, -torch.inf).transpose(0, 1).flatten(1)
-    largest = torch.nn.functional.pad(valid, (0, 1), value=-torch.inf).amax(1)
+    away = torch.where(rows, weighed((values - mean[:, None]).square()), 0.0)
+    largest = largest_of(torch.where(rows, values, -torch.inf).transpose(1, 2).flatten(0, 1))
     return Moments(total, count, among, summed(away, (0, 2)), largest)
+
+
+def largest_of(values: Tensor) -> Tensor:
+    """Return the largest of the first axis, −∞ where that is empty."""
+    return values.amax(0) if len(values) else values.new_full(values.shape[1:], -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,7 +20,7 @@ from .lse import LSE
 from .plan import Need, Plan, Setting, plan
 from .record import Record
 from .run import Work, nonlinear, run
-from .sampling import draw
+from .sampling import Sample, draw
 from .seen import Readings, Seen
 from .statistic import Statistic, Statistics, check_statistics
 from .view import View
@@ -109,79 +106,64 @@ def observe(
     if not (isinstance(output, (bool, Tensor)) and isinstance(gradients, bool)):
         fault = fault_of_flags(output=precomputed or output, gradients=gradients)
         raise ValueError(f"{quote(q, k, v, 'observe')}: {fault}.")
-    seen = observe_call(
-        call,
-        statistics,
-        backend=backend,
-        queries=queries,
-        seed=seed,
-        output=output,
-        gradients=gradients,
-        projection=projection,
-    )
-    if torch.compiler.is_compiling() or not observers or seen.record.out is None:
+    sample = None if queries is None else draw(queries, call.extent.queries, seed, call.q.device)
+    asked = Statistics.of(statistics)
+    work, readings = read(call, asked, sample, backend, output, gradients, projection)
+    record, call = readings.record, work.view.asked
+    out = work.precomputed if record.out is None else record.out
+    seen = Seen(record, readings, out, work.keeps_graph and not work.view.gradients)
+    if torch.compiler.is_compiling():
         return seen
-    output = observers[0](seen.record.view.asked, backend, seen.record.out)
-    return replace(seen, output=output)
+    seen.changed = partial(_changed, call, _changes(call))
+    if record.lse is None:
+        seen.again = partial(_scored, call, sample, work.chosen.name, gradients)
+    if observers and record.out is not None:
+        seen.output = observers[0](call, backend, record.out)
+    return seen
 
 
-def observe_call(
+def read(
     call: Call,
-    statistics: Iterable[Statistic],
-    *,
+    statistics: Statistics,
+    sample: Sample | None = None,
     backend: str = "auto",
-    queries: int | Sequence[int] | Tensor | None = None,
-    seed: int = 0,
-    output: bool | Float[Tensor, "B H T Dv"] = True,
+    output: bool | Tensor = True,
     gradients: bool = True,
-    projection: Float[Tensor, "O HDv"] | None = None,
+    projection: Tensor | Callable[[], Tensor | None] | None = None,
     strict: bool = True,
-) -> Seen:
-    """Observe a checked call, unseen by any watch. Arguments are those of `observe()`.
+) -> tuple[Work, Readings]:
+    """Make a checked call, unseen by any watch, and answer the needs of statistics.
 
-    Without `strict`, scores that overflow raise no error: their rows are NaN, like those of a NaN
-    in q or k. Calls of watched models are observed so.
+    Arguments are those of `observe()`. Without `strict`, scores that overflow raise no error: their
+    rows are NaN, like those of a NaN in q or k. Calls of watched models are read so.
 
     Raises:
         ValueError: a statistic given twice, or one that does not fit the call; with `strict`,
             scores of finite q and k that are not finite.
     """
-    statistics = Statistics.of(statistics)
-    precomputed = output if isinstance(output, Tensor) else None
-    device = call.q.device
-    sample = None if queries is None else draw(queries, call.extent.queries, seed, device)
     if output is True and call.dropout:
         call = call.drawn()
-    keeps_graph = call.needs_grad
-    view = View.of(call, sample, gradients and keeps_graph)
-    with as_given(device) if torch._C._is_any_autocast_enabled() else nullcontext():
-        chosen = choose(call, backend, keeps_graph)
-        work = Work(
-            view,
-            chosen,
-            keeps_graph,
-            output=output is True,
-            precomputed=precomputed,
-            projection=projection,
-            strict=strict,
-        )
-        record = run(work, planned(work, statistics, "observe"))
-        with nullcontext() if view.gradients else no_graph():
-            readings = Readings(record, statistics)
-    out = precomputed if record.out is None else record.out
-    lost = keeps_graph and not view.gradients
-    if torch.compiler.is_compiling():
-        return Seen(record, readings, out, lost)
-    again = None
-    if record.lse is None:
-        options = {"backend": chosen.name, "gradients": gradients, "strict": strict}
-        again = partial(_scored, call, None if sample is None else sample.rows, **options)
-    return Seen(record, readings, out, lost, partial(_changed, call, _changes(call)), again)
+    keeps_graph = (call.prepared is None or torch.is_grad_enabled()) and call.needs_grad
+    view = View(call, sample, gradients and keeps_graph)
+    work = Work(view, keeps_graph, output, projection, strict)
+    if torch._C._is_any_autocast_enabled():
+        with as_given(view.device):
+            return work, _read(work, statistics, backend)
+    return work, _read(work, statistics, backend)
 
 
-def _scored(call: Call, queries: Tensor | None, **options: Any) -> Record:
+def _read(work: Work, statistics: Statistics, backend: str) -> Readings:
+    work.make_call(planned(work, statistics, backend, "observe"))
+    if work.view.gradients or not torch.is_grad_enabled():
+        return Readings(run(work), statistics)
+    with no_graph():
+        return Readings(run(work), statistics)
+
+
+def _scored(call: Call, sample: Sample | None, backend: str, gradients: bool) -> Record:
     """Make a call for its log-sum-exp alone."""
-    return observe_call(call, (LSE(),), queries=queries, output=False, **options).record
+    named = sample and Sample(sample.rows, None)
+    return read(call, Statistics.of((LSE(),)), named, backend, False, gradients)[1].record
 
 
 def _changed(call: Call, before: tuple[int, ...]) -> bool:
@@ -197,26 +179,26 @@ def _changes(call: Call) -> tuple[int, ...]:
     return tuple([-1 if x.is_inference() else x._version for x in tensors if x is not None])
 
 
-def planned(work: Work, statistics: Statistics, function: str) -> Plan:
-    """Return the plan of a call; it is known where a call of the same kind was planned before.
+def planned(work: Work, statistics: Statistics, backend: str, function: str) -> Plan:
+    """Choose the backend of a call and return the plan, both known of calls that are alike.
 
     Raises:
-        ValueError: what was given for a statistic is none.
+        ValueError: what was given for a statistic is none; a backend that cannot run the call.
     """
-    view, prepared = work.view, work.view.asked.prepared
-    if prepared is None or not statistics.free:
-        return _plan(work, statistics, function)
-    some = None if view.rows is None else len(view.rows)
-    about = (work.chosen, work.output, view.gradients, some, view.asked.sinks is None)
-    known = prepared.plans.get((statistics, *about))
-    if known is None:
-        known = prepared.plans[statistics, *about] = _plan(work, statistics, function)
-    return known
-
-
-def _plan(work: Work, statistics: Statistics, function: str) -> Plan:
+    view, prepared, about = work.view, work.view.prepared, None
+    if prepared is not None and statistics.free and type(backend) is str:
+        some = None if view.rows is None else len(view.rows)
+        options = work.output, work.keeps_graph, view.gradients, some, view.has_sinks
+        about = statistics, backend, *options
+        if about in prepared.plans:
+            work.chosen, found = prepared.plans[about]
+            return found
+    work.chosen = choose(view.asked, backend, work.keeps_graph)
     check_statistics(statistics.each, function)
-    return plan(_setting_of(work, statistics.needs), statistics.needs)
+    found = plan(_setting_of(work, statistics.needs), statistics.needs)
+    if prepared is not None and about is not None:
+        prepared.plans[about] = work.chosen, found
+    return found
 
 
 def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
@@ -238,6 +220,10 @@ def _setting_of(work: Work, needs: Sequence[Need]) -> Setting:
         readable=can_read,
         whole=view.rows is None,
         near=can_read,
+        direct=view.rows is None
+        and not work.keeps_graph
+        and isinstance(work.chosen, Native)
+        and (view.device.type == "cuda" or view.dtype is call.q.dtype),
     )
 
 

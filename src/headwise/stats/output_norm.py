@@ -18,15 +18,30 @@ class _Output(Need):
     """The heads' outputs `[B, H, n, Dv]`, and the weight of the output projection or `None`."""
 
     name = "output"
+    output = True
 
     def route(self, setting: Setting) -> Route:
         return Route(OUTPUT)
 
     def answer(self, route: Route, work: Work) -> tuple[Tensor, Tensor | None]:
-        return work.out, work.projection
+        weight = work.projection
+        return work.out, weight() if callable(weight) else weight
 
 
 HEAD_OUTPUT = _Output()
+
+
+class OutputLength(Need):
+    """The length of each head's output, `[B, H, n]`."""
+
+    name = "output_norm"
+    output = True
+
+    def route(self, setting: Setting) -> Route:
+        return Route(OUTPUT)
+
+    def answer(self, route: Route, work: Work) -> Tensor:
+        return torch.linalg.vector_norm(work.out.to(work.view.dtype), dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,6 +62,7 @@ class Setting:
             depend on them.
         whole: all queries are looked at.
         near: probabilities can be computed from the log-sum-exp (`blocks.near`).
+        direct: a one-pass backend reads the call as it is, without a graph.
     """
 
     extent: Extent
@@ -76,6 +77,7 @@ class Setting:
     readable: bool
     whole: bool
     near: bool = True
+    direct: bool = False
 
 
 class Need(ABC):
@@ -96,6 +98,8 @@ class Need(ABC):
     """It is a mass on chosen keys, of which few queries may hold most."""
     vectors = False
     """It reads the queries and keys themselves, which scores do not tell."""
+    output = False
+    """It reads the heads' outputs."""
     flexible = False
     """An extra call or a pass that is made anyhow answers it, whichever costs less."""
     among_keys = False
@@ -162,11 +166,11 @@ class Plan:
     """A route for each need, in the order of the needs.
 
     `steps` are these once more, each with the field of a one-pass backend that answers it, if one
-    does: `fields` are those fields;
-    `reduced` are the needs that a
-    pass over the scores answers, `rows` those that one over whole rows does; with `together`, one
-    extra call answers two needs. `far` is the plan for calls whose log-sum-exp is not `near`,
-    where that is another.
+    does: `fields` are those fields; `reduced` are the needs that a pass over the scores answers,
+    `rows` those that one over whole rows does; with `together`, one extra call answers two needs.
+    `scores` and `masses` say that some need reads scores, or is a mass, `direct` that a one-pass
+    backend may be given the call as it is. `far` is the plan for calls whose log-sum-exp is not
+    `near`, where that is another.
     """
 
     routes: Mapping[Need, Route]
@@ -175,6 +179,9 @@ class Plan:
     reduced: tuple[Need, ...]
     rows: tuple[Need, ...]
     together: bool
+    scores: bool
+    masses: bool
+    direct: bool
     far: Plan | None = None
 
 
@@ -205,6 +212,9 @@ def plan(setting: Setting, needs: tuple[Need, ...]) -> Plan:
             n for n, r in routes.items() if r.kind == ROWS and type(n).row_figure is not own
         ),
         together=together,
+        scores=any(need.scores for need in routes),
+        masses=any(need.mass for need in routes),
+        direct=setting.direct,
     )
     if not setting.near:
         return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from .sampling import standard_error
 from .view import View
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Record:
-    """The results of one call; nothing in it changes. `record[need]` is the answer to a need.
+    """The results of one call. `record[need]` is the answer to a need.
 
+    Nobody changes one. (To forbid it would triple the time to make one; so with `Reading`.)
     `out` is the output, where the call was made with one, and `whole_lse` the log-sum-exp of all
     queries then, else of those looked at, which is `lse`; both are `None` where no call was made.
     `every` is the record of all queries where some are drawn and numbers of all are available.
@@ -34,6 +35,8 @@ class Record:
     whole_lse: Float[Tensor, "B H _"] | None = field(default=None, repr=False)
     lse: Float[Tensor, "B H n"] | None = field(default=None, repr=False)
     every: Record | None = None
+    direct: bool = False
+    """A one-pass backend has read the call as it is."""
 
     def __getitem__(self, need: Need) -> Any:
         return self.answers[need]
@@ -58,16 +61,17 @@ class Record:
         lse = {n: x.detach() for n in ("whole_lse", "lse") if (x := getattr(self, n)) is not None}
         return Record(self.view, {}, **lse)
 
-    def without_tensors(self, needs: Collection[Need]) -> Record:
-        """Return the answers to these needs and the log-sum-exp, without call and output."""
-        every = None if self.every is None else self.every.without_tensors(needs)
-        answers = self.answers
-        if len(needs) < len(answers):
-            answers = {need: x for need, x in answers.items() if need in needs}
-        return Record(self.view.without_tensors(), answers, lse=self.lse, every=every)
+    def let_go(self, needs: Collection[Need]) -> None:
+        """Forget all but the answers to these needs and the log-sum-exp."""
+        self.out = self.whole_lse = None
+        if len(needs) < len(self.answers):
+            self.answers = {need: x for need, x in self.answers.items() if need in needs}
+        self.view.let_go()
+        if self.every is not None:
+            self.every.let_go(needs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Reading(Brief):
     """One metric of every head: its tensor, and the rows that count in a mean.
 
@@ -106,6 +110,16 @@ class Reading(Brief):
         """Return the same without a graph, with sums in place of what gives the reading of all."""
         whole = self.whole if self.every is None else self.moments
         return replace(self, values=self.values.detach(), whole=whole, every=None)
+
+    def of(self, heads: slice) -> Reading:
+        """Return the reading of some heads, of a metric of each query or head."""
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.dim() < 2 or x.shape[1] == 1 else x[:, heads]
+
+        return replace(
+            self, values=self.values[:, heads], rows=some(self.rows), among=some(self.among)
+        )
 
     def without_values(self, why: str) -> Reading:
         """Return the reading of a metric that cannot be known for its call."""
@@ -167,6 +181,11 @@ def form_of(reading: Reading) -> object | None:
     )
     every = None if reading.every is None else form_of(reading.every())
     return len(x), x.shape[2:], x.dtype, x.device, reading.largest, reading.sampled, given, every
+
+
+def forms_of(each: Iterable[Iterable[Reading]]) -> list[tuple[object, ...]]:
+    """Return the forms of each of these readings; something unlike all others for maps."""
+    return [tuple([form_of(one) or object() for one in readings]) for readings in each]
 
 
 def side_by_side(readings: Sequence[Reading]) -> Reading:

@@ -5,8 +5,7 @@ Nothing here holds the T×T matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,36 +24,27 @@ from .sampling import ALL_FROM
 from .view import Lazy, View
 
 
-def run(work: Work, plan: Plan) -> Record:
-    """Answer every need of a plan.
+def run(work: Work) -> Record:
+    """Answer every need of a plan, for which the call was made.
 
     Raises:
-        ValueError: scores of finite q and k are no finite numbers; a need does not fit the call.
+        ValueError: a need does not fit the call.
     """
-    view, work.plan = work.view, plan
-    masses = view.drawn is not None and any(need.mass for need in plan.routes)
-    if masses and not work.output and work.few and readable(view.asked.q):
-        work.look_at_every_query()
-    if work.output or any(need.scores for need in plan.routes):
-        work.make_call()
-        if plan.far is not None and not work.near:
-            work.plan = plan.far
-    steps = work.plan.steps
-    with nullcontext() if view.gradients else no_graph():
-        answers = _answers(work, steps)
-    every = work.every
+    steps, every = work.plan.steps, work.every
+    answers = _answers(work, steps)
     if every is not None:
         with no_graph():
             known = [step for step in steps if step[0].available(step[1], every, work)]
             every = Record(every.view, _answers(every, known), lse=every.lse)
     lse = None if work.whole_lse is None else work.lse
-    return Record(view, answers, work.whole_out, work.whole_lse, lse, every)
+    parts = answers, work.whole_out, work.whole_lse, lse, every
+    return Record(work.view, *parts, direct=work.plan.direct)
 
 
 def _answers(work: Work, steps: Iterable[tuple[Need, Route, str | None]]) -> dict[Need, Any]:
     """Answer each need: by the field of a one-pass backend as it is, or by its route."""
     given, view = work.given, work.view
-    if not view.keep_mask():  # its tensors may hold other numbers when a metric is read
+    if not (view.kept or view.keep_mask()):  # it may hold other numbers when a metric is read
         _ = view.valid_rows
         for need, _, field in steps:
             if field:
@@ -70,14 +60,14 @@ class Work:
 
     Args:
         view: the call, at the queries that are looked at.
-        chosen: its backend.
         keeps_graph: autograd will come back for the call.
-        output: the call is made with its output.
-        precomputed: that output, where it has been computed already.
-        projection: the weight of the output projection.
+        output: the call is made with its output; or that, where it has been computed already.
+        projection: the weight of the output projection, or what finds it.
         strict: scores of finite q and k that are not finite raise an error.
     """
 
+    chosen: Backend
+    """The backend of the call."""
     plan: Plan
     given: Figures | None = None
     """The log-sum-exp and fields, of the queries that are looked at."""
@@ -91,35 +81,49 @@ class Work:
     def __init__(
         self,
         view: View,
-        chosen: Backend,
         keeps_graph: bool,
-        *,
-        output: bool = True,
-        precomputed: Float[Tensor, "B H T Dv"] | None = None,
-        projection: Float[Tensor, "O HDv"] | None = None,
+        output: bool | Float[Tensor, "B H T Dv"] = True,
+        projection: Float[Tensor, "O HDv"] | Callable[[], Tensor | None] | None = None,
         strict: bool = True,
     ) -> None:
-        self.view, self.chosen, self.keeps_graph = view, chosen, keeps_graph
-        self.output, self.precomputed = output, precomputed
+        self.view, self.keeps_graph, self.output = view, keeps_graph, output is True
+        self.precomputed = output if isinstance(output, Tensor) else None
         self.projection, self.strict = projection, strict
         self._reduced: dict[Need, Any] = {}
         self._rows: dict[Need, Tensor] = {}
 
     # ── the call itself ─────────────────────────────────────────────────────────────────────────
 
-    def make_call(self) -> None:
-        """Make the call: its output, log-sum-exp and fields.
+    def make_call(self, plan: Plan) -> None:
+        """Make the call as a plan needs it: its output, log-sum-exp and fields.
 
         Raises:
             ValueError: scores of finite q and k are no finite numbers, with `strict`.
         """
-        view = self.view
-        whole = self._with_output() if self.output else self._without_output()
+        view, whole, self.plan = self.view, None, plan
+        masses = view.drawn is not None and plan.masses
+        if masses and not self.output and self.few and readable(view.asked.q):
+            self.look_at_every_query()
+        if self.output:
+            whole = self._with_output()
+        elif not plan.scores:
+            return
+        elif plan.direct and isinstance(self.chosen, Native):
+            self.given = self.chosen.figures(view.asked, plan.fields)
+        elif self.every is not None and self.every.given is not None and not view.gradients:
+            assert view.rows is not None
+            self.given = self.every.given.at(view.rows)
+        elif isinstance(self.backend, Native):
+            self.given = self.backend.figures(view.scored, plan.fields)
+        if self.given is not None and self.given.lse is not None:
+            vars(self)["lse"] = self.given.lse  # in place of the lazy one
         lse = self.lse if whole is None else whole.lse
         assert lse is not None
         if self.strict:
             check_scores(view.asked, lse, "observe", view.queries if whole is None else None)
         self.whole_lse = lse if view.gradients else lse.detach()
+        if plan.far is not None and not self.near:
+            self.plan = plan.far
 
     def _with_output(self) -> Figures:
         view, chosen = self.view, self.chosen
@@ -134,14 +138,6 @@ class Work:
         if view.drawn is not None:
             self.every = self._at_every_query(kept.map(Tensor.detach))
         return whole
-
-    def _without_output(self) -> None:
-        view = self.view
-        if self.every is not None and self.every.given is not None and not view.gradients:
-            assert view.rows is not None
-            self.given = self.every.given.at(view.rows)
-        elif isinstance(self.backend, Native):
-            self.given = self.backend.figures(view.scored, self.plan.fields)
 
     def look_at_every_query(self) -> None:
         """Compute the log-sum-exp of all queries, of which some are drawn, and fields with it."""
@@ -159,8 +155,8 @@ class Work:
 
     def _at_every_query(self, given: Figures | None) -> Work:
         """Return the same call at all queries without gradients, of which so much is known."""
-        every = Work(View(self.view.asked, None, False), self.chosen, False, output=False)
-        every.plan, every.given = self.plan, given
+        every = Work(View(self.view.asked, None, False), False, False)
+        every.chosen, every.plan, every.given = self.chosen, self.plan, given
         return every
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,27 +29,28 @@ class Readings(Mapping[str, Reading]):
     where a graph is kept.
     """
 
-    _record: Record | None
-    """What they are worked out of; `None` of a copy, in which all are."""
+    record: Any
+    """The `Record` that they are worked out of; `None` of a copy, in which all are."""
 
     def __init__(self, record: Record, statistics: Statistics) -> None:
-        self._record, self._statistics = record, statistics.each
+        self.record, self._statistics = record, statistics.each
         self._parts: list[dict[str, Reading] | None] = [None] * len(statistics.each)
         self._owner, self._later = statistics.owner, statistics.later
-        whole = record.view.gradients or traced()
+        whole = record.view.gradients or (record.view.prepared is None and traced())
         for number in range(len(self._parts)) if whole else statistics.at_once:
             self._part(number)
 
     def let_go(self) -> Readings:
         """Return the same readings without the call: what is left to work out needs none of it."""
-        if self._record is not None:
-            left = any(part is None for part in self._parts)
-            self._record = self._record.without_tensors(self._later) if left else None
+        if None not in self._parts:
+            self.record = None
+        elif self.record is not None:
+            self.record.let_go(self._later)
         return self
 
     def _part(self, number: int) -> dict[str, Reading]:
         """Return the readings of one statistic."""
-        part, record = self._parts[number], self._record
+        part, record = self._parts[number], self.record
         if part is None:
             assert record is not None
             statistic = self._statistics[number]
@@ -83,9 +84,14 @@ class Readings(Mapping[str, Reading]):
             self._owner = self._owner | {x: n for n in every for x in self._part(n)}
         return self._part(self._owner[name])[name]
 
+    def items(self) -> ItemsView[str, Reading]:
+        """Return the readings by name."""
+        each = [self._part(number) for number in range(len(self._parts))]
+        return {name: reading for part in each for name, reading in part.items()}.items()
+
     def values_of(self, name: str) -> Tensor | None:
         """Return a metric's values, where they are the answer to a need as it stands."""
-        number, record = self._owner.get(name), self._record
+        number, record = self._owner.get(name), self.record
         if number is None or record is None:
             return None
         statistic = self._statistics[number]
@@ -105,14 +111,14 @@ class Readings(Mapping[str, Reading]):
         parts = [self._part(number) for number in range(len(self._parts))]
         ready = [{name: x.detached() for name, x in part.items()} for part in parts]
         nothing = (None,) * len(parts)
-        return {"_record": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
+        return {"record": None, "_statistics": nothing, "_parts": ready, "_owner": self._owner}
 
     def __repr__(self) -> str:
         return f"<Readings: {', '.join(self.known)}>"
 
     def __iter__(self) -> Iterator[str]:
         if not any(self._parts):
-            return iter(self.known)
+            return iter(self._owner)
         every = zip(self._parts, self._statistics, strict=True)
         return iter([x for part, one in every for x in (one.names if part is None else part)])
 

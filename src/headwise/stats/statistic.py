@@ -20,10 +20,11 @@ class Statistic(ABC):
     """A statistic: the names of its metrics, what it needs of a call, and its definition on P.
 
     `needs` holds a need by the name of each metric; what answers it is `record[need]`. A subclass
-    that is `deferred` reads nothing of the record but answers, counts and sizes, and so may work
-    its metrics out when somebody reads them. Metrics named in `raw` are the answers of their needs
-    as they stand, or the first part of one. A subclass that is `free` holds no tensors and can be
-    told from others by `==`: plans for it are kept.
+    that is `deferred` reads nothing of the record but answers, counts and sizes, each head's by
+    itself, and so may work its metrics out when somebody reads them, of many layers at once.
+    Metrics named in `raw` are the answers of their needs as they stand, or the first part of one.
+    A subclass that is `free` holds no tensors and can be told from others by `==`: plans for it are
+    kept.
     """
 
     names: tuple[str, ...] = ()
@@ -43,8 +44,8 @@ class Statistic(ABC):
 
     def metric(self, record: Record) -> dict[str, Reading]:
         """Return the metrics by name; by default, the answers are per query and need no more."""
-        valid = record.valid_rows
-        return {name: Reading(record[need], valid) for name, need in self.needs.items()}
+        valid, answers = record.view.valid_rows, record.answers
+        return {name: Reading(answers[need], valid) for name, need in self.needs.items()}
 
     @abstractmethod
     def define(self, full: Definition) -> dict[str, Tensor]:
@@ -81,16 +82,6 @@ class Statistics:
     def __len__(self) -> int:
         return len(self.each)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Statistics) and self.each == other.each
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @Lazy
-    def _hash(self) -> int:
-        return hash(self.each)
-
     @Lazy
     def owner(self) -> dict[str, int]:
         """The number of the statistic that each name is of.
@@ -112,6 +103,11 @@ class Statistics:
         return tuple(dict.fromkeys(need for one in self.each for need in one.needs.values()))
 
     @Lazy
+    def of_output(self) -> bool:
+        """True if one of them reads the heads' outputs."""
+        return any(need.output for need in self.needs)
+
+    @Lazy
     def at_once(self) -> tuple[int, ...]:
         """The numbers of those whose metrics are worked out with the call."""
         return tuple(number for number, one in enumerate(self.each) if not one.deferred)
@@ -120,6 +116,11 @@ class Statistics:
     def later(self) -> frozenset[Need]:
         """The needs of those that are worked out later."""
         return frozenset(n for one in self.each if one.deferred for n in one.needs.values())
+
+    @Lazy
+    def later_alone(self) -> bool:
+        """True if all are worked out later, and none holds tensors."""
+        return self.free and not self.at_once
 
     @Lazy
     def free(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .._text import Brief, and_more
 from ..core.numbers import fault_of_flags, said
 from .moments import ClusterVariance
-from .record import Reading, form_of, side_by_side
+from .record import Reading, forms_of, side_by_side
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +29,19 @@ class HeadSummary(Brief):
     sampled: bool = False
     count: Tensor | None = None
     unknown: str = ""
+
+    def split(self, sizes: Sequence[int]) -> list[HeadSummary]:
+        """Return the summaries of modules that have so many of these heads each, in order."""
+        sizes = list(sizes)
+        parts = (
+            [None] * len(sizes) if x is None else x.split(sizes)
+            for x in (self.mean, self.coverage, self.error, self.count)
+        )
+        return [
+            HeadSummary(mean, coverage, error, self.sampled, count, self.unknown)
+            for mean, coverage, error, count in zip(*parts, strict=True)
+            if mean is not None
+        ]
 
 
 def summarise(readings: Sequence[Reading], texts: bool = False) -> HeadSummary | None:
@@ -74,8 +87,8 @@ def summarise_each(
     table of many layers takes as few operations, and copies to the host, as that of a single one.
     """
     alike: dict[object, list[int]] = {}
-    for place, readings in enumerate(each):
-        alike.setdefault(tuple([form_of(one) or object() for one in readings]), []).append(place)
+    for place, forms in enumerate(forms_of(each)):
+        alike.setdefault(forms, []).append(place)
     summaries: list[HeadSummary | None] = [None] * len(each)
     for places in alike.values():
         calls = zip(*(each[place] for place in places), strict=True)
@@ -83,14 +96,17 @@ def summarise_each(
         if every is None:
             continue
         sizes = [each[place][0].values.shape[1] for place in places]
-        parts = (
-            [None] * len(places) if x is None else x.split(sizes)
-            for x in (every.mean, every.coverage, every.error, every.count)
-        )
-        for place, mean, coverage, error, count in zip(places, *parts, strict=True):
-            one = HeadSummary(mean, coverage, error, every.sampled, count, every.unknown)
+        for place, one in zip(places, every.split(sizes), strict=True):
             summaries[place] = one
     return summaries
+
+
+def split_each(
+    summaries: Iterable[HeadSummary | None], heads: Iterable[Sequence[int]]
+) -> list[list[HeadSummary | None]]:
+    """Cut each summary into those of modules that have so many of its heads each, in order."""
+    pairs = zip(summaries, heads, strict=True)
+    return [[None] * len(sizes) if one is None else [*one.split(sizes)] for one, sizes in pairs]
 
 
 def check_texts(texts: object) -> None:

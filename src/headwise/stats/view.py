@@ -61,47 +61,44 @@ class View:
     Where they were drawn, `drawn` `[n]` says how many queries each of them stands for.
     """
 
-    def __init__(
-        self,
-        asked: Call,
-        rows: Int[Tensor, " n"] | None,
-        gradients: bool,
-        drawn: Float[Tensor, " n"] | None = None,
-    ) -> None:
-        self.asked, self.rows, self.gradients, self.drawn = asked, rows, gradients, drawn
+    rows: Int[Tensor, " n"] | None = None
+    drawn: Float[Tensor, " n"] | None = None
+
+    def __init__(self, asked: Call, sample: Sample | None, gradients: bool) -> None:
+        self.asked, self.gradients = asked, gradients
         self.prepared, self.has_sinks = asked.prepared, asked.sinks is not None
-        self.whole = asked.extent
-        self.extent = self.whole if rows is None else replace(self.whole, queries=len(rows))
-        self.mask: Mask = asked.mask if rows is None else Rows(asked.mask, rows, self.whole)
+        self.whole = self.extent = asked.extent
+        self.mask: Mask = asked.mask
         self.device = asked.q.device
         self.dtype = torch.float64 if asked.q.dtype is torch.float64 else torch.float32
         self._once: dict[Hashable, Any] = {}
-        self._kept = asked.mask.free or asked.mask.fixed
+        self.kept = asked.mask.free or asked.mask.fixed
+        if sample is not None:
+            self.rows, self.drawn = rows, _ = sample.rows, sample.weights
+            self.extent = replace(self.whole, queries=len(rows))
+            self.mask = Rows(asked.mask, rows, self.whole)
 
-    @classmethod
-    def of(cls, asked: Call, sample: Sample | None, gradients: bool) -> View:
-        """Return the call at the queries of a sample."""
-        if sample is None:
-            return cls(asked, None, gradients)
-        return cls(asked, sample.rows, gradients, sample.weights)
-
-    def without_tensors(self) -> View:
-        """Return what is known of the call beside its numbers; of masks, those that hold none."""
-        bare, known = object.__new__(View), vars(self)
-        vars(bare).update({name: known[name] for name in _SIZES})
-        bare.mask = self.mask if self._kept else _Gone()
-        return bare
+    def let_go(self) -> None:
+        """Forget the numbers of the call; of masks, those that hold tensors of others."""
+        known = vars(self)
+        for name in _TENSORS:
+            known.pop(name, None)
+        if not self.kept:
+            self.mask = _Gone()
+        if "of_all" in known:
+            self.of_all.let_go()
 
     def keep_mask(self) -> bool:
         """Return True if the mask is the view's own, and stays as it is; a small one is copied."""
-        if not self._kept and (own := _copied(self.asked.mask)) is not None:
+        if not self.kept and (own := _copied(self.asked.mask)) is not None:
             self.mask = own if self.rows is None else Rows(own, self.rows, self.whole)
-            self._kept = True
-        return self._kept
+            self.kept = True
+        return self.kept
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what copies take along: the call, and nothing that is worked out of it."""
-        return View, (self.asked, self.rows, False, self.drawn)
+        sample = None if self.rows is None else Sample(self.rows, self.drawn)
+        return View, (self.asked, sample, False)
 
     @Lazy
     def call(self) -> Call:
@@ -136,11 +133,12 @@ class View:
     def _in(self, dtype: torch.dtype) -> Call:
         asked = self.asked
         q, k = asked.q, asked.k
-        if not self.gradients:
+        if not self.gradients and torch.is_grad_enabled():
             q, k = q.detach(), k.detach()
         if self.rows is not None:
             q = q[:, :, self.rows]
-        q, k = q.to(dtype), k.to(dtype)
+        if q.dtype is not dtype:
+            q, k = q.to(dtype), k.to(dtype)
         known, prepared, (scale, softcap) = asked.prepared, None, (asked.scale, asked.softcap)
         if known is not None and self.rows is None:
             prepared = known.statistics.get(dtype)
@@ -182,37 +180,40 @@ class View:
         """Where those queries stand among the keys."""
         return self.queries + self.whole.offset
 
-    @property
+    @Lazy
     def counts(self) -> Int[Tensor, "#B #H n"]:
         """The number of keys that each query may attend to."""
 
         def counted() -> Tensor:
             if self._some:
-                return self._of_all.counts[..., self.rows]
+                return self.of_all.counts[..., self.rows]
             if self.ranges is not None:
                 return self.ranges[1] - self.ranges[0]
             return visible_keys(self.mask, self.extent, self.device)
 
         return self.once("visible keys", counted)
 
-    @property
+    @Lazy
     def valid_rows(self) -> Bool[Tensor, "#B #H n"]:
         """The queries that may attend to something."""
 
         def valid() -> Tensor:
             if self._some:
-                return self._of_all.valid_rows[..., self.rows]
+                return self.of_all.valid_rows[..., self.rows]
             return self.counts > 0 if self.ranges is None else self.ranges[1] > self.ranges[0]
 
         return self.once("valid rows", valid)
 
     @Lazy
-    def _of_all(self) -> View:
+    def of_all(self) -> View:
         """The same call at all queries, without its numbers."""
         assert isinstance(self.mask, Rows)
-        every = self.without_tensors()
-        every.rows = every.drawn = None
-        every.extent, every.mask, every._once = self.whole, self.mask.mask, {}
+        every = object.__new__(View)
+        vars(every).update(vars(self), rows=None, drawn=None, extent=self.whole, _once={})
+        for name in ("counts", "valid_rows"):
+            vars(every).pop(name, None)
+        every.let_go()
+        every.mask = self.mask.mask
         return every
 
     @property
@@ -268,8 +269,8 @@ class View:
         return sums.unflatten(0, (self.extent.batch, self.extent.heads))
 
 
-_SIZES = "rows gradients drawn prepared has_sinks whole extent device dtype _once _kept".split()
-"""What a view knows of a call without its tensors, beside its mask."""
+_TENSORS = "asked", "call", "constant", "scored", "scored_constant"
+"""What a view knows of a call with its tensors."""
 
 
 class _Gone(Mask):

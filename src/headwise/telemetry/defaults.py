@@ -11,22 +11,17 @@ from torch import Tensor
 from ..stats.entropy import Entropy
 from ..stats.mass import Mass
 from ..stats.max_logit import MaxLogit, Norms
-from ..stats.output_norm import HEAD_OUTPUT
+from ..stats.output_norm import OutputLength
 from ..stats.patterns import First, Previous
-from ..stats.record import Reading, Record
 from ..stats.statistic import Statistic
 
 
 class _OutputSize(Statistic):
     """Length of each head's output `[B, H, T]`, before the output projection."""
 
-    names = ("output_norm",)
-    needs = MappingProxyType({"output_norm": HEAD_OUTPUT})
-    free = True
-
-    def metric(self, record: Record) -> dict[str, Reading]:
-        out = record[HEAD_OUTPUT][0].to(record.view.dtype)
-        return {"output_norm": Reading(torch.linalg.vector_norm(out, dim=-1), record.valid_rows)}
+    names = raw = ("output_norm",)
+    needs = MappingProxyType({"output_norm": OutputLength()})
+    free = deferred = True
 
     def define(self, full: Any) -> dict[str, Tensor]:
         out = full.out.to(full.weights.dtype)

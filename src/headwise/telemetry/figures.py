@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..stats.moments import between
-from ..stats.record import Reading, form_of, side_by_side
+from ..stats.moments import between, largest_of
+from ..stats.record import Reading, forms_of, side_by_side
 
 Array = npt.NDArray[np.float64]
 Heads = Mapping[str, int]
@@ -34,8 +34,8 @@ def kept_of_each(readings: Sequence[Reading]) -> list[Tensor | None]:
     """
     alike: dict[object, list[int]] = {}
     readings = [x if x.among is None else replace(x, among=None) for x in readings]
-    for place, reading in enumerate(readings):
-        if (form := form_of(reading)) is not None:
+    for place, ((form,), reading) in enumerate(zip(forms_of(zip(readings)), readings, strict=True)):
+        if reading.of_heads:
             alike.setdefault(form, []).append(place)
     found: list[Tensor | None] = [None] * len(readings)
     for places in alike.values():
@@ -51,8 +51,7 @@ def _kept_of(reading: Reading) -> Tensor:
     """Return what is kept of a reading: `[4, H]` of a mean, `[1, H]` of a maximum, in float64."""
     values = reading.values.detach()
     if reading.largest:
-        empty = values.new_full((1, values.shape[1]), -math.inf)
-        return torch.cat([values, empty]).amax(0)[None].double()
+        return largest_of(values)[None].double()
     one = reading.moments.heads
     errors = torch.zeros_like(one.count) if one.errors is None else one.errors
     return torch.stack([one.count, one.total, one.squares, errors])

@@ -365,8 +365,13 @@ class HistoryWriter:
 
 def _row(item: tuple[str, Figures]) -> tuple[Any, ...]:
     name, figures = item
-    data = zlib.compress(np.ascontiguousarray(figures.data, dtype="<f8").tobytes(), 1)
-    return name, figures.kind, figures.queries, figures.of_queries, data
+    data = np.ascontiguousarray(figures.data, dtype="<f8").tobytes()
+    packed = zlib.compress(data, 0 if len(data) < _SMALL else 1)
+    return name, figures.kind, figures.queries, figures.of_queries, packed
+
+
+_SMALL = 1 << 12
+"""Under so many bytes, numbers are stored as they are: to pack them takes longer than to write."""
 
 
 class _File:

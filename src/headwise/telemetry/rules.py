@@ -161,6 +161,9 @@ def alarms_at(rules: Sequence[Rule], records: Sequence[Record], heads: Heads) ->
     names: list[tuple[str, int]] = []
     found = []
     for rule in rules:
+        last = records[-1].figures.get(rule.statistic)
+        if last is None or (rule.jump is None and not rule.broken(last.values[None]).any()):
+            continue  # which is so of most, and spares what came before
         series = _series(rule.statistic, records, sum(heads.values()))
         if series is None or len(series) < rule.steps:
             continue

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._text import and_more
+from ..capture.bundle import Bundles, together
 from ..capture.call import AttentionCall, Looking, seed_of_call
 from ..capture.modules import Modules, Names, chosen, why_left_out
 from ..capture.net import Net
@@ -108,6 +110,7 @@ class StepCapture:
         self._sums = StepSums()
         self._pending: list[tuple[str, Mapping[str, Reading], int, int]] = []
         self._numbers = 0  # in the readings that wait
+        self._bundles = Bundles()
         self._left_out: dict[str, str] = {}
         self._not_meant: dict[str, None] = {}
         self._other_forwards: dict[str, None] = {}
@@ -237,7 +240,7 @@ class StepCapture:
             if statistics.each:
                 looking = _ALL if queries is None else Looking(queries, self._draw(call.name))
                 some = every if queries is None else queries
-                readings = call.observe(statistics, looking)
+                readings = self._bundles.observe(call, statistics, looking)
                 found.append((readings, batch * some, batch * every))
         return found
 
@@ -272,27 +275,38 @@ class StepCapture:
     def _add_up(self) -> None:
         """Add up what waits, at once."""
         pending, self._pending, self._numbers = self._pending, [], 0
-        found: list[tuple[str, str, Reading, int, int]] = []
-        for name, readings, some, every in pending:
+        found: list[tuple[str, list[int], Reading]] = []
+        for places, (calls,) in together([[readings] for _, readings, _, _ in pending]):
+            names = [pending[place][0] for place in places]
             try:
-                for statistic, reading in readings.items():
-                    if reading.unknown:
+                for statistic, reading in calls.items():
+                    if not reading.unknown:
+                        found.append((statistic, places, reading))
+                    for name in names if reading.unknown else ():
                         self._sums.leave_out(statistic, name, reading.unknown)
-                        continue
-                    exact = reading.whole is not None or reading.every is not None
-                    sampled = reading.sampled and not exact
-                    found.append((statistic, name, reading, some if sampled else every, every))
             except Exception as error:
-                self._left_out[name] = str(error)
-        kept = kept_of_each([reading for _, _, reading, _, _ in found])
-        calls = []
-        for (statistic, name, _, some, every), block in zip(found, kept, strict=True):
-            if block is not None:
-                calls.append((statistic, name, block, some, every))
-            elif (said := repr(statistic)) not in self._no_numbers:
-                self._warn(f"{said} is not one number a query or head, and is not recorded", said)
-                self._no_numbers[said] = None
-        self._sums.add(calls)
+                self._left_out |= dict.fromkeys(names, str(error))
+        kept = kept_of_each([reading for _, _, reading in found])
+        rounds: list[tuple[int, str, dict[str, Tensor], int, int]] = []
+        for (statistic, places, reading), block in zip(found, kept, strict=True):
+            if block is None:
+                if (said := repr(statistic)) not in self._no_numbers:
+                    told = f"{said} is not one number a query or head, and is not recorded"
+                    self._warn(told, said)
+                    self._no_numbers[said] = None
+                continue
+            sampled = reading.sampled and reading.whole is None and reading.every is None
+            parts = block.chunk(len(places), 1) if len(places) > 1 else [block]
+            one: dict[str, Tensor] = {}  # a call of each layer
+            for place, part in zip(places, parts, strict=True):
+                name, _, some, every = pending[place]
+                numbers = some if sampled else every, every
+                if not one or name in one or numbers != rounds[-1][3:]:
+                    rounds.append((place, statistic, one := {}, *numbers))
+                one[name] = part
+        rounds.sort(key=itemgetter(0))  # a layer's calls are added up in their order
+        for _, statistic, one, some, every in rounds:
+            self._sums.add(statistic, one, some, every)
 
     @property
     def why_nothing(self) -> str:

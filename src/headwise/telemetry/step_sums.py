@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -46,22 +45,16 @@ class StepSums:
         if (before := self.spans.setdefault(layer, span)) != span:
             raise ValueError(f"it has {span.heads} heads, and had {before.heads} before")
 
-    def add(self, calls: Sequence[tuple[str, str, Tensor, int, int]]) -> None:
-        """Take in calls: of each a statistic, the layer, what is kept of it, and how many queries
-        were looked at, of how many."""
-        rounds: dict[str, list[dict[str, Tensor]]] = {}  # of each layer the first call, the second
-        for statistic, layer, found, some, every in calls:
-            if self.unknown and statistic in self.unknown.get(layer, {}):
-                continue
-            each = rounds.setdefault(statistic, [])
-            place = next((one for one in each if layer not in one), None)
-            if place is None:
-                each.append(place := {})
-            place[layer] = found
-            before = self.looked_at.get(statistic, (0, 0))
-            self.looked_at[statistic] = (before[0] + some, before[1] + every)
-        for statistic, each in rounds.items():
-            self.kept[statistic] = reduce(_together, each, self.kept.get(statistic, {}))
+    def add(self, statistic: str, parts: Mapping[str, Tensor], some: int, every: int) -> None:
+        """Take in a call of each of these layers: what is kept of it (`kept_of_each`), and how many
+        queries were looked at, of how many."""
+        if any(statistic in self.unknown.get(layer, {}) for layer in parts if self.unknown):
+            parts = {n: x for n, x in parts.items() if statistic not in self.unknown.get(n, {})}
+        if not parts:
+            return
+        self.kept[statistic] = _together(self.kept.get(statistic, {}), parts)
+        before, calls = self.looked_at.get(statistic, (0, 0)), len(parts)
+        self.looked_at[statistic] = (before[0] + calls * some, before[1] + calls * every)
 
     def leave_out(self, statistic: str, layer: str, why: str) -> None:
         """Keep nothing of a statistic that cannot be known for a call of the layer."""
@@ -107,11 +100,11 @@ def joined(parts: Mapping[str, Tensor], heads: Heads, looked_at: tuple[int, int]
     return Figures(MAXIMUM if rows == 1 else MEAN, data, *looked_at)
 
 
-def _together(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+def _together(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what is kept of the layers of two, by layer."""
     both = [layer for layer in other if layer in one]
     if both:
         parts = [torch.cat([x[layer] for layer in both], 1) for x in (one, other)]
         sizes = [one[layer].shape[1] for layer in both]
-        other = other | dict(zip(both, merged(*parts).split(sizes, 1), strict=True))
-    return one | other
+        other = {**other, **dict(zip(both, merged(*parts).split(sizes, 1), strict=True))}
+    return {**one, **other}

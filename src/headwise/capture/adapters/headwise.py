@@ -80,6 +80,6 @@ def _of_layer(
     layer = source.layer
     call.road = "headwise"
     call.keywords |= {"dropout": asked.dropout, "backend": backend}
-    call.projection, call.own_positions = layer.projection, source.own_positions
+    call.projected_by, call.own_positions = lambda: layer.projection, source.own_positions
     call.first_key, call.first_head = source.first_key, layer.first_head
     call.layer_heads, call.one_pass = layer.all_heads, OnePass(asked, backend, made)

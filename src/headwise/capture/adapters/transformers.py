@@ -24,15 +24,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...core.call import BoundedCache
 from ...core.index import grid
 from ...core.mask_algebra import Mask
 from ...core.masks import Causal, Dense, Documents, Everything, Window
@@ -44,7 +44,7 @@ from ..mask_import import Found, as_mask, in_place, reach, without_padding
 from ..net import SILENCE, Net, Replaced
 from ..private_torch import replace_all
 from ..register import causal_by, headwise_attention, served_call, special, textbook
-from ..serve import Served, accelerators, note
+from ..serve import SERVED, Served, accelerators, note
 from .flex import allowed_by
 
 Function = Callable[..., tuple[Any, ...]]
@@ -98,6 +98,7 @@ def _wrap() -> Callable[[], None]:
     def restore() -> None:
         undo()
         _FOUND.clear()
+        _heard.cache_clear()
 
     return restore
 
@@ -105,6 +106,7 @@ def _wrap() -> Callable[[], None]:
 _INTERFACE = Replaced(_wrap)
 
 
+@cache
 def _heard(function: Function) -> Function:
     known = isinstance(function, partial) and function.func is _attend
     return function if known else partial(_attend, function)
@@ -121,27 +123,25 @@ def _attend(
     **options: Any,
 ) -> tuple[Any, ...]:
     """Make a call of the interface and tell of it."""
-    nets = tuple(net for net in _INTERFACE.everyone if net.hears(module))
-    run = partial(function, module, query, key, value, attention_mask, *rest)
+    nets = [net for net in _INTERFACE.everyone if net.hears(module)]
+    tensors = (query, key, value, attention_mask)
     # A paged cache holds the keys itself; other shapes are nobody's habit.
     if not nets or rest or query.dim() != 4 or options.get("cache") is not None:
         _follow_in_full(nets, module)
-        return run(**options)
+        return function(module, *tensors, *rest, **options)
     net = nets[-1]
     kept, _KEPT.keys = _KEPT.keys, None
-    behind = _behind(kept, key)
-    tensors = (query, key, value, attention_mask)
+    behind = 0 if kept is None or kept is key else _behind(kept, key)
     given = Given(net, function, module, tensors, options, behind)
     with SILENCE:  # this is for all nets of a thread
         meaning = given.meaning()
         if meaning is not None:
-            first = _KEPT.first if key is kept or behind else 0
-            return _tell(nets, given, meaning, partial(run, **options), first)
+            return _tell(nets, given, meaning, _KEPT.first if kept is key or behind else 0)
     _follow_in_full(nets, module)
     if not net.in_full:
-        return run(**options)
+        return function(module, *tensors, **options)
     told = len(net.noticed)
-    result = run(**options)
+    result = function(module, *tensors, **options)
     if len(net.noticed) == told:
         raise ValueError(
             f"{net.said}: {given.named} of {net.names.current!r} gives something else than "
@@ -151,7 +151,7 @@ def _attend(
     return result
 
 
-def _follow_in_full(nets: tuple[Net, ...], module: nn.Module) -> None:
+def _follow_in_full(nets: Sequence[Net], module: nn.Module) -> None:
     """Leave out a call that only the functions inside it tell of, where no net hears these."""
     for net in nets:
         if not net.in_full:
@@ -159,40 +159,40 @@ def _follow_in_full(nets: tuple[Net, ...], module: nn.Module) -> None:
             net.names.left_out[net.names.names[id(module)]] = CHANGED
 
 
-def _behind(kept: Tensor | None, key: Tensor) -> int:
+def _behind(kept: Tensor, key: Tensor) -> int:
     """Return how many keys a model has put behind those that its cache gave."""
-    if kept is None or key is kept or key.dtype != kept.dtype or key.shape[2] <= kept.shape[2]:
+    if key.dtype != kept.dtype or key.shape[2] <= kept.shape[2]:
         return 0
     behind = key.shape[2] - kept.shape[2]
     return behind if torch.equal(key[:, :, :-behind], kept) else 0
 
 
-def _tell(
-    nets: tuple[Net, ...],
-    given: Given,
-    meaning: Meaning,
-    run: Callable[[], tuple[Any, ...]],
-    first: int,
-) -> tuple[Any, ...]:
+def _tell(nets: Sequence[Net], given: Given, meaning: Meaning, first: int) -> tuple[Any, ...]:
     """Tell every net, those inside of what those outside have made of the output."""
-    served = given.served()
-    result: Any = None if served is not None else run()
-    made: Any = served.out if served is not None else partial(given.heads_of, result)
-    # Under autocast the function has cast them all to the dtype of its output.
-    dtype = result[0].dtype if served is None else served.call.q.dtype
-    q, k, v = given.q, meaning.k, meaning.v
-    if not q.dtype == k.dtype == v.dtype == dtype:
+    served = given.served() if SERVED.everyone or given.kind == "headwise" else None
+    module, q, k, v, result = given.module, given.q, given.k, given.v, None
+    if meaning.keys != given.keys:
+        k, v = k[:, :, : meaning.keys], v[:, :, : meaning.keys]
+    if served is None:
+        result = given.function(module, *given.given, **given.options)
+        made: Any = partial(given.heads_of, result)
+        dtype = result[0].dtype  # to which the function has cast them all under autocast
+    else:
+        made, dtype = served.out, served.call.q.dtype
+    if not q.dtype is k.dtype is v.dtype is dtype:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    out = made
+    out, projected_by = made, partial(_projection, module, q.shape[1] * v.shape[3])
     for net in nets:
-        name = net.names.names.get(id(given.module))
+        name = net.names.names.get(id(module))
         named = net.names.current if name is None else name
-        sight, weight = meaning.keywords, _projection(given.module, q.shape[1] * v.shape[3])
-        call = AttentionCall(named, given.named, q, k, v, out, sight, weight, first_key=first)
-        call.behind = meaning.behind
+        call = AttentionCall(
+            *(named, given.named, q, k, v, out, meaning.keywords, projected_by),
+            first_key=first,
+            behind=meaning.behind,
+        )
         if served is not None and not isinstance(out, Tensor):
             call = served.told(call)
-        new = net.tell(call, module=None if name is None else given.module)
+        new = net.tell(call, module=None if name is None else module)
         if new is not None or served is not None:
             out = call.out if new is None else new
     if result is None:
@@ -225,55 +225,61 @@ _KNOWN = {
 """Functions of transformers of which it is known what they make of their arguments."""
 
 
-@dataclass(frozen=True)
-class Meaning:
-    """A call in headwise's terms: what `observe()` takes beside q."""
+class Meaning(NamedTuple):
+    """A call in headwise's terms: what `observe()` takes beside the tensors, of so many keys."""
 
-    k: Tensor
-    v: Tensor
-    mask: Mask
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
+    keys: int
+    keywords: dict[str, Any]
     behind: int
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of `observe()`."""
-        scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-        return {"mask": self.mask, **scores}
+
+_MEANINGS: BoundedCache[tuple[object, ...], Meaning] = BoundedCache()
+"""What calls of `sdpa` without a tensor beside q, k and v mean, by what that depends on."""
 
 
-@dataclass
+@cache
+def _name_and_kind(function: Function) -> tuple[str, str | None]:
+    """Return the name of a function, and its kind if it is one of `_KNOWN`."""
+    named = getattr(function, "__name__", type(function).__name__)
+    own = getattr(function, "__module__", "").startswith("transformers.integrations.")
+    return named, _KNOWN.get(named) if own else None
+
+
 class Given:
     """The arguments of a function of the interface: q `[B, H, T, D]`, k and v `[B, G, S, D]`.
 
     So many keys `behind` those of a cache have no position.
     """
 
-    net: Net
-    function: Function
-    module: nn.Module
-    given: tuple[Tensor, Tensor, Tensor, Any]
-    options: dict[str, Any]
-    behind: int = 0
-
-    def __post_init__(self) -> None:
-        q, k, v, self.mask = self.given
-        if len(q) != len(k):  # a single row of queries may serve the whole batch
+    def __init__(
+        self,
+        net: Net,
+        function: Function,
+        module: nn.Module,
+        given: tuple[Tensor, Tensor, Tensor, Any],
+        options: dict[str, Any],
+        behind: int = 0,
+    ) -> None:
+        self.net, self.function, self.module = net, function, module
+        self.given, self.options, self.behind = given, options, behind
+        q, k, v, self.mask = given
+        sizes, of_keys = q.shape, k.shape
+        if sizes[0] != of_keys[0]:  # a single row of queries may serve the whole batch
             q, k, v = (x.expand(max(len(q), len(k)), -1, -1, -1) for x in (q, k, v))
+            sizes, of_keys = q.shape, k.shape
         self.q, self.k, self.v = q, k, v
-        self.named = getattr(self.function, "__name__", type(self.function).__name__)
-        own = getattr(self.function, "__module__", "").startswith("transformers.integrations.")
-        self.kind = _KNOWN.get(self.named) if own else None
-        if self.function is headwise_attention:
-            plain = textbook(type(self.module), special(self.options))
+        self.batch, self.heads, self.queries, _ = sizes
+        _, self.groups, self.keys, _ = of_keys
+        self.causal = causal_by(module, options)  # whose queries look back only
+        self.named, self.kind = _name_and_kind(function)
+        if function is headwise_attention:
+            plain = textbook(type(module), special(options))
             self.kind = "headwise" if plain else None
 
     def heads_of(self, result: tuple[Any, ...]) -> Tensor:
         """The heads' outputs `[B, H, T, Dv]` in what the function gave."""
         out = result[0]  # [B, T, H, Dv], or the heads side by side
-        return out.reshape(*out.shape[:2], self.q.shape[1], -1).transpose(1, 2)
+        return out.reshape(*out.shape[:2], self.heads, -1).transpose(1, 2)
 
     def served(self) -> Served | None:
         """The call as headwise computes it, where the function is headwise's or accelerated."""
@@ -288,10 +294,17 @@ class Given:
 
     def meaning(self) -> Meaning | None:
         """Return what the arguments mean to the function; `None` if it computes something else."""
+        options = self.options
+        if self.kind == "sdpa" and self.mask is None and options.get("position_bias") is None:
+            place = self.causal, self.queries, self.keys, options.get("scaling")
+            found = _MEANINGS.get(place)
+            if found is None:
+                found = _MEANINGS[place] = next(self.meanings())[1]
+            return found
         if self.kind is not None:
             return next(self.meanings())[1]
-        meanings = dict(self.meanings())
-        (queries, keys), mask = (self.q.shape[2], self.k.shape[2]), self.mask
+        meanings, mask = dict(self.meanings()), self.mask
+        queries, keys = self.queries, self.keys
         form = (type(mask), getattr(mask, "ndim", 0), queries == 1, queries < keys, queries > keys)
         place = (self.function, type(self.module), self.causal, *form)
         known = _FOUND.get(place)
@@ -316,7 +329,7 @@ class Given:
                 return [
                     name
                     for name, meaning in meanings.items()
-                    if _gives(self.q, replace(meaning, v=told[:, :, : meaning.k.shape[2]]), out)
+                    if _gives(self.q, self.k, told, meaning, out)
                 ]
 
     def meanings(self) -> Iterator[tuple[str, Meaning]]:
@@ -327,16 +340,14 @@ class Given:
         for name, keys, mask, behind in self._masks():
             if bias is not None:
                 mask = _both(mask, self._once(bias, keys, self._of_table)[1])
-            k, v = self.k, self.v
-            if keys != k.shape[2]:
-                k, v = k[:, :, :keys], v[:, :, :keys]
-            softcap, sinks = known.get("softcap"), known.get("s_aux")
-            yield name, Meaning(k, v, mask, options.get("scaling"), softcap, sinks, behind)
+            keywords = {"mask": mask, "scale": options.get("scaling")}
+            keywords |= {"softcap": known.get("softcap"), "sinks": known.get("s_aux")}
+            yield name, Meaning(keys, keywords, behind)
 
     def _masks(self) -> Iterator[tuple[str, int, Mask, int]]:
         """Each meaning's name, how many keys count, who may attend to them, and how many are behind
         the sequence; padded queries may attend to none."""
-        mask, keys, queries = self.mask, self.k.shape[2], self.q.shape[2]
+        mask, keys, queries = self.mask, self.keys, self.queries
         if isinstance(mask, Tensor) and mask.dim() != 2:
             yield "mask", *self._once(mask, keys, self._of_mask)
             return
@@ -377,7 +388,7 @@ class Given:
 
     def _of_keys(self, given: Tensor, keys: int) -> tuple[int, Mask]:
         """Return the real keys, `[B, S]`; in self-attention also the queries at their end."""
-        device, queries, given = self.q.device, self.q.shape[2], given[:, None, None].bool()
+        device, queries, given = self.q.device, self.queries, given[:, None, None].bool()
         keys, mask = self._of_table(given, keys)
         if not self.own:
             return keys, mask
@@ -399,8 +410,8 @@ class Given:
     def _packed(self, keys: int) -> Mask:
         """Texts side by side in a row, of which a flash kernel is told by their places."""
         ends, places = (self.options.get(name) for name in ("cu_seq_lens_q", "position_ids"))
-        batch, queries = len(self.q), self.q.shape[2]
-        if self.kind != "flash" or self.mask is not None or queries != keys:
+        batch = self.batch
+        if self.kind != "flash" or self.mask is not None or self.queries != keys:
             return Everything()
         at = torch.arange(batch * keys, device=self.q.device)
         if ends is not None:
@@ -412,24 +423,18 @@ class Given:
         return Documents((places == places.min()).cumsum(1))
 
     def _extent(self, keys: int) -> Extent:
-        (batch, heads, queries, _), groups = self.q.shape, self.k.shape[1]
-        return Extent(batch, heads, groups, queries, keys)
-
-    @property
-    def causal(self) -> bool:
-        """Return True if the queries look back only."""
-        return causal_by(self.module, self.options)
+        return Extent(self.batch, self.heads, self.groups, self.queries, keys)
 
     @property
     def own(self) -> bool:
         """Return True for self-attention, whose queries stand at the keys' end."""
-        same = self.causal or self.q.shape[2] == self.k.shape[2]
+        same = self.causal or self.queries == self.keys
         return same and not self.net.names.crosses_in(self.module)
 
 
 def _agree(meanings: list[Meaning]) -> bool:
     """Return whether all these are one meaning in this call."""
-    forms = [(one.k.shape[2], one.mask) for one in meanings]
+    forms = [(one.keys, one.keywords["mask"]) for one in meanings]
     return all(form == forms[0] for form in forms)
 
 
@@ -439,19 +444,20 @@ def _both(one: Mask, other: Mask) -> Mask:
     return one if isinstance(other, Everything) else one & other
 
 
-def _gives(q: Tensor, meaning: Meaning, out: Tensor) -> bool:
+def _gives(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, out: Tensor) -> bool:
     """Return whether the meaning gives a few rows of the output, as well as low precision can.
 
     Rows that are not finite tell nothing: some functions make them 0.
     """
-    q, k, v = (x.to(out.dtype) for x in (q, meaning.k, meaning.v))
+    q, k, v = (x.to(out.dtype) for x in (q, k[:, :, : meaning.keys], v[:, :, : meaning.keys]))
     extent = extent_of(q, k, v)
     if (*q.shape[:3], v.shape[3]) != out.shape:
         return False
     i, j = grid(extent, q.device)
     picked = torch.tensor(sorted({0, extent.queries // 2, extent.queries - 1}), device=q.device)
-    some = (q[:, :, picked], k, v, meaning.mask, extent, i[picked], j)
-    wanted = rows(*some, scale=meaning.scale, softcap=meaning.softcap, sinks=meaning.sinks)
+    scores = dict(meaning.keywords)
+    some = (q[:, :, picked], k, v, scores.pop("mask"), extent, i[picked], j)
+    wanted = rows(*some, **scores)
     alive = wanted.allowed.any(-1, keepdim=True)
     close = 1e-2 if torch.finfo(out.dtype).eps < 1e-4 else 1e-1
     compared = [x.double().where(alive, 0.0) for x in (wanted.out, out[:, :, picked])]

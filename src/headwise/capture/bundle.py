@@ -1,0 +1,168 @@
+"""Small calls of a model that are alike, observed as one call that has the heads of all.
+
+The kernel takes less time for a small call than Python takes to describe it. So where a call of
+the same form was observed before, its queries and keys are copied, and read with those of other
+layers: when somebody asks for them, at the end of a watch, or when many have come together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.call import BoundedCache, Call, unfollowed
+from ..core.mask_algebra import Mask
+from ..core.modes import no_graph
+from ..stats.observe import read
+from ..stats.record import TOGETHER, Reading
+from ..stats.seen import Readings
+from ..stats.statistic import Statistics
+from .call import AttentionCall, Looking
+
+LARGEST = 1 << 16
+"""The most numbers in the queries and keys of a call that is observed with others."""
+
+_OBSERVED: BoundedCache[Hashable, bool] = BoundedCache()
+"""Whether a one-pass backend reads calls of a form as they are, of each that was observed."""
+
+
+class Bundles:
+    """Observes calls: those that are small and alike together."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, Bundle] = {}
+
+    def observe(
+        self, call: AttentionCall, statistics: Statistics, looking: Looking
+    ) -> Mapping[str, Reading]:
+        """Return `call.observe(statistics, looking)`, worked out now or later."""
+        form = _form(call, statistics, looking)
+        if form is None or not _OBSERVED.get(form):
+            found = call.observe(statistics, looking)
+            if form is not None:
+                _OBSERVED[form] = isinstance(found, Readings) and found.record.direct
+            return found
+        bundle = self._open.get(form)
+        if bundle is None or bundle.full:
+            bundle = self._open[form] = Bundle(call, statistics)
+        return bundle.add(call)
+
+    def close(self) -> None:
+        """Observe all calls that wait, of which nothing but the statistics is kept then."""
+        for bundle in self._open.values():
+            _ = bundle.readings
+        self._open.clear()
+
+
+def _form(call: AttentionCall, statistics: Statistics, looking: Looking) -> Hashable:
+    """Return what is equal in calls that may be observed as one; `None` of one that may not."""
+    q, k, keywords = call.q, call.k, call.keywords
+    mask = keywords.get("mask")
+    if looking.queries is not None or looking.gradients or not isinstance(mask, Mask):
+        return None
+    if not (mask.free and statistics.later_alone and q.is_cpu and type(q) is type(k) is Tensor):
+        return None
+    if call.behind or call.hidden or call.own_positions or call.waiting or call.one_pass:
+        return None
+    if len(keywords) != 4 or keywords.get("sinks") is not None or not unfollowed():
+        return None
+    if q.numel() + k.numel() > LARGEST:
+        return None
+    scores = keywords["scale"], keywords["softcap"]
+    return statistics, q.shape, k.shape, q.dtype, mask, *scores, torch.is_inference_mode_enabled()
+
+
+class Bundle:
+    """Calls of one form, and the readings of all heads once somebody has asked for them."""
+
+    def __init__(self, call: AttentionCall, statistics: Statistics) -> None:
+        self.statistics, self.heads = statistics, call.q.shape[1]
+        self._keywords, self._numbers = call.keywords, 0
+        self._tensors: list[tuple[Tensor, ...]] = []
+        self._readings: Readings | None = None
+
+    @property
+    def full(self) -> bool:
+        """Return True if no call may be added any more."""
+        return self._readings is not None or self._numbers > TOGETHER
+
+    def add(self, call: AttentionCall) -> Part:
+        """Copy what the statistics read of a call."""
+        given = (call.q, call.k, call.out) if self.statistics.of_output else (call.q, call.k)
+        first = len(self._tensors) * self.heads
+        self._tensors.append(tuple([x.detach().clone() for x in given]))
+        self._numbers += sum([x.numel() for x in given])
+        return Part(self, slice(first, first + self.heads))
+
+    @property
+    def readings(self) -> Readings:
+        """The readings of all heads, those of the first call first."""
+        if self._readings is None:
+            with no_graph():
+                q, k, *out = (torch.cat(each, 1) for each in zip(*self._tensors, strict=True))
+                call = Call.of(q, k, k, function="observe", **self._keywords)
+                made = out[0] if out else False
+                _, found = read(call, self.statistics, output=made, gradients=False, strict=False)
+            self._readings = found.let_go()
+            self._tensors.clear()
+        return self._readings
+
+
+class Part(Mapping[str, Reading]):
+    """The readings of some heads of a bundle: those of a call, or of several side by side."""
+
+    def __init__(self, bundle: Bundle, heads: slice) -> None:
+        self.bundle, self.heads = bundle, heads
+
+    def __getitem__(self, name: str) -> Reading:
+        return self._of(self.bundle.readings[name])
+
+    def items(self) -> ItemsView[str, Reading]:
+        """Return the readings by name."""
+        return {name: self._of(x) for name, x in self.bundle.readings.items()}.items()
+
+    def _of(self, reading: Reading) -> Reading:
+        whole = self.heads.stop - self.heads.start == reading.values.shape[1]
+        return reading if whole else reading.of(self.heads)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.bundle.statistics.owner)
+
+    def __len__(self) -> int:
+        return len(self.bundle.statistics.owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies take along: the readings, and no graph."""
+        return dict, ({name: reading.detached() for name, reading in self.items()},)
+
+
+def together(
+    each: Sequence[Sequence[Mapping[str, Reading]]],
+) -> Iterator[tuple[list[int], Sequence[Mapping[str, Reading]]]]:
+    """Yield the calls of modules that were observed as one, as those of a module with all heads.
+
+    Before them come the places of these modules. What is read of many layers takes as few
+    operations so as of a single one.
+    """
+    alike: dict[object, list[int]] = {}
+    for place, calls in enumerate(each):
+        bundles = tuple([getattr(one, "bundle", None) or object() for one in calls])
+        alike.setdefault(bundles, []).append(place)
+    for places in alike.values():
+        calls: Any = zip(*(each[place] for place in places), strict=True)
+        joined = [_beside(*parts) for parts in calls] if len(places) > 1 else [None]
+        if None in joined:
+            yield from (([place], each[place]) for place in places)
+        else:
+            yield places, [one for one in joined if one is not None]
+
+
+def _beside(*parts: Part) -> Part | None:
+    """Return parts of a bundle as one; `None` where they do not follow each other in it."""
+    if any(one.heads.stop != other.heads.start for one, other in pairwise(parts)):
+        return None
+    return Part(parts[0].bundle, slice(parts[0].heads.start, parts[-1].heads.stop))
