@@ -105,7 +105,7 @@ def look(
         Path | None, typer.Option(metavar="FILE.json", help="Keep the result, as JSON.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+        float, typer.Option(help="Under torchrun: seconds to wait for another rank.")
     ] = TIMEOUT,
     quiet: Quiet = False,
     as_json: Annotated[
@@ -133,18 +133,13 @@ def look(
         return _compare(*compare, out, as_json)
     if dtype not in DTYPES:
         raise LookError(f"--dtype {dtype}: one of {', '.join(DTYPES)}")
-    with _ranks(timeout) as (first, once, tell):
+    with _ranks(timeout) as (first, once):
         once(lambda: _check_places(out, save))  # before the slow part
         where = _device(device)
         folder = gpt.builtin() if model is None else folder_of(model)
         read_config(folder)  # a wrong model is reported before the text is read
         what, name = _read(text, texts, image, once)
-        with bar("loading", drawn=first and not quiet) as shown:
-
-            def report(doing: str, share: float) -> None:
-                tell(doing, share)
-                shown(doing, share)
-
+        with bar("loading", drawn=first and not quiet) as report:
             network, tokenizer = load_folder(folder, dtype=DTYPES[dtype], device=where)
             seen = look_at(
                 network,
@@ -169,23 +164,18 @@ def look(
 
 
 @contextmanager
-def _ranks(timeout: float) -> Iterator[tuple[bool, Once, Callable[[str, float], None]]]:
-    """The processes that look: this one, or all that torchrun has started.
+def _ranks(timeout: float) -> Iterator[tuple[bool, Once]]:
+    """Join the processes that torchrun has started, if it has.
 
-    Gives whether this is the first; what lets the first do something once for all; and what is to
-    be told of progress.
+    Gives True on the first one, and a function by which the first does something for all.
     """
     if not launched():
-        yield True, lambda make: make(), lambda doing, share: None
+        yield True, lambda make: make()
         return
     from ..parallel.group import from_first, joined  # torch.distributed takes a while to import
 
-    with joined(timeout) as heartbeat:
-        yield (
-            heartbeat.rank == 0,
-            from_first,
-            lambda doing, share: heartbeat.at(f"{share:.0%} of {doing}"),
-        )
+    with joined(timeout) as rank:
+        yield rank == 0, from_first
 
 
 def _check_places(out: Path | None, save: Path | None) -> None:

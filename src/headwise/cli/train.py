@@ -102,7 +102,7 @@ def train(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Under torchrun: seconds until a rank that hangs is given up.")
+        float, typer.Option(help="Under torchrun: seconds to wait for another rank.")
     ] = TIMEOUT,
     quiet: Quiet = False,
     as_json: Annotated[
@@ -152,43 +152,50 @@ def train(
 
 
 @contextlib.contextmanager
-def _ranks(how: str | None, timeout: float) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
-    """The processes that train: this one, or all that torchrun has started; and what asks for the
-    end.
+def _ranks(
+    strategy: str | None, timeout: float
+) -> Iterator[tuple[TrainingRanks, Callable[[], bool]]]:
+    """Give the processes that train, and a function that returns True once a signal asks to stop.
 
-    Models that this command makes fit on one device, where `ddp` moves the fewest bytes.
+    Models that this command creates fit on one device, where `ddp` moves the fewest bytes.
     """
     if not launched():
-        if how is not None:
+        if strategy is not None:
             raise ValueError(
-                f"--parallel {how}: this is one process; start several with torchrun: "
+                f"--parallel {strategy}: this is one process; start several with torchrun: "
                 f"torchrun --nproc-per-node 2 -m headwise train …"
             )
-        with until_interrupted() as interrupted:
-            yield ALONE, interrupted
+        with until_signalled(signal.SIGINT) as signalled:
+            yield ALONE, signalled
         return
     from ..parallel.group import joined  # torch.distributed takes a while to import
     from ..parallel.training import DataParallelRanks
 
-    with joined(timeout, saves=True) as heartbeat:
-        yield DataParallelRanks(how or "ddp", heartbeat), lambda: heartbeat.asked
+    # The terminal and torchrun both send Ctrl-C to each rank, so none of these ends the program.
+    with until_signalled(signal.SIGINT, signal.SIGTERM, once=False) as signalled, joined(timeout):
+        yield DataParallelRanks(strategy or "ddp"), signalled
 
 
 @contextlib.contextmanager
-def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into an answer; a second one ends the program at once."""
-    asked = False
+def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], bool]]:
+    """Give a function that returns True after one of these signals.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    With `once`, the same signal then ends the program if it comes again.
+    """
+    received = False
 
-    before = signal.signal(signal.SIGINT, ask)
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        if once:
+            signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield lambda: asked
+        yield lambda: received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class GPT2Attention(MultiHeadAttention):
 
     @property
     def projection(self) -> Tensor:
-        return self.c_proj.weight.t()
+        return self._here(self.c_proj.weight).t()
 
     def _merge(self, out: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))

@@ -22,20 +22,17 @@ class TrainingRanks:
     size = 1
 
     def prepared(self, model: GPT) -> nn.Module:
-        """Shard the model, or copy it; gives the module that a training step calls."""
+        """Shard or replicate the model; return the module that a training step calls."""
         return model
 
     def whole(self, model: GPT) -> GPT:
-        """Gather the model of all shards; every rank must ask."""
+        """Gather the model of all shards; every rank must call this."""
         return model
 
     def shared(self, make: Callable[[], _T]) -> _T:
-        """Call the function on rank 0; all ranks get its result, or raise what it raised."""
+        """Call the function on rank 0; all ranks return its result, or raise what it raised."""
         return make()
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum a tensor over ranks; every rank must ask."""
+        """Sum a tensor over ranks; every rank must call this."""
         return values
-
-    def begins(self, step: int) -> None:
-        """Hear that this rank begins a step, counted from 1."""

@@ -190,7 +190,6 @@ class Run:
     def advance(self) -> float:
         """Take one step; returns the loss of its batch, in nats a token."""
         config, step, ranks = self.config, self.step, self.ranks
-        ranks.begins(step + 1)
         rate = config.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

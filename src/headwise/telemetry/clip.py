@@ -253,7 +253,7 @@ class _Finder:
                 fault += " Give those of all ranks: hw.parallel.largest_logits(seen)."
             raise ValueError(fault)
         _check_norms(module, at)
-        if hasattr(module, "projections"):  # it knows itself where they are
+        if getattr(module, "head_shard", None) is not None:
             return self._own_weights(module, heads, at)
         own, faults = {id(parameter) for parameter in module.parameters()}, []
         for root in _and_around(name):
@@ -282,7 +282,7 @@ class _Finder:
     def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_Weights, slice]:
         """The weights of a module that knows where its projections are."""
         try:
-            found, parameters = module.projections(), dict(module.named_parameters())
+            found, parameters = module.head_shard.projections(module), dict(module.named_parameters())
         except ValueError as error:
             raise ValueError(f"{at}: {error}.") from None
         _check_weights(found, parameters, at)
