@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.models.data import repeated_tokens
+from headwise.models.corpus import repeated_tokens
 from headwise.models.gpt import builtin, load
 from headwise.report import token_texts
 

@@ -31,8 +31,8 @@ import torch
 from safetensors.torch import load_file
 
 from headwise.models import checkpoint
-from headwise.models import train as training
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models import training
+from headwise.models.run import Run, TrainConfig
 from headwise.weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS
 
 STEPS = 8

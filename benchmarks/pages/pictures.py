@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.models import data as corpus
+from headwise.models import corpus
 from headwise.models.gpt import builtin, load
 from headwise.tutorial import timing
 

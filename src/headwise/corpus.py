@@ -1,3 +1,3 @@
 """Text under its short name; see `headwise.models`."""
 
-from .models.data import *  # noqa: F403
+from .models.corpus import *  # noqa: F403

@@ -24,10 +24,10 @@ from typing import Any
 from worlds import gloo, values, world
 
 from headwise.models import checkpoint_folder
-from headwise.models import train as training
+from headwise.models import training
 from headwise.models.checkpoint import CHECKPOINT, tensors_of
 from headwise.models.ranks import TrainingRanks
-from headwise.models.train_loop import Run, TrainConfig
+from headwise.models.run import Run, TrainConfig
 from headwise.parallel.training import DataParallelRanks
 from kills import main
 

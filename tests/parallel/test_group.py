@@ -29,7 +29,7 @@ def trained(text: str, out: str, how: str, fault: str, rank: int, step: int, *mo
     """`headwise train` of which one rank comes to harm as it draws the rows of a step."""
     import headwise.cli
     from headwise.models import checkpoint, checkpoint_folder
-    from headwise.models.train_loop import Run
+    from headwise.models.run import Run
 
     drawn = Run.batch
 

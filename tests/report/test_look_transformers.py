@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer
 
 import headwise as hw
 from headwise.capture.ablate import ablate
-from headwise.models.data import TextError
+from headwise.models.corpus import TextError
 from headwise.report import LookError, look
 from headwise.report.folders import load_folder
 from headwise.report.head_labels import is_delimiter

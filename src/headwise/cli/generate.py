@@ -44,8 +44,8 @@ def generate(
 
     Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
     """
-    from ..models import data as corpus
-    from ..models import generate as generation
+    from ..models import corpus
+    from ..models import generation
     from ..models import gpt
 
     network, tokenizer = gpt.load(model or gpt.builtin())

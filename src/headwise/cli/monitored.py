@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .._text import escaped
-from ..models.train_loop import Run
+from ..models.run import Run
 from ..report.page.timeline import write_timeline
 from ..report.timeline import HISTORY, NothingRecordedError, read_timeline
 from ..telemetry import RULES, Monitor

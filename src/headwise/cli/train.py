@@ -20,8 +20,8 @@ from rich.progress import Progress as Bar
 
 from .._text import escaped
 from ..models.ranks import TrainingRanks
-from ..models.train import Progress, Summary, TrainConfig
-from ..models.train_loop import ALONE
+from ..models.training import Progress, Summary, TrainConfig
+from ..models.run import ALONE
 from .launcher import TIMEOUT, launched
 from .terminal import STOPPED, Quiet
 
@@ -118,7 +118,7 @@ def train(
     Example: `torchrun --nproc-per-node 2 -m headwise train notes.txt --out notes-gpt`
     """
     asked: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
-    from ..models import train as training
+    from ..models import training
     from .monitored import recording
 
     names = (field.name for field in fields(TrainConfig))

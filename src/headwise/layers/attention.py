@@ -214,8 +214,12 @@ class MultiHeadAttention(nn.Module):
         norms 1."""
         weights = [self.out.weight]
         if self.head_shard is not None:
-            weights += [w for name in ("q", "qkv", "kv") if name in self._modules
-                        for w in self.get_submodule(name).weights()]
+            weights += [
+                w
+                for name in ("q", "qkv", "kv")
+                if name in self._modules
+                for w in self.get_submodule(name).weights()
+            ]
         elif self.kv_dim == self.embed_dim:
             weights += self.qkv.weight.split(self.sections)
         else:

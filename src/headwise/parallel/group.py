@@ -37,6 +37,8 @@ def joined(timeout: float) -> Iterator[int]:
         cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive it
+        store = dist.PrefixStore(f"attempt {attempt}", store)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:

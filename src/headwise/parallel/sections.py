@@ -57,9 +57,7 @@ class Sections(nn.Module):
         self.register_state_dict_post_hook(_join)
         self.register_load_state_dict_pre_hook(_split)
 
-    def forward(
-        self, section: str, x: Tensor, rows: slice, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, section: str, x: Tensor, rows: slice, bias: Tensor | None = None) -> Tensor:
         """Multiply by these rows of a section, which are this rank's, `[..., rows]`.
 
         `bias` is theirs where the projection itself has none.

@@ -13,9 +13,9 @@ import torch
 
 from .._io import holds_files, place_for
 from ..weights.hf_folder import FolderError, only_run
-from . import data as corpus
+from . import corpus
 from .ranks import TrainingRanks
-from .train_loop import ALONE, Run, TrainConfig
+from .run import ALONE, Run, TrainConfig
 
 SAVE_SECONDS = 60.0
 

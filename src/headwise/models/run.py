@@ -23,7 +23,7 @@ from torch import Tensor
 from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
 from ..weights.safetensors_file import FolderError, check_size
 from . import checkpoint, checkpoint_folder
-from . import data as corpus
+from . import corpus
 from .gpt import GPT, GPTConfig
 from .gpt_config import typed
 from .ranks import TrainingRanks
