@@ -10,9 +10,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from headwise.systems import scalar
+from headwise.systems.scalar import Matrix, ScalarGPT, Vector
 from headwise.tutorial import timing
-from headwise.tutorial.implementations import scalar
-from headwise.tutorial.implementations.scalar import Matrix, ScalarGPT, Vector
 
 SEEDS = (0, 1, 2)
 

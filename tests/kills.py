@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from headwise.models import checkpoint
-from headwise.models import training
+from headwise.models import checkpoint, training
 from headwise.models.run import Run, TrainConfig
 from headwise.weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS
 

@@ -25,8 +25,8 @@ from headwise._io import only_writer, place_for, write_whole
 from headwise.capture.captured import Watched, load_seen
 from headwise.cli.main import main
 from headwise.models.gpt import GPT, FolderError, GPTConfig
-from headwise.models.training import train
 from headwise.models.run import TrainConfig
+from headwise.models.training import train
 from headwise.report.page import write_page
 from headwise.report.schema import Look, load
 from headwise.weights.files import convert_file

@@ -23,8 +23,7 @@ from typing import Any
 
 from worlds import gloo, values, world
 
-from headwise.models import checkpoint_folder
-from headwise.models import training
+from headwise.models import checkpoint_folder, training
 from headwise.models.checkpoint import CHECKPOINT, tensors_of
 from headwise.models.ranks import TrainingRanks
 from headwise.models.run import Run, TrainConfig

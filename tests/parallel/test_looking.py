@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from worlds import commanded, gloo, values, world
 
 import headwise as hw
-from headwise.gpt import GPT, GPTConfig
+from headwise.models import GPT, GPTConfig
 from headwise.models.corpus import train_tokenizer
 from headwise.report.schema import load
 

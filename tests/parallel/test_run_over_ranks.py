@@ -19,8 +19,8 @@ from headwise.models import checkpoint_folder
 from headwise.models.checkpoint import CHECKPOINT
 from headwise.models.gpt import FolderError, load
 from headwise.models.ranks import TrainingRanks
-from headwise.models.training import train
 from headwise.models.run import Run, TrainConfig
+from headwise.models.training import train
 
 pytestmark = pytest.mark.ranks
 

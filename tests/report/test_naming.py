@@ -367,7 +367,7 @@ def test_random_weights_get_no_labels(kind: str) -> None:
     """At most one head of twenty, over shapes and texts."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-    from headwise.gpt import GPT, GPTConfig
+    from headwise.models import GPT, GPTConfig
 
     labelled, heads = 0, 0
     for width, number in ((48, 4), (256, 8)):

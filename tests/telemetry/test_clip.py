@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.tutorial.implementations import per_head
+from headwise.systems import per_head
 from headwise.weights.convert import stored
 from headwise.weights.detect import find_layers
 from headwise.weights.layout_table import LAYOUTS

@@ -21,6 +21,7 @@ from ci import in_ci
 from headwise.cli.main import main
 from headwise.report.page import PageError
 from headwise.report.page.ladder import render_ladder, write_ladder
+from headwise.systems import variants
 from headwise.tutorial import compare as module
 from headwise.tutorial import runners as rungs
 from headwise.tutorial import timing
@@ -34,7 +35,6 @@ from headwise.tutorial.compare import (
     parse_sizes,
     shown,
 )
-from headwise.tutorial.implementations import variants
 
 SMALL, OTHER = Size(2, 5, 6, 3), Size(1, 3, 130, 2)
 NAMES = [rung.name for rung in rungs.RUNGS]
@@ -121,9 +121,7 @@ def test_a_wrong_rung_is_named_and_nothing_is_timed(
     assert main(["ladder", "--sizes", str(SMALL)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(
-        "headwise: the rung 'SDPA, flag' (implementations/variants.py) does not agree"
-    )
+    assert err.startswith("headwise: the rung 'SDPA, flag' (systems/variants.py) does not agree")
     assert err.count("\n") == 1
 
 

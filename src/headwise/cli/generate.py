@@ -44,9 +44,7 @@ def generate(
 
     Example: `headwise generate "If the expression is true, the suite is executed, and" --tokens 60`
     """
-    from ..models import corpus
-    from ..models import generation
-    from ..models import gpt
+    from ..models import corpus, generation, gpt
 
     network, tokenizer = gpt.load(model or gpt.builtin())
     texts = [corpus.read_text("-") if prompt == "-" else prompt for prompt in prompts]

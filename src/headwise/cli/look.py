@@ -19,8 +19,7 @@ from rich.table import Table
 
 from .._io import place_for
 from .._text import escaped
-from ..models import corpus
-from ..models import gpt
+from ..models import corpus, gpt
 from ..report.compare import differences
 from ..report.folders import folder_of, load_folder, name_of
 from ..report.head_labels import NO_LABEL

@@ -20,8 +20,8 @@ from rich.progress import Progress as Bar
 
 from .._text import escaped
 from ..models.ranks import TrainingRanks
-from ..models.training import Progress, Summary, TrainConfig
 from ..models.run import ALONE
+from ..models.training import Progress, Summary, TrainConfig
 from .launcher import TIMEOUT, launched
 from .terminal import STOPPED, Quiet
 

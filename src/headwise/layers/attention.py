@@ -411,9 +411,9 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         run = attend if self.sequence_shard is None else self.sequence_shard.attend
-        dropout = self.dropout if self.training else 0.0
-        own = dropout and self.head_shard is not None
-        with self.head_shard.own_random_numbers(q.device) if own else _NOTHING:
+        dropout, shard = self.dropout if self.training else 0.0, self.head_shard
+        own = shard.own_random_numbers(q.device) if shard is not None and dropout else _NOTHING
+        with own:
             return run(
                 q,
                 k,
@@ -443,8 +443,8 @@ class MultiHeadAttention(nn.Module):
 
     def _here(self, parameter: Any) -> Any:
         """Return the part of a parameter that belongs to the heads that attend here."""
-        sharded = self.head_shard is not None and parameter is not None
-        return parameter.to_local() if sharded else parameter
+        whole = self.head_shard is None or parameter is None
+        return parameter if whole else parameter.to_local()
 
     def _merge(self, out: Tensor) -> Tensor:
         """`[B, H, T, D]` to `[B, T, out_dim]`."""

@@ -168,7 +168,7 @@ def generate(
         ValueError: no prompt, an empty one, one that fills the context, ids outside the
             vocabulary, a setting out of its range, text or `stop` without a tokenizer.
 
-    >>> from headwise.gpt import GPTConfig
+    >>> from headwise.models import GPTConfig
     >>> model = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
     >>> [row.reason for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
     ['context', 'length']

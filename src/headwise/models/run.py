@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
 from ..weights.safetensors_file import FolderError, check_size
-from . import checkpoint, checkpoint_folder
-from . import corpus
+from . import checkpoint, checkpoint_folder, corpus
 from .gpt import GPT, GPTConfig
 from .gpt_config import typed
 from .ranks import TrainingRanks

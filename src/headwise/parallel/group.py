@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import cuda
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from .._text import one_line
@@ -38,7 +39,7 @@ def joined(timeout: float) -> Iterator[int]:
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive it
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+        store = PrefixStore(f"attempt {attempt}", store)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:

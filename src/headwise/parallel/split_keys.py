@@ -1,4 +1,4 @@
-"""Attention to keys that are sharded over ranks: outputs and statistics merge by their log-sum-exps."""
+"""Attention to keys that are sharded over ranks: results merge by their log-sum-exps."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ class _ShardedLinear(ParallelStyle):
         def to_local(module: nn.Module, out: Any, mesh: DeviceMesh) -> Tensor:
             return (out if self.outputs else out.redistribute(placements=[Replicate()])).to_local()
 
-        return distribute_module(module, device_mesh, None, to_distributed, to_local)
+        outputs: Any = to_local
+        return distribute_module(module, device_mesh, None, to_distributed, outputs)
 
 
 class ColumnParallel(_ShardedLinear):
@@ -280,7 +281,7 @@ class _ReplicatedHeadNorm(HeadNorm):
     """The norm of each head with one weight for the heads of all ranks."""
 
     def __init__(self, norm: HeadNorm, mesh: DeviceMesh) -> None:
-        super().__init__(len(norm.weight), norm.eps, device="meta")
+        super().__init__(len(norm.weight), norm.eps or 0.0, device="meta")
         self.weight = norm.weight
         self.train(norm.training)
         shard_parameter(self, "weight", mesh, Replicate())

@@ -282,7 +282,10 @@ class _Finder:
     def _own_weights(self, module: Any, heads: int, at: str) -> tuple[_Weights, slice]:
         """The weights of a module that knows where its projections are."""
         try:
-            found, parameters = module.head_shard.projections(module), dict(module.named_parameters())
+            found, parameters = (
+                module.head_shard.projections(module),
+                dict(module.named_parameters()),
+            )
         except ValueError as error:
             raise ValueError(f"{at}: {error}.") from None
         _check_weights(found, parameters, at)

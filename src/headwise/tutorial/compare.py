@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..core.masks import Causal
 from ..core.reference import attention
+from ..systems.variants import flex_lacks_backward
 from . import timing
-from .implementations.variants import flex_lacks_backward
 from .runners import FLEX, RUNGS, SIZES, Rung, Runner, Size, parse_sizes, runner, weights
 from .timing import Spread
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.masks import Causal
 from ..layers.attention import MultiHeadAttention
+from ..systems import functional, fused, per_head, scalar, split, variants
 from ..weights.convert import convert
 from . import timing
-from .implementations import functional, fused, per_head, scalar, split, variants
 
 State = Mapping[str, Tensor]
 
@@ -292,25 +292,25 @@ FLEX = "FlexAttention"
 RUNGS = (
     Rung(
         "scalar",
-        "implementations/scalar.py",
+        "systems/scalar.py",
         note="in double precision; memory is that of Python's objects",
     ),
     Rung(
         "per head",
-        "implementations/per_head.py",
+        "systems/per_head.py",
         _per_head,
         "with an output projection put after it",
     ),
-    Rung("split", "implementations/split.py", _split),
-    Rung("functional", "implementations/functional.py", _functional, "returns its weights too"),
-    Rung("fused, GPT-2", "implementations/fused.py", _fused),
-    Rung("fused QKV", "implementations/variants.py", partial(_packed, variants.FusedQKV)),
-    Rung("einsum", "implementations/variants.py", partial(_packed, variants.Einsum)),
+    Rung("split", "systems/split.py", _split),
+    Rung("functional", "systems/functional.py", _functional, "returns its weights too"),
+    Rung("fused, GPT-2", "systems/fused.py", _fused),
+    Rung("fused QKV", "systems/variants.py", partial(_packed, variants.FusedQKV)),
+    Rung("einsum", "systems/variants.py", partial(_packed, variants.Einsum)),
     Rung("nn.MHA, weights", "nn.MultiheadAttention", partial(_torch, True)),
     Rung("nn.MHA", "nn.MultiheadAttention", partial(_torch, False)),
-    Rung("SDPA, mask", "implementations/variants.py", partial(_packed, variants.SDPAMask)),
-    Rung("SDPA, flag", "implementations/variants.py", partial(_packed, variants.SDPAFlag)),
-    Rung(FLEX, "implementations/variants.py", partial(_packed, variants.FlexAttention)),
+    Rung("SDPA, mask", "systems/variants.py", partial(_packed, variants.SDPAMask)),
+    Rung("SDPA, flag", "systems/variants.py", partial(_packed, variants.SDPAFlag)),
+    Rung(FLEX, "systems/variants.py", partial(_packed, variants.FlexAttention)),
     Rung("headwise", "headwise.MultiHeadAttention", _headwise),
 )
 
