@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.models.gpt import GPT
-from headwise.models.gpt_config import GPTConfig
+from headwise.models.gpt import GPT, GPTConfig
 from headwise.tutorial import timing
 from headwise.tutorial.timing import Spread
 

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.models.gpt import GPT
-from headwise.models.gpt_config import GPTConfig
+from headwise.models.gpt import GPT, GPTConfig
 from headwise.tutorial import timing
 
 RESULTS = Path(__file__).parent / "results"

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from headwise.models import checkpoint, training
 from headwise.models.run import Run, TrainConfig
-from headwise.weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS
+from headwise.weights.folders import CONFIG, TOKENIZER, WEIGHTS
 
 STEPS = 8
 FILES = set(Run.FILES)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from headwise import Causal, Padding
 from headwise.layers.kv_cache import KVCache
 from headwise.models.gpt import GPT, FolderError, GPT2Attention, GPTConfig, load
-from headwise.weights.hf_folder import write_files
+from headwise.weights.folders import write_files
 
 SIZES: dict[str, Any] = {
     "vocab_size": 53,

@@ -27,10 +27,10 @@ def text(tmp_path: Path) -> str:
 def trained(text: str, out: str, how: str, fault: str, rank: int, step: int, *more: str) -> None:
     """`headwise train` of which one rank comes to harm as it draws the rows of a step."""
     import headwise.cli
-    from headwise.models import checkpoint, checkpoint_folder
+    from headwise.models import checkpoint
     from headwise.models.run import Run
 
-    drawn = Run.batch
+    drawn, all_tensors = Run.batch, checkpoint.tensors_of
 
     def batch(run: Run, number: int) -> Any:
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -43,9 +43,9 @@ def trained(text: str, out: str, how: str, fault: str, rank: int, step: int, *mo
         if fault == "killed saving" and int(os.environ["RANK"]) == rank:
             Path(f"{out}.harmed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        return checkpoint.tensors_of(*arguments)
+        return all_tensors(*arguments)
 
-    checkpoint_folder.tensors_of = tensors_of
+    checkpoint.tensors_of = tensors_of
     Run.batch = batch  # type: ignore[method-assign]
     sizes = "--context 5 --layers 2 --heads 3 --width 15 --vocab 263 --batch 6 --warmup 2".split()
     call = ["train", text, "--out", out, "--steps", "8", *sizes, "--timeout", str(TIMEOUT)]

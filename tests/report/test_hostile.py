@@ -29,7 +29,7 @@ from headwise.models.gpt import GPT, FolderError
 from headwise.models.run import TrainConfig
 from headwise.models.training import train
 from headwise.report.schema import Look, LookFileError, load
-from headwise.weights.hf_folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
+from headwise.weights.folders import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from looks import decoder
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -29,7 +29,7 @@ from headwise.report.subjects import subject_of
 from headwise.report.terminal import summary
 from headwise.report.text import Vocabulary, pieces_by_decoding
 from headwise.report.texts import Texts
-from headwise.weights.hf_folder import FolderError
+from headwise.weights.folders import FolderError
 from model_folders import NAMES, TEXT, write_folder, write_picture
 
 TARGET = "much naïve and on"

@@ -29,7 +29,7 @@ from ..report.sample import LookError
 from ..report.schema import Look, finite, load, titles
 from ..report.terminal import TOP, fitted, notable, signed, summary, table
 from ..report.texts import Texts
-from ..weights.hf_folder import read_config
+from ..weights.folders import read_config
 from .launcher import TIMEOUT, launched
 from .terminal import SEEDS, Quiet, bar, console, paged
 

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from .._text import escaped
-from ..models.ranks import TrainingRanks
-from ..models.run import ALONE
+from ..models.run import ALONE, TrainingRanks
 from ..models.training import Progress, Summary, TrainConfig
 from .launcher import TIMEOUT, launched
 from .terminal import STOPPED, Quiet

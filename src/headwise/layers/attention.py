@@ -214,12 +214,7 @@ class MultiHeadAttention(nn.Module):
         norms 1."""
         weights = [self.out.weight]
         if self.head_shard is not None:
-            weights += [
-                w
-                for name in ("q", "qkv", "kv")
-                if name in self._modules
-                for w in self.get_submodule(name).weights()
-            ]
+            weights += self.head_shard.weights(self)
         elif self.kv_dim == self.embed_dim:
             weights += self.qkv.weight.split(self.sections)
         else:
@@ -443,8 +438,9 @@ class MultiHeadAttention(nn.Module):
 
     def _here(self, parameter: Any) -> Any:
         """Return the part of a parameter that belongs to the heads that attend here."""
-        whole = self.head_shard is None or parameter is None
-        return parameter if whole else parameter.to_local()
+        if self.head_shard is None or parameter is None:
+            return parameter
+        return parameter.to_local()
 
     def _merge(self, out: Tensor) -> Tensor:
         """`[B, H, T, D]` to `[B, T, out_dim]`."""

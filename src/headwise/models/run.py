@@ -10,31 +10,63 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..weights.hf_folder import CONFIG, TOKENIZER, WEIGHTS, read_tokenizer
-from ..weights.safetensors_file import FolderError, check_size
-from . import checkpoint, checkpoint_folder, corpus
-from .gpt import GPT, GPTConfig
-from .gpt_config import typed
-from .ranks import TrainingRanks
+from ..weights.folders import (
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    FolderError,
+    check_size,
+    read_tokenizer,
+)
+from . import checkpoint, corpus
+from .gpt import GPT, GPTConfig, check_types
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+class TrainingRanks:
+    """One process that trains alone; a base for several, each of which holds a share.
+
+    rank, size: the number of this process, and how many there are.
+    """
+
+    rank = 0
+    size = 1
+
+    def prepared(self, model: GPT) -> nn.Module:
+        """Shard or replicate the model; return the module that a training step calls."""
+        return model
+
+    def whole(self, model: GPT) -> GPT:
+        """Gather the model of all shards; every rank must call this."""
+        return model
+
+    def shared(self, make: Callable[[], _T]) -> _T:
+        """Call the function on rank 0; all ranks return its result, or raise what it raised."""
+        return make()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum a tensor over ranks; every rank must call this."""
+        return values
+
 
 ALONE = TrainingRanks()
 EVALUATED_WINDOWS = 256
 EVALUATED_ROWS = 16  # at a time, on each rank
 SHORTEST_PERIOD = 8
 LARGEST_SIZE = 2**31 - 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,9 +105,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.texts, str):
             raise ValueError(f"texts={self.texts!r:.60}: must be a list of files")
-        for field in fields(self):
-            if field.name != "texts":
-                typed(field.name, getattr(self, field.name), field.default)
+        check_types(self)
         for name in ("layers", "heads", "width", "steps", "batch"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("context", "batch", "vocab", "layers", "width"):
@@ -172,7 +202,7 @@ class Run:
         Raises:
             FolderError: no checkpoint, a damaged one, or a text that has changed since.
         """
-        saved = checkpoint_folder.newest(folder)
+        saved = checkpoint.newest(folder)
         config, tokenizer = _settings(saved.settings, saved.path), read_tokenizer(folder)
         held = sum(math.prod(shape) for shape, _ in saved.held.values())
         check_size(_sizes(config, tokenizer).weights, held, str(saved.path))
@@ -256,13 +286,13 @@ class Run:
         if self.ranks.size == 1:
             checkpoint.write(folder, self.model, self.optimizer, about)
         else:
-            checkpoint_folder.write(folder, self.model, self.optimizer, about, self.ranks)
+            checkpoint.write_sharded(folder, self.model, self.optimizer, about, self.ranks.shared)
         self._remove_other(folder)
 
     def _remove_other(self, folder: Path) -> None:
         """Remove what a run of one process, or else of several, would resume from."""
         if self.ranks.size == 1:
-            checkpoint_folder.clear(folder)
+            checkpoint.remove_sharded(folder)
         else:
             self.ranks.shared(lambda: (folder / checkpoint.CHECKPOINT).unlink(missing_ok=True))
 
@@ -349,20 +379,19 @@ def windows(
 
 
 def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
-    """The settings that a checkpoint names.
+    """Return the settings that a checkpoint names.
 
     Raises:
-        FolderError: one that there is not, or that has no such value.
+        FolderError: an unknown one, or a value out of range.
     """
-    saved, known = dict(saved), {field.name: field.default for field in fields(TrainConfig)}
-    texts = saved.pop("texts", [])
+    known = {field.name for field in fields(TrainConfig)}
     if unknown := saved.keys() - known:
         raise FolderError(f"{path}: made by another version (setting {sorted(unknown)[0]!r})")
+    texts = saved.get("texts", [])
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise FolderError(f"{path}: texts={texts!r}: no list of files")
     try:
-        given = {name: typed(name, value, known[name]) for name, value in saved.items()}
-        return TrainConfig(texts=tuple(texts), **given)
+        return TrainConfig(**{**saved, "texts": tuple(texts)})
     except ValueError as error:
         raise FolderError(f"{path}: {error}") from None
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from .._io import holds_files, place_for
-from ..weights.hf_folder import FolderError, only_run
+from ..weights.folders import FolderError, only_run
 from . import corpus
-from .ranks import TrainingRanks
-from .run import ALONE, Run, TrainConfig
+from .run import ALONE, Run, TrainConfig, TrainingRanks
 
 SAVE_SECONDS = 60.0
 

@@ -85,10 +85,6 @@ class Sections(nn.Module):
             return None
         return _joined([self.get_parameter(f"{name}_bias") for name in self.rows], 0)
 
-    def weights(self) -> list[nn.Parameter]:
-        """Return the weight of each section."""
-        return [self.get_parameter(name) for name in self.rows]
-
     def reset_parameters(self) -> None:
         """Initialize as GPT-2's Conv1D does: weights with deviation 0.02, biases 0."""
         for name, parameter in self.named_parameters():

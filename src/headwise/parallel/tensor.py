@@ -215,6 +215,10 @@ class HeadShard:
         q, k, v = (self._part(layer, part, x if part == "q" else source) for part in "qkv")
         return q, k, v
 
+    def weights(self, layer: MultiHeadAttention) -> list[Tensor]:
+        """Return the weights of q, k and v, in this order."""
+        return [layer.get_parameter(f"{name}.{part}") for part, name in self.modules.items()]
+
     def _part(self, layer: MultiHeadAttention, part: str, x: Tensor) -> Tensor:
         sections = layer.get_submodule(self.modules[part])
         assert isinstance(sections, Sections)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..models.gpt import GPT
-from ..models.ranks import TrainingRanks
+from ..models.run import TrainingRanks
 from .group import from_first
 
 STRATEGIES = ("ddp", "fsdp")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.numbers import fault_of_eps
 from .detect import Layer, check_state, detect_layout, find_layers, tensor_of
-from .hf_folder import CONFIG
+from .folders import CONFIG
 from .layout_table import LAYOUTS
 from .layout_types import Layout, Sizes
 from .packing import (

@@ -22,10 +22,9 @@ from torch import Tensor
 from .._io import holds_files, only_writer, place_for, write_whole
 from .convert import Wanted, converted
 from .detect import detect_shapes, find_layers
-from .hf_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from .folders import CONFIG, INDEX, WEIGHTS, check_values, weight_files
 from .layout_table import LAYOUTS
 from .model_config import ModelConfig
-from .safetensors_file import checked
 
 # What safetensors calls PyTorch's dtypes.
 _DTYPES = {
@@ -204,7 +203,7 @@ class _Stored:
             tensor = self._files[name].get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from None
-        return checked(tensor, f"{self.path}: {name}") if name in self.weights else tensor
+        return check_values(tensor, f"{self.path}: {name}") if name in self.weights else tensor
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hf_folder import CONFIG
+from .folders import CONFIG
 from .layout_types import ADDING_ONE, NORMED_VALUES, WITHOUT_WEIGHTS
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
