@@ -776,6 +776,8 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
             "code in a model's folder is not run",
         ),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1,000,000,000,000, and the weights"),
+        ({"num_labels": 10**12}, "num_labels=1,000,000,000,000, and the weights hold"),
         ({"vocab_size": 40}, "embed_tokens"),
         ({"num_attention_heads": "many"}, "transformers cannot read it"),
     ],
