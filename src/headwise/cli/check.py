@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .terminal import read_or_not
+from .terminal import ignore_broken_pipe
 
 if TYPE_CHECKING:
     from ..check.sandbox import Limits, Report
@@ -25,7 +25,6 @@ USUAL = "attention.py:MyAttention"
 OPTIONS = ("step", "new", "explain", "hint", "timeout", "memory", "json", "all")
 
 
-@read_or_not()
 def check(
     words: Annotated[
         list[str] | None,
@@ -141,7 +140,8 @@ def check(
                     print(f"headwise: {error}", file=sys.stderr)
                     return 2
                 raise ValueError(f"{error}{_step_of(target)}") from None
-    show(verdict, as_json, every)
+    with ignore_broken_pipe():  # the exit code is an answer
+        show(verdict, as_json, every)
     return 0 if verdict.passed else 1
 
 

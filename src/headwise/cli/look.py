@@ -30,8 +30,7 @@ from ..report.schema import Look, finite, load, titles
 from ..report.terminal import TOP, fitted, notable, signed, summary, table
 from ..report.texts import Texts
 from ..weights.folders import read_config
-from .launcher import TIMEOUT, launched
-from .terminal import SEEDS, Quiet, bar, console, paged
+from .terminal import SEEDS, TIMEOUT, Quiet, bar, console, launched, paged
 
 Once = Callable[[Callable[[], Any]], Any]
 

@@ -21,8 +21,7 @@ from rich.progress import Progress as Bar
 from .._text import escaped
 from ..models.run import ALONE, TrainingRanks
 from ..models.training import Progress, Summary, TrainConfig
-from .launcher import TIMEOUT, launched
-from .terminal import STOPPED, Quiet
+from .terminal import STOPPED, TIMEOUT, Quiet, launched
 
 
 def _setting(name: str, help: str, *flags: str) -> Any:
