@@ -21,20 +21,20 @@ from collections.abc import Mapping
 
 from .layout_types import (
     ADDING_ONE,
+    EQUAL_HEADS,
+    EQUAL_HEADS_OR_ONE,
     FREE_HEADS,
+    HEADS_AS_WIDE_AS_INPUT,
+    HEADS_FILL_WIDTH,
+    KEEPS_WIDTH,
     NORMED_VALUES,
+    ONE_CONTEXT,
+    ONE_INPUT,
+    OUT_AS_WIDE_AS_HEADS,
+    VALUES_AS_WIDE,
     Form,
     Layout,
     Tensors,
-    equal_heads,
-    equal_heads_or_one,
-    heads_as_wide_as_input,
-    heads_fill_width,
-    keeps_width,
-    one_context,
-    one_input,
-    out_as_wide_as_heads,
-    values_as_wide,
 )
 
 
@@ -130,7 +130,7 @@ _ROWS = (
         (
             Form(
                 _linears(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
-                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, OUT_AS_WIDE_AS_HEADS),
                 optional=(
                     _biases(*(f"heads.{{n}}.W_{part}" for part in ("query", "key", "value"))),
                 ),
@@ -145,11 +145,11 @@ _ROWS = (
             Form(
                 {f"heads.{{n}}.W_{part}": (f"{part}.weight", "i d") for part in "qkv"},
                 rules=(
-                    equal_heads,
-                    values_as_wide,
-                    one_input,
-                    heads_as_wide_as_input,
-                    out_as_wide_as_heads,
+                    EQUAL_HEADS,
+                    VALUES_AS_WIDE,
+                    ONE_INPUT,
+                    HEADS_AS_WIDE_AS_INPUT,
+                    OUT_AS_WIDE_AS_HEADS,
                 ),
             ),
         ),
@@ -161,7 +161,7 @@ _ROWS = (
         (
             Form(
                 _linears("W_query", "W_key", "W_value", "out_proj"),
-                rules=(equal_heads, values_as_wide, one_input, out_as_wide_as_heads),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, OUT_AS_WIDE_AS_HEADS),
                 optional=(_biases("W_query", "W_key", "W_value"),),
             ),
         ),
@@ -173,7 +173,7 @@ _ROWS = (
         (
             Form(
                 _linears("W_q", "W_k", "W_v", "W_o"),
-                rules=(equal_heads, one_input, keeps_width),
+                rules=(EQUAL_HEADS, ONE_INPUT, KEEPS_WIDTH),
                 optional=(_biases("W_q", "W_k", "W_v", "W_o"),),
             ),
         ),
@@ -184,7 +184,7 @@ _ROWS = (
         (
             Form(
                 _packed("qkv", "out") | _NORMS | _EPS,
-                rules=(values_as_wide, one_input),
+                rules=(VALUES_AS_WIDE, ONE_INPUT),
                 optional=(("qkv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
             Form(
@@ -197,7 +197,7 @@ _ROWS = (
                     **_NORMS,
                     **_EPS,
                 },
-                rules=(values_as_wide, one_context),
+                rules=(VALUES_AS_WIDE, ONE_CONTEXT),
                 optional=(("q.bias",), ("kv.bias",), ("out.bias",), tuple(_NORMS), tuple(_EPS)),
             ),
         ),
@@ -221,7 +221,7 @@ _ROWS = (
                     "in_proj_bias": ("qkv.bias", "(p n d)"),
                     **_output("out_proj"),
                 },
-                rules=(equal_heads, values_as_wide, heads_fill_width, keeps_width),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, HEADS_FILL_WIDTH, KEEPS_WIDTH),
                 optional=(("in_proj_bias", "out_proj.bias"),),
             ),
         ),
@@ -270,11 +270,11 @@ _ROWS = (
             Form(
                 _packed("c_attn", "c_proj", "n p d"),
                 rules=(
-                    equal_heads_or_one,
-                    values_as_wide,
-                    one_input,
-                    heads_fill_width,
-                    keeps_width,
+                    EQUAL_HEADS_OR_ONE,
+                    VALUES_AS_WIDE,
+                    ONE_INPUT,
+                    HEADS_FILL_WIDTH,
+                    KEEPS_WIDTH,
                 ),
             ),
         ),
@@ -364,7 +364,7 @@ _ROWS = (
         (
             Form(
                 _packed("qkv", "proj"),
-                rules=(equal_heads, values_as_wide, one_input, keeps_width),
+                rules=(EQUAL_HEADS, VALUES_AS_WIDE, ONE_INPUT, KEEPS_WIDTH),
                 optional=(("qkv.bias",), ("proj.bias",)),
             ),
         ),
@@ -415,7 +415,7 @@ _ROWS = (
         (
             Form(
                 _heads_apart(".", "out"),
-                rules=(values_as_wide, one_context),
+                rules=(VALUES_AS_WIDE, ONE_CONTEXT),
                 optional=(("query.bias", "key.bias", "value.bias", "out.bias"),),
             ),
         ),
@@ -427,7 +427,7 @@ _ROWS = (
         (
             Form(
                 _linears("to_q", "to_k", "to_v", "to_out", bias=False),
-                rules=(one_context,),
+                rules=(ONE_CONTEXT,),
             ),
         ),
         turns=True,

@@ -155,7 +155,7 @@ def refusals(
     parts: Parts, sizes: Sizes, form: Form, origins: Mapping[str, str] | None = None
 ) -> list[str]:
     """What a form cannot hold, in words; `origins` are the names that parts had."""
-    refused = [phrase for rule in form.rules if (phrase := rule(sizes)) is not None]
+    refused = [phrase for rule in form.rules if (phrase := rule.refusal(sizes)) is not None]
     places = {part for held, _ in form.tensors.values() for part in parts_of(held)}
     for part, tensor in parts.items():
         if part not in places and not _says_nothing(part, tensor):
