@@ -153,8 +153,8 @@ def _steps() -> ModuleType:
 
 
 def choices(option: str) -> list[str]:
-    """What to say of `--step`, `--new` or `--explain` alone: how to use it, and a line for each
-    value that it may have; nothing of another option."""
+    """Return a message for `--step`, `--new` or `--explain` alone: its use, and a line for each
+    value; empty for other options."""
     if option not in ("--step", "--new", "--explain"):
         return []
     from ..check.rules import ALL
@@ -169,7 +169,7 @@ def choices(option: str) -> list[str]:
 
 
 def _step_of(target: str) -> str:
-    """Where a file is a step's, how to follow it: its docstring says so."""
+    """Return the command that follows a step, if the file is a step's: its docstring says so."""
     path = Path(target)
     text = path.read_text("utf-8", "ignore") if path.is_file() else ""
     found = re.search(r"headwise check --step (\S+) ", text)
@@ -179,7 +179,7 @@ def _step_of(target: str) -> str:
 def parsed(
     words: Sequence[str], arguments: Sequence[str], usual: str = USUAL
 ) -> tuple[str, dict[str, str]]:
-    """The file and the constructor's arguments; `usual` is an example of them.
+    """Return the file and the constructor's arguments; `usual` is an example of them.
 
     Raises:
         ValueError: no file, or several; an argument without a value; an option that is misspelt.
@@ -238,7 +238,7 @@ def show(verdict: Verdict, as_json: bool, every: bool = False) -> None:
 
 @contextmanager
 def _waiting() -> Iterator[Report]:
-    """On a terminal, how long it has been going on."""
+    """Show the elapsed time on a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda seconds: None

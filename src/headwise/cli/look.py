@@ -207,7 +207,7 @@ def _print_all(
 
 
 def _read(text: str | None, texts: Path | None, image: Path | None, once: Once) -> tuple[Any, str]:
-    """What is to be looked at, and its name."""
+    """Return the input to look at, and its name."""
     given = {"--text": text, "--texts": texts, "--image": image}
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
@@ -292,6 +292,6 @@ def _compare(one: Path, other: Path, out: Path | None, as_json: bool) -> int:
 
 
 def _change(before: list[str], after: list[str]) -> str:
-    """Labels of two looks in a few words."""
+    """Return the labels of two looks in a few words."""
     names = [", ".join(labels) or NO_LABEL for labels in (before, after)]
     return names[0] if names[0] == names[1] else " → ".join(names)

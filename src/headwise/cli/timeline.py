@@ -105,7 +105,7 @@ def _watch(paths: list[Path], out: Path, every: float) -> int:
 
 
 def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
-    """The runs as they stand, and again whenever there is more of them."""
+    """Yield the runs as they are, and again whenever there is more of them."""
     before, waiting, begun = None, "", False
     while True:
         now = [_state(path) for path in paths]
@@ -125,7 +125,7 @@ def _newer(paths: list[Path], every: float) -> Iterator[list[Timeline]]:
 
 
 def _state(path: Path) -> list[tuple[int, int]]:
-    """What changes whenever something is written: time and size of the file and of its log."""
+    """Return time and size of the file and of its log, which change with every write."""
     file = file_of(path)
     log = file.with_name(f"{file.name}-wal")  # readers leave an empty one
     found = [one.stat() for one in (file, log) if one.exists()]
@@ -136,7 +136,7 @@ def _state(path: Path) -> list[tuple[int, int]]:
 
 
 def _document(runs: list[Timeline]) -> dict[str, Any]:
-    """One run; or two, and the last figures' differences."""
+    """Return one run; or two, and the last metrics' differences."""
     if len(runs) == 1:
         return runs[0].document()
     a, b, left_out = matched(*runs)
@@ -148,7 +148,7 @@ def _document(runs: list[Timeline]) -> dict[str, Any]:
 
 
 def _told(runs: list[Timeline]) -> str:
-    """Runs and their alarms, for people."""
+    """Return runs and their alarms as text."""
     lines = []
     for letter, run in zip("AB", runs, strict=False):
         name = run.name if len(runs) == 1 else f"{letter}: {run.name}"

@@ -25,7 +25,7 @@ from .terminal import STOPPED, TIMEOUT, Quiet, launched
 
 
 def _setting(name: str, help: str, *flags: str) -> Any:
-    """An option of `train`; it is None unless given, and shows the setting's default."""
+    """Return an option of `train`; it is None unless given, and shows the setting's default."""
     default = getattr(TrainConfig, name)
     return typer.Option(*flags, help=f"{help} [default: {default}]", show_default=False)
 
@@ -198,7 +198,7 @@ def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], b
 
 @contextlib.contextmanager
 def training_bar(*, shown: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error, and a line for every measurement on held-out text."""
+    """Show a bar on standard error, and a line for every measurement on held-out text."""
     console = Console(stderr=True, quiet=not shown)
     columns = (
         TextColumn("training"),
@@ -237,7 +237,7 @@ def _duration(seconds: float) -> str:
 
 
 def told(summary: Summary) -> str:
-    """The summary for people."""
+    """Return the summary as text."""
     return "\n".join(
         (
             f"text       {escaped(summary.source)}",

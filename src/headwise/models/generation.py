@@ -1,4 +1,4 @@
-"""Writing on with a model: greedy or sampled, streamed, in batches of unequal prompts."""
+"""Text generation: greedy or sampled, streamed, in batches of prompts of unequal length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how bytes of a character that is no
 
 @dataclass(frozen=True)
 class Generation:
-    """What was written after one prompt, and why it ended.
+    """The continuation of one prompt, and the reason for its end.
 
     `reason` is `"length"` (`max_new_tokens`), `"end"` (the model's end of text), `"stop"` (a stop
     string) or `"context"` (no position is left). `ids` are the new tokens without the end of text;
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the likeliest.
+    """Parameters of sampling the next token. Temperature 0 takes the likeliest.
 
     The filters apply in the order of the fields, each on what the one before it left, as in
     `transformers`. `top_k` keeps the k likeliest; `top_p` the smallest set of the likeliest that
@@ -88,7 +88,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: must be from 0 to 1")
 
     def filtered(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Logits to sample from, in float32; −inf where a filter leaves a token out.
+        """Return logits to sample from, in float32; −inf for tokens that a filter removes.
 
         >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
         >>> Sampling(temperature=1.0, top_k=2).filtered(logits).tolist()
@@ -114,7 +114,7 @@ class Sampling:
     def choose(
         self, logits: Float[Tensor, "B V"], generators: Sequence[torch.Generator]
     ) -> list[int]:
-        """The next token of each row, each row drawn with its own (CPU) generator."""
+        """Choose the next token of each row; each row is sampled with its own (CPU) generator."""
         if self.temperature == 0:
             return logits.argmax(-1).tolist()
         chances = self.filtered(logits).softmax(-1).cpu()
@@ -145,7 +145,7 @@ def generate(
     use_cache: bool = True,
     on_piece: Callable[[Piece], None] | None = None,
 ) -> list[Generation]:
-    """Write on after each prompt.
+    """Generate a continuation of each prompt.
 
     Rows are independent: of unequal length, ending each on its own, and drawn each from its own
     generator (row r from `seed + r`), so a row's text does not depend on its neighbours. A row
@@ -208,7 +208,7 @@ def stream(
     tokenizer: Tokenizer | None = None,
     use_cache: bool = True,
 ) -> Iterator[Piece]:
-    """`generate`, token by token: an iterator of `Piece`.
+    """Generate token by token: `generate` as an iterator of `Piece`.
 
     Arguments are checked at once, before the first piece is asked for.
 
@@ -237,7 +237,7 @@ def stream(
 
 @dataclass
 class _Row:
-    """One prompt and what has been written after it."""
+    """One prompt and its new tokens."""
 
     number: int
     prompt: list[int]
@@ -254,7 +254,7 @@ class _Row:
         return self.prompt + self.new
 
     def take(self, id: int, end: int | None) -> Piece:
-        """Add a token and say what it settles."""
+        """Append a token; return the text that is final since the last piece."""
         if id == end:
             return self._last(id, self.new, self._decode(self.new), "end")
         self.new.append(id)
@@ -281,12 +281,13 @@ class _Row:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
     def _stops_at(self, text: str) -> int | None:
-        """Where the first stop string begins. None begins before `shown`: that was held back."""
+        """Return the index of the first stop string. None begins before `shown`: that was held
+        back."""
         places = [place for s in self.stop if (place := text.find(s, self.shown)) >= 0]
         return min(places, default=None)
 
     def _settled(self, text: str) -> int:
-        """How many characters no later token can change or cut."""
+        """Return the number of characters that no later token can change or cut."""
         whole = len(text.rstrip(_UNFINISHED))
         for s in self.stop:
             for length in range(min(len(s) - 1, len(text)), 0, -1):
@@ -320,7 +321,7 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
 def _next_logits(
     model: GPT, rows: Sequence[_Row], cache: list[KVCache] | None
 ) -> Float[Tensor, "B V"]:
-    """Logits after each row's last token; with a filled cache only that token is run."""
+    """Compute the logits after each row's last token; with a filled cache only it is run."""
     device = model.transformer.wte.weight.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     past = cache[0].length if cache is not None else 0
@@ -342,7 +343,7 @@ def _next_logits(
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """Dropout off, and on again if it was: a caller may train between two tokens."""
+    """Turn dropout off, and on again if it was: a caller may train between two tokens."""
     if not model.training:
         yield
         return
@@ -354,7 +355,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _left_padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "B T"]:
-    """Rows of ids, the short ones filled with 0 on the left."""
+    """Return rows of ids, the short ones padded with 0 on the left."""
     longest = max(map(len, rows))
     return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
 
@@ -380,7 +381,7 @@ def _as_ids(
 
 
 def _room(model: GPT, number: int, ids: Sequence[int]) -> int:
-    """How many tokens fit after the prompt."""
+    """Return the number of tokens that fit after the prompt."""
     vocab, context = model.config.vocab_size, model.config.n_positions
     if not ids:
         raise ValueError(f"prompt {number} is empty: give at least one token to go on from")

@@ -128,7 +128,7 @@ class GPTConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the feed-forward part."""
+        """The width of the feed-forward part."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     @property
@@ -198,7 +198,7 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights normal with deviation 0.02, biases 0."""
+        """Initialize weights with deviation 0.02, biases with 0."""
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 
@@ -334,7 +334,7 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         positions: Int[Tensor, "*B T"] | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Logits of the next token after each position.
+        """Compute the logits of the next token after each position.
 
         Args:
             ids: token ids.
@@ -395,7 +395,7 @@ class GPT(nn.Module):
             raise
 
     def new_cache(self) -> list[KVCache]:
-        """An empty cache for `forward`, one part per layer."""
+        """Return an empty cache for `forward`, one part per layer."""
         return [KVCache() for _ in range(self.config.n_layer)]
 
     @classmethod

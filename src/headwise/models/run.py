@@ -131,7 +131,7 @@ class TrainConfig:
             raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to 0 at the last step.
+        """Return the learning rate: linear warm-up, then a cosine down to 0 at the last step.
 
         >>> config = TrainConfig(steps=110, warmup=10, lr=1.0)
         >>> [round(config.learning_rate(step), 2) for step in (0, 9, 60, 109)]
@@ -146,7 +146,7 @@ class TrainConfig:
 def sinusoids(
     positions: int, width: int, std: float, base: float = 10000.0
 ) -> Float[Tensor, "P E"]:
-    """The position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
+    """Return the position table of Vaswani et al. 2017 §3.5 (sines first, then cosines), scaled.
 
     Wavelengths go from 2π to nearly `base · 2π`. A smaller base than the paper's 10,000 has more
     features that tell neighbours apart, and is enough for a short context.
@@ -197,7 +197,7 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, ranks: TrainingRanks = ALONE) -> Run:
-        """The run that the folder's checkpoint holds, whatever number of ranks wrote it.
+        """Resume the run of the folder's checkpoint, written by any number of ranks.
 
         Raises:
             FolderError: no checkpoint, a damaged one, or a text that has changed since.
@@ -217,7 +217,7 @@ class Run:
         return run
 
     def advance(self) -> float:
-        """Take one step; returns the loss of its batch, in nats a token."""
+        """Take one step; return the loss of its batch, in nats per token."""
         config, step, ranks = self.config, self.step, self.ranks
         rate = config.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -237,7 +237,7 @@ class Run:
         return float(ranks.total(loss.detach().double() * share))
 
     def batch(self, step: int) -> Int[Tensor, "B T"]:
-        """The rows of a step, `context + 1` ids each: windows of the text, then repeats."""
+        """Return the rows of a step, `context + 1` ids each: windows of the text, then repeats."""
         config = self.config
         generator = torch.Generator().manual_seed(_seed(config.seed, "rows", step))
         repeats = round(config.batch * config.repeats)
@@ -262,11 +262,12 @@ class Run:
         )
 
     def held_out_loss(self) -> float:
-        """Mean loss on the held-out text, in nats a token."""
+        """Return the mean loss on the held-out text, in nats per token."""
         return float(self._losses(self.inputs, self.targets).double().mean())
 
     def repeat_losses(self) -> tuple[float, float]:
-        """Mean loss on a first and on a second copy of random tokens, in nats a token."""
+        """Return the mean loss on the first and the second copy of random tokens, in nats per
+        token."""
         period = self.config.context // 2
         generator = torch.Generator().manual_seed(_seed(self.config.seed, "repeats", -1))
         rows = corpus.repeated_tokens(
@@ -290,14 +291,14 @@ class Run:
         self._remove_other(folder)
 
     def _remove_other(self, folder: Path) -> None:
-        """Remove what a run of one process, or else of several, would resume from."""
+        """Remove the checkpoint that one process, or else several, would resume from."""
         if self.ranks.size == 1:
             checkpoint.remove_sharded(folder)
         else:
             self.ranks.shared(lambda: (folder / checkpoint.CHECKPOINT).unlink(missing_ok=True))
 
     def finite(self) -> bool:
-        """Whether all weights are, on all ranks."""
+        """Return True if all weights are finite, on all ranks."""
         wrong = sum(int((~_here(p).isfinite()).sum()) for p in self.model.parameters())
         return not float(self.ranks.total(torch.tensor(float(wrong))))
 
@@ -331,7 +332,7 @@ class Run:
 
     @torch.no_grad()
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of every target, `[B, T]`, each row computed on one of the ranks."""
+        """Compute the loss of every target, `[B, T]`, each row on one of the ranks."""
         self.model.eval()
         losses, size, rank = torch.zeros(inputs.shape), self.ranks.size, self.ranks.rank
         for rows in torch.arange(len(inputs)).split(EVALUATED_ROWS * size):
@@ -345,7 +346,7 @@ class Run:
 
 
 def _texts(config: TrainConfig, tokenizer: Tokenizer | None) -> tuple[corpus.Corpus, Tokenizer]:
-    """Read the texts, and learn their tokenizer where it is not known."""
+    """Read the texts, and train their tokenizer unless it is given."""
     texts = corpus.files(config.texts, config.held_out) if config.texts else None
     texts = texts or corpus.manual(config.held_out)
     return texts, tokenizer or corpus.train_tokenizer(texts.train, config.vocab)
@@ -356,14 +357,15 @@ def _at_least_float(logits: Tensor) -> Tensor:
 
 
 def _here(parameter: Tensor) -> Tensor:
-    """The shard of a parameter that this rank has: all of it, unless it is sharded."""
+    """Return the shard of a parameter on this rank: all of it, unless it is sharded."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
 def windows(
     ids: Int[Tensor, " N"], context: int, most: int = EVALUATED_WINDOWS
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Consecutive windows of a text, inputs and targets; each token is a target at most once.
+    """Return consecutive windows of a text, inputs and targets; each token is a target at most
+    once.
 
     At most `most` windows, from the start; a last one that is not full is left out unless it is
     the only one.
@@ -397,7 +399,7 @@ def _settings(saved: dict[str, Any], path: Path) -> TrainConfig:
 
 
 def _sizes(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """What model the settings call for."""
+    """Return the configuration of the model that the settings call for."""
     end = tokenizer.token_to_id(corpus.END_OF_TEXT)
     return GPTConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -429,7 +431,8 @@ def _device(name: str) -> torch.device:
 
 
 def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that shrinks only matrices: biases, norms and the position table are left alone."""
+    """Create AdamW with weight decay for matrices only: not for biases, norms and the position
+    table."""
     named = dict(model.named_parameters())
     spared = {"transformer.wpe.weight"}
     decayed = [p for name, p in named.items() if p.dim() == 2 and name not in spared]
@@ -442,14 +445,14 @@ def _optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _seed(seed: int, purpose: str, step: int) -> int:
-    """A 32-bit seed of its own for each purpose and step."""
+    """Return a 32-bit seed of its own for each purpose and step."""
     digest = hashlib.sha256(f"{seed} {purpose} {step}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int, purpose: str, step: int) -> Iterator[None]:
-    """Seed the global generators, and give them back as they were."""
+    """Seed the global generators, and restore their state afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_seed(seed, purpose, step))

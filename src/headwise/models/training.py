@@ -21,7 +21,7 @@ SAVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What `train` reports after a step; `held_out` only where it was measured."""
+    """The state of training after a step; `held_out` only where it was measured."""
 
     step: int
     steps: int
@@ -33,13 +33,13 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """At the speed so far."""
+        """The seconds left at the speed so far."""
         return (self.steps - self.step) * self.tokens_per_step / self.tokens_per_second
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. Losses are in nats a token, baselines on the same held-out tokens."""
+    """The result of a run. Losses are in nats per token, baselines on the same held-out tokens."""
 
     folder: str
     source: str

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..layers.attention import HeadNorm, MultiHeadAttention
 from ..models.gpt import MLP, Conv1D, GPT2Attention
-from ..weights.projections import Projections
+from ..weights.projections import QueryKeyProjections
 from .sections import Sections, local_part, shard_parameter
 
 
@@ -250,7 +250,7 @@ class HeadShard:
             torch.manual_seed(seed + self.first)
             yield
 
-    def projections(self, layer: MultiHeadAttention) -> Projections:
+    def projections(self, layer: MultiHeadAttention) -> QueryKeyProjections:
         """Return the projections of the whole layer's queries and keys, for `qk_clip_`."""
         return _SectionsProjections(layer, self)
 
@@ -295,7 +295,7 @@ class _ReplicatedHeadNorm(HeadNorm):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
-class _SectionsProjections(Projections):
+class _SectionsProjections(QueryKeyProjections):
     """The projections of a layer whose heads are sharded.
 
     Factors are of all heads, on every rank: sharded parameters take their part of them.

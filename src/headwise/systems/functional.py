@@ -19,7 +19,7 @@ def scaled_dot_product_attention(
     V: Float[Tensor, "*#lead S d_v"],
     mask: Bool[Tensor, "..."] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax(Q Kᵀ / √d_k) V`, for any leading dimensions (batches, heads).
+    """Compute `softmax(Q Kᵀ / √d_k) V`, for any leading dimensions (batches, heads).
 
     Args:
         Q: queries `[..., T, d_k]`.
@@ -96,7 +96,7 @@ class MultiHead(nn.Module):
         V: Float[Tensor, "*B S d_model"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attends from Q to K, and gathers V.
+        """Attend from Q to K, and average V.
 
         Args:
             Q: `[..., T, d_model]`.
@@ -120,7 +120,7 @@ class MultiHead(nn.Module):
         return self.W_o(heads.transpose(-3, -2).flatten(-2)), weights
 
     def _split(self, rows: Tensor) -> Tensor:
-        """`[..., T, h * d]` to `[..., h, T, d]`."""
+        """Split `[..., T, h * d]` into `[..., h, T, d]`."""
         return rows.unflatten(-1, (self.h, -1)).transpose(-3, -2)
 
     def _check_call(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None) -> None:

@@ -36,7 +36,7 @@ def causal_mask(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Float[Tensor, "T n"]:
-    """What to add to the scores of queries that follow `num_tokens` cached tokens.
+    """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
     Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
     last key, whatever is cached.
@@ -103,7 +103,7 @@ class GPT2MultiHeadAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_leave_out_masks)
 
     def forward(self, hidden_states: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """Every position sees itself and those before it."""
+        """Attend from every position to itself and those before it."""
         check_input(self, hidden_states, self.embed_dim, self.n_positions)
         query, key, value = self._project(hidden_states)
         return self._output(self._attn(query, key, value))
@@ -114,7 +114,7 @@ class GPT2MultiHeadAttention(nn.Module):
         past_key: Float[Tensor, "B H P D"],
         past_value: Float[Tensor, "B H P D"],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Continues a text whose keys and values are kept.
+        """Continue a text whose keys and values are cached.
 
         Args:
             hidden_states: the next tokens `[B, T, E]`.
@@ -134,7 +134,7 @@ class GPT2MultiHeadAttention(nn.Module):
         return self._output(self._attn(query, key, value)), key, value
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[B, T, E]` to q, k and v `[B, H, T, D]`."""
+        """Project `[B, T, E]` to q, k and v `[B, H, T, D]`."""
         query, key, value = (
             self._split_heads(part, self.num_heads, self.head_dim)
             for part in self.c_attn(hidden_states).split(self.split_size, dim=-1)
@@ -142,7 +142,7 @@ class GPT2MultiHeadAttention(nn.Module):
         return query, key, value
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of the last T positions `[B, H, T, D]` over all P + T `[B, H, P + T, D]`."""
+        """Attend from the last T positions `[B, H, T, D]` to all P + T `[B, H, P + T, D]`."""
         attn_weights = query @ key.transpose(-1, -2) / value.shape[-1] ** 0.5
         T, n = attn_weights.shape[-2:]
         mask = causal_mask(T, n - T, dtype=query.dtype, device=query.device)
@@ -150,16 +150,16 @@ class GPT2MultiHeadAttention(nn.Module):
         return self.attn_dropout(attn_weights) @ value
 
     def _output(self, attn_output: Tensor) -> Tensor:
-        """`[B, H, T, D]` to `[B, T, E]`."""
+        """Project `[B, H, T, D]` to `[B, T, E]`."""
         merged = self._merge_heads(attn_output, self.num_heads, self.head_dim)
         return self.resid_dropout(self.c_proj(merged))
 
     def _split_heads(self, tensor: Tensor, num_heads: int, attn_head_size: int) -> Tensor:
-        """`[B, T, H * D]` to `[B, H, T, D]`."""
+        """Split `[B, T, H * D]` into `[B, H, T, D]`."""
         return tensor.unflatten(-1, (num_heads, attn_head_size)).transpose(-3, -2)
 
     def _merge_heads(self, tensor: Tensor, num_heads: int, attn_head_size: int) -> Tensor:
-        """`[B, H, T, D]` to `[B, T, H * D]`."""
+        """Merge `[B, H, T, D]` into `[B, T, H * D]`."""
         tensor = tensor.transpose(-3, -2)
         return tensor.reshape(*tensor.shape[:-2], num_heads * attn_head_size)
 
@@ -185,7 +185,7 @@ def _probability(config: GPT2Sizes, name: str) -> float:
 
 
 def _check_variant(config: GPT2Sizes) -> None:
-    """Refuses what would be computed otherwise by Hugging Face's layer."""
+    """Raise ValueError for variants that Hugging Face's layer computes otherwise."""
     for name, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if getattr(config, name, usual) != usual:
             raise ValueError(
@@ -195,6 +195,6 @@ def _check_variant(config: GPT2Sizes) -> None:
 
 
 def _leave_out_masks(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Old files of GPT-2 hold the mask as buffers, `bias` and `masked_bias`: no weights."""
+    """Remove the buffers `bias` and `masked_bias` of old files of GPT-2: they are no weights."""
     for name in ("bias", "masked_bias"):
         state.pop(f"{prefix}{name}", None)

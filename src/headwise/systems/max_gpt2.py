@@ -65,7 +65,7 @@ def causal_mask(
     dtype: Any = DType.float32,
     device: Any = None,
 ) -> Any:
-    """What to add to the scores of queries that follow `num_tokens` cached tokens.
+    """Return the mask to add to the scores of queries that follow `num_tokens` cached tokens.
 
     Aligned to the end: query i stands at position `num_tokens + i`, so the last query sees the
     last key, whatever is cached.
@@ -118,14 +118,14 @@ class GPT2MultiHeadAttention(Module):
             self.c_proj = Linear(self.embed_dim, self.embed_dim, bias=True)
 
     def forward(self, hidden_states: Any) -> Any:
-        """`[B, T, E]` to `[B, T, E]`; every position sees itself and those before it."""
+        """Attend from every position to itself and those before it, `[B, T, E]` to `[B, T, E]`."""
         query, key, value = self._project(hidden_states)
         return self._output(self._attn(query, key, value))
 
     __call__ = forward  # MAX 25.7 calls this, MAX 26.7 forward
 
     def attend_cached(self, hidden_states: Any, past_key: Any, past_value: Any) -> tuple[Any, ...]:
-        """Continues a text whose keys and values are kept.
+        """Continue a text whose keys and values are cached.
 
         Args:
             hidden_states: the next tokens `[B, T, E]`.
@@ -142,27 +142,27 @@ class GPT2MultiHeadAttention(Module):
         return self._output(out), key, value
 
     def _project(self, hidden_states: Any) -> tuple[Any, ...]:
-        """`[B, T, E]` to q, k and v `[B, H, T, D]`."""
+        """Project `[B, T, E]` to q, k and v `[B, H, T, D]`."""
         parts = F.split(self.c_attn(hidden_states), [self.embed_dim] * 3, axis=-1)
         return tuple(self._split_heads(part, self.num_heads, self.head_dim) for part in parts)
 
     def _output(self, heads: Any) -> Any:
-        """`[B, H, T, D]` to `[B, T, E]`."""
+        """Project `[B, H, T, D]` to `[B, T, E]`."""
         return self.c_proj(self._merge_heads(heads, self.num_heads, self.head_dim))
 
     def _attn(self, query: Any, key: Any, value: Any, num_tokens: Any = 0) -> Any:
-        """Attention of queries `[B, H, T, D]` over keys and values `[B, H, P + T, D]`."""
+        """Attend from queries `[B, H, T, D]` to keys and values `[B, H, P + T, D]`."""
         scores = query @ key.transpose(-1, -2) * self.head_dim**-0.5
         mask = causal_mask(query.shape[-2], num_tokens, dtype=scores.dtype, device=scores.device)
         return F.softmax(scores + mask) @ value
 
     def _split_heads(self, tensor: Any, num_heads: int, attn_head_size: int) -> Any:
-        """`[B, T, H * D]` to `[B, H, T, D]`."""
+        """Split `[B, T, H * D]` into `[B, H, T, D]`."""
         shape = [*tensor.shape[:-1], num_heads, attn_head_size]
         return tensor.reshape(shape).transpose(-3, -2)
 
     def _merge_heads(self, tensor: Any, num_heads: int, attn_head_size: int) -> Any:
-        """`[B, H, T, D]` to `[B, T, H * D]`."""
+        """Merge `[B, H, T, D]` into `[B, T, H * D]`."""
         tensor = tensor.transpose(-3, -2)
         return tensor.reshape([*tensor.shape[:-2], num_heads * attn_head_size])
 
@@ -181,7 +181,7 @@ class _Cached(Module):
 
 
 def load_gpt2(layer: GPT2MultiHeadAttention, state: Mapping[str, Array]) -> GPT2MultiHeadAttention:
-    """Puts GPT-2's weights into the layer, and gives it back.
+    """Load GPT-2's weights into the layer, and return it.
 
     Args:
         layer: one of the same sizes.
@@ -214,7 +214,7 @@ def load_gpt2(layer: GPT2MultiHeadAttention, state: Mapping[str, Array]) -> GPT2
 def compile_layer(
     layer: GPT2MultiHeadAttention, batch: int | str = "batch", length: int | str = "length"
 ) -> Callable[[Array], np.ndarray]:
-    """Compiles the layer for the CPU.
+    """Compile the layer for the CPU.
 
     Args:
         layer: with its weights loaded; later changes of them do not reach what was compiled.
@@ -240,7 +240,7 @@ def compile_cached(
     length: int | str = "length",
     past: int | str = "past",
 ) -> Callable[[Array, Array, Array], tuple[np.ndarray, ...]]:
-    """Compiles `attend_cached` for the CPU: as `compile_layer`, with `past` cached tokens.
+    """Compile `attend_cached` for the CPU: as `compile_layer`, with `past` cached tokens.
 
     Returns:
         A function of the next tokens `[B, T, E]`, and the keys and the values of those before,

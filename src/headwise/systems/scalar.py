@@ -116,7 +116,7 @@ class Value:
 
 
 def graph(root: Value) -> list[Value]:
-    """All values that `root` was made of and itself, each after its inputs.
+    """Return all values that `root` was made of and itself, each after its inputs.
 
     No recursion: depth is no limit. `sum(len(n.inputs) for n in graph(loss))` is the number of
     multiply-adds of `loss.backward()`; those of the forward pass are about half as many.
@@ -136,7 +136,8 @@ def graph(root: Value) -> list[Value]:
 
 
 def dot(a: Sequence[Value], b: Sequence[Value]) -> Value:
-    """`a[0] * b[0] + a[1] * b[1] + …` as one value; as `2n − 1` it would take ten times as long."""
+    """Return `a[0] * b[0] + a[1] * b[1] + …` as one value; as `2n − 1` values it takes ten times as
+    long."""
     left, right = [x.data for x in a], [x.data for x in b]
     total = sum(x * y for x, y in zip(left, right, strict=True))
     return Value(total, (*a, *b), (*right, *left))
@@ -149,17 +150,17 @@ Matrix = list[list[Value]]  # [out][in]
 
 
 def as_values(rows: Sequence[Sequence[Number]]) -> Matrix:
-    """Numbers to begin with: weights, or a document's vectors."""
+    """Wrap numbers as values: weights, or a document's vectors."""
     return [[Value(number) for number in row] for row in rows]
 
 
 def linear(x: Vector, weight: Matrix) -> Vector:
-    """`weight @ x`: one sum of products a row."""
+    """Return `weight @ x`: one sum of products a row."""
     return [dot(row, x) for row in weight]
 
 
 def softmax(scores: Vector) -> Vector:
-    """`exp(s) / Σ exp(s)`; less the maximum first, which changes nothing but keeps exp finite."""
+    """Return `exp(s) / Σ exp(s)`, with the maximum subtracted first so that exp stays finite."""
     top = max(score.data for score in scores)
     exps = [(score - top).exp() for score in scores]
     inverse = sum(exps, Value(0.0)) ** -1
@@ -167,7 +168,7 @@ def softmax(scores: Vector) -> Vector:
 
 
 def rmsnorm(x: Vector) -> Vector:
-    """x over the root of its mean square, which is then 1."""
+    """Divide x by the root of its mean square, which is then 1."""
     scale = (dot(x, x) * (1 / len(x)) + 1e-5) ** -0.5
     return [value * scale for value in x]
 
@@ -182,7 +183,7 @@ def attention(
     values: Matrix,
     n_head: int,
 ) -> Vector:
-    """One token's turn in multi-head attention: it sees itself and all that came before.
+    """Run multi-head attention for one token: it attends to itself and all earlier ones.
 
     `keys` and `values` hold a row for each earlier token, and grow by this token's own. Nothing
     is masked: what has not been appended cannot be seen.
@@ -204,7 +205,7 @@ def attention(
 
 
 def cross_entropy(logits: Vector, target: int) -> Value:
-    """`−log softmax(logits)[target]`, without the division."""
+    """Return `−log softmax(logits)[target]`, without the division."""
     top = max(logit.data for logit in logits)
     total = sum(((logit - top).exp() for logit in logits), Value(0.0))
     return total.log() - (logits[target] - top)
@@ -258,15 +259,16 @@ class ScalarGPT:
         }
 
     def parameters(self) -> list[Value]:
-        """Every weight, matrix by matrix and row by row."""
+        """Return every weight, matrix by matrix and row by row."""
         return [value for matrix in self.state_dict.values() for row in matrix for value in row]
 
     def empty(self) -> list[Matrix]:
-        """Keys, or values, of a document that has not begun: a list a layer."""
+        """Return the keys, or values, of a document that has not begun: a list a layer."""
         return [[] for _ in range(self.n_layer)]
 
     def gpt(self, token: int, position: int, keys: list[Matrix], values: list[Matrix]) -> Vector:
-        """The logits of the token after this one; keys and values of every layer grow by one."""
+        """Return the logits of the token after this one; keys and values of every layer grow by
+        one."""
         w = self.state_dict
         if not (0 <= token < len(w["wte"]) and 0 <= position < self.block_size):
             raise ValueError(
@@ -285,7 +287,8 @@ class ScalarGPT:
         return linear(x, w["lm_head"])
 
     def losses(self, tokens: Sequence[int]) -> list[Value]:
-        """The loss on each token but the first, given those before it; past the block it is cut."""
+        """Return the loss on each token but the first, given those before it; cut at the block's
+        end."""
         if len(tokens) < 2:
             raise ValueError(
                 f"losses({list(tokens)}): give two tokens at least, the second to foretell"
@@ -336,7 +339,8 @@ def train(
 
 
 def sample(model: ScalarGPT, start: int, temperature: float, draw: random.Random) -> list[int]:
-    """A new document: the model's own tokens until it writes `start` again or its block is full.
+    """Generate a document: the model's own tokens until it writes `start` again or its block is
+    full.
 
     Logits are divided by the temperature; 0 takes the likeliest token.
     """
@@ -359,7 +363,7 @@ def sample(model: ScalarGPT, start: int, temperature: float, draw: random.Random
 
 
 def unicode_words() -> list[str]:
-    """The words of 3 to 15 letters in Unicode 3.2's names of letters and syllables, sorted.
+    """Return the words of 3 to 15 letters in Unicode 3.2's names of letters and syllables, sorted.
 
     >>> words = unicode_words()
     >>> len(words), words[1000], words[4000], "alef" in words
@@ -374,7 +378,7 @@ def unicode_words() -> list[str]:
 
 
 def read_documents(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that are not blank, without the spaces around them."""
+    """Return the lines of a UTF-8 file that are not blank, without the spaces around them."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -405,7 +409,7 @@ class Baseline:
         self.followers = Counter(before for before, _ in self.pairs)
 
     def probability(self, before: int, token: int) -> float:
-        """Of `token` after `before`."""
+        """Return the probability of `token` after `before`."""
         new = len(self.once)
         p = (self.once[token] + new / self.vocab_size) / (self.total + new)
         if not (self.history and self.befores[before]):
@@ -477,7 +481,7 @@ def run(
 
 
 def mean(losses: Iterable[list[float]]) -> float:
-    """Over all symbols of all documents."""
+    """Return the mean over all symbols of all documents."""
     flat = [loss for document in losses for loss in document]
     return sum(flat) / len(flat)
 
@@ -487,7 +491,7 @@ def shown(figures: dict[str, float]) -> str:
 
 
 def passing(text: str) -> None:
-    """A line on the terminal that the next one writes over."""
+    """Print a line on the terminal that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -509,7 +513,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options of the command; leaves with code 2 and one line where they are no good."""
+    """Parse the options of the command; exit with code 2 and one line for bad ones."""
     parser = _Parser(
         prog="headwise.systems.scalar",
         description="Train a GPT of 4,192 parameters in plain Python.",

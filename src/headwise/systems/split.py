@@ -72,7 +72,7 @@ class MultiHeadAttn(nn.Module):
         mask_may_be_absent(self)
 
     def forward(self, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Attends from every token to itself and those before it.
+        """Attend from every token to itself and those before it.
 
         Raises:
             ValueError: x of another width, or longer than the context.

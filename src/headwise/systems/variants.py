@@ -46,12 +46,12 @@ class Packed(nn.Module):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of q, k and v `[B, H, T, D]`."""
+        """Compute causal attention of q, k and v `[B, H, T, D]`."""
         raise NotImplementedError
 
 
 def earlier(length: int, device: torch.device) -> Tensor:
-    """`[T, T]`: True where the key is no later than the query."""
+    """Return `[T, T]`: True where the key is no later than the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
@@ -120,7 +120,7 @@ class FlexAttention(Packed):
 
 
 def flex_lacks_backward(device: torch.device) -> str | None:
-    """Why FlexAttention has no backward pass there, or None.
+    """Return the reason that FlexAttention has no backward pass there, or None.
 
     >>> flex_lacks_backward(torch.device("cpu"))
     'it has no backward pass on a CPU'

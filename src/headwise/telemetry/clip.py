@@ -18,7 +18,7 @@ from ..capture.modules import check_model
 from ..capture.ranks import number_of_heads
 from ..core.numbers import real, said
 from ..stats.max_logit import ABOVE
-from ..weights.projections import Projections, projections_of
+from ..weights.projections import QueryKeyProjections, projections_of
 from .optimizers import check_optimizer
 from .wrappers import bare_name, innermost
 
@@ -200,7 +200,7 @@ def largest_of(module: WatchedModule, limit: float, call: str) -> Tensor:
 class _Weights:
     """The projections of one layer, and what its heads are to be scaled by, `[H]`."""
 
-    found: Projections
+    found: QueryKeyProjections
     parameters: Mapping[str, nn.Parameter]
     gamma: Tensor
 
@@ -354,7 +354,9 @@ def _check_norms(module: nn.Module, at: str) -> None:
         raise ValueError(f"{at}: by {found!r}, {_NORMED}")
 
 
-def _check_weights(found: Projections, parameters: Mapping[str, nn.Parameter], at: str) -> None:
+def _check_weights(
+    found: QueryKeyProjections, parameters: Mapping[str, nn.Parameter], at: str
+) -> None:
     """Raise ValueError for weights that cannot be scaled where they are."""
     if found.normed:
         raise ValueError(f"{at}: {_NORMED}")

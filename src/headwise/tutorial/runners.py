@@ -39,7 +39,7 @@ class Size:
 
     @property
     def multiply_adds(self) -> int:
-        """Of four projections and two products, as if no key were hidden."""
+        """The multiply-adds of four projections and two products, as if no key were hidden."""
         return self.batch * self.length * self.width * (4 * self.width + 2 * self.length)
 
 
@@ -47,7 +47,7 @@ SIZES = (Size(1, 16, 16, 4), Size(4, 256, 256, 8))
 
 
 def parse_sizes(texts: Sequence[str]) -> list[Size]:
-    """Sizes from texts such as `1x16x16x4`, several in one text parted by commas; each once.
+    """Parse sizes such as `1x16x16x4`, several in one text separated by commas; each once.
 
     Raises:
         ValueError: a text that is no size, or a width that the heads do not divide.
@@ -80,19 +80,19 @@ class Runner(Protocol):
     parameters: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, no gradients kept."""
+        """Return the output, without gradients."""
         ...
 
     def step(self, x: Tensor, pull: Tensor) -> Tensor:
-        """Forward, and backward from `pull` to weights and input; the input's gradient."""
+        """Run forward, and backward from `pull` to weights and input; return x's gradient."""
         ...
 
     def multiply_adds(self, x: Tensor) -> int | None:
-        """Of one forward pass; None where they are not seen."""
+        """Return the multiply-adds of one forward pass; None if they are not counted."""
         ...
 
     def peak_bytes(self, x: Tensor, pull: Tensor) -> int:
-        """What a step adds to memory at most: activations, temporaries and gradients."""
+        """Return the memory that a step adds at most: activations, temporaries and gradients."""
         ...
 
 
@@ -316,7 +316,7 @@ RUNGS = (
 
 
 def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random matrices in the layout `functional`, as large as nn.Linear's."""
+    """Return random matrices in the layout `functional`, as large as nn.Linear's."""
     bound = size.width**-0.5
     return {
         f"W_{part}.weight": torch.empty(size.width, size.width).uniform_(
@@ -327,7 +327,7 @@ def weights(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def runner(rung: Rung, size: Size, state: State, device: str, compile: bool) -> Runner:
-    """A rung with these weights on a device, compiled where that is asked for."""
+    """Return a rung with these weights on a device, compiled if requested."""
     if rung.build is None:
         return Scalars(_converted(state, "microgpt", size), size.heads)
     module = rung.build(size, state).to(device)

@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """The spread of at least one value.
+        """Return the spread of at least one value.
 
         >>> Spread.of([3.0, 1.0, 2.0])
         Spread(median=2.0, low=1.5, high=2.5)
@@ -103,13 +103,13 @@ def _wait() -> None:
 
 
 def ratio(taken: Mapping[str, list[float]], name: str, beside: str) -> Spread:
-    """How many times as long `name` takes as `beside`, round by round."""
+    """Return the ratio of the times of `name` and `beside`, round by round."""
     pairs = zip(taken[name], taken[beside], strict=True)
     return Spread.of([mine / other for mine, other in pairs])
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
-    """What this machine can do right now: matmul and memory copy, best of several.
+    """Measure this machine's limits now: matmul and memory copy, best of several.
 
     The matmul is in float32, and on CUDA in bfloat16, whose units attention works on.
     """
@@ -126,7 +126,7 @@ def limits(device: str = "cpu") -> dict[str, float]:
 
 
 def multiply_adds(work: Work) -> int:
-    """Multiply-adds of the matrix products of a call, as PyTorch's operators name them.
+    """Count the multiply-adds of the matrix products of a call, as PyTorch's operators name them.
 
     Fused attention counts as if no key were hidden, whatever its kernel skips. Compiled code is
     not seen.
@@ -147,7 +147,7 @@ def multiply_adds(work: Work) -> int:
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """How far a call raises PyTorch's allocated memory at most, above what was there before.
+    """Measure the most memory that PyTorch allocates during a call, above that before it.
 
     On a CPU the profiler's record of every allocation is summed in its order: so it is exact, and
     sees what kernels take for themselves, but not what libraries take from the system on their
@@ -186,7 +186,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
 
 
 def python_peak_bytes(work: Work) -> int:
-    """How far a call raises the memory of Python's own objects at most."""
+    """Measure the most memory that Python's own objects take during a call."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -208,7 +208,7 @@ def _processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this runs."""
+    """Return the machine's hardware and the versions of packages."""
     versions = {}
     for package in ("headwise", "torch", "transformers", "x-transformers"):
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """The sizes of one attention layer's weights."""
 
     num_heads: int
@@ -41,10 +41,10 @@ class Sizes:
 class SizeRule:
     """A condition on the sizes of a layer, and a phrase for sizes that do not meet it."""
 
-    holds: Callable[[Sizes], bool]
+    holds: Callable[[LayerSizes], bool]
     phrase: str
 
-    def refusal(self, sizes: Sizes) -> str | None:
+    def refusal(self, sizes: LayerSizes) -> str | None:
         """Return the phrase with these sizes filled in; `None` if the condition holds."""
         return None if self.holds(sizes) else self.phrase.format(s=sizes)
 
@@ -106,7 +106,7 @@ Tensors = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerForm:
     """The tensors of one attention layer: `name: (parts, pattern)`.
 
     `optional` are groups of names that are there all together or not at all. `rules` say which
@@ -148,7 +148,7 @@ class Layout:
 
     name: str
     what: str
-    forms: tuple[Form, ...]
+    forms: tuple[LayerForm, ...]
     rope: str | None = None
     turns: bool = False
     masks: tuple[str, ...] = ()
