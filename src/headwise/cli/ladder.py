@@ -52,7 +52,7 @@ def ladder(
         check_out(out)  # before the slow part
     try:
         with bar("climbing", drawn=not quiet) as report:
-            found = climb(
+            result = climb(
                 chosen,
                 device=device,
                 compile=compile,
@@ -63,11 +63,11 @@ def ladder(
         print(f"headwise: {error}", file=sys.stderr)
         return 1
     if out is not None:
-        write_ladder(found, out)
+        write_ladder(result, out)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(result.to_dict()))
     else:
-        for part in shown(found):
+        for part in shown(result):
             console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     if out is not None:
         print(f"page: {escaped(out.resolve())}", file=sys.stderr if as_json else sys.stdout)

@@ -68,30 +68,37 @@ def look(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What the decoder reads; none: what the model writes."),
+        typer.Option(
+            metavar="TEXT", help="Input of the decoder; none: text that the model generates."
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens to look at; none: what the model can, up to 2048.")
+        int | None,
+        typer.Option(help="Most tokens to look at; none: the model's context, up to 2048."),
     ] = None,
     importance: Annotated[
-        bool, typer.Option("--importance", help="How much the loss minds each head, by gradient.")
+        bool,
+        typer.Option("--importance", help="Sensitivity of the loss to each head, by gradient."),
     ] = False,
     ablation: Annotated[
-        bool, typer.Option("--ablation", help="The loss without each head: a forward a head.")
+        bool,
+        typer.Option("--ablation", help="The loss without each head: one forward pass per head."),
     ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A B", help="Two earlier results, pages or saved, side by side."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Of the random tokens that come twice.")
+        int, typer.Option(min=0, max=SEEDS, help="Seed of the repeated random tokens.")
     ] = 0,
     title: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Of the page; none: the model and the text.")
     ] = None,
     top: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Heads in the table, the most notable; 0: all."),
+        typer.Option(
+            min=0, metavar="N", help="Heads in the table, the most notable first; 0: all."
+        ),
     ] = TOP,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

@@ -39,21 +39,27 @@ def train(
         "headwise-gpt"
     ),
     steps: Annotated[int | None, _setting("steps", "Steps of the whole run.")] = None,
-    batch: Annotated[int | None, _setting("batch", "Rows a step.")] = None,
-    context: Annotated[int | None, _setting("context", "Tokens a row.")] = None,
+    batch: Annotated[int | None, _setting("batch", "Rows per step.")] = None,
+    context: Annotated[int | None, _setting("context", "Tokens per row.")] = None,
     layers: Annotated[int | None, _setting("layers", "Layers.")] = None,
-    heads: Annotated[int | None, _setting("heads", "Heads a layer.")] = None,
+    heads: Annotated[int | None, _setting("heads", "Heads per layer.")] = None,
     width: Annotated[int | None, _setting("width", "Width of the residual stream.")] = None,
-    vocab: Annotated[int | None, _setting("vocab", "Tokens of the byte-level BPE.")] = None,
+    vocab: Annotated[
+        int | None, _setting("vocab", "Vocabulary size of the byte-level BPE.")
+    ] = None,
     lr: Annotated[float | None, _setting("lr", "Highest learning rate.")] = None,
-    warmup: Annotated[int | None, _setting("warmup", "Steps up to it; then a cosine to 0.")] = None,
-    weight_decay: Annotated[float | None, _setting("weight_decay", "Of matrices only.")] = None,
-    clip: Annotated[float | None, _setting("clip", "Longest gradient.")] = None,
+    warmup: Annotated[
+        int | None, _setting("warmup", "Steps of warm-up; then a cosine to 0.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, _setting("weight_decay", "Weight decay of matrices.")
+    ] = None,
+    clip: Annotated[float | None, _setting("clip", "Largest norm of the gradient.")] = None,
     dropout: Annotated[
         float | None, _setting("dropout", "On embeddings and the residual stream.")
     ] = None,
     repeats: Annotated[
-        float | None, _setting("repeats", "Share of rows that repeat random tokens.")
+        float | None, _setting("repeats", "Share of rows of repeated random tokens.")
     ] = None,
     sinusoids: Annotated[
         bool | None,
@@ -64,13 +70,15 @@ def train(
         ),
     ] = None,
     sinusoid_std: Annotated[
-        float | None, _setting("sinusoid_std", "Deviation of those sinusoids.")
+        float | None, _setting("sinusoid_std", "Standard deviation of these sinusoids.")
     ] = None,
     sinusoid_base: Annotated[
-        float | None, _setting("sinusoid_base", "Longest wavelength of those, over 2π.")
+        float | None, _setting("sinusoid_base", "Longest wavelength of these, over 2π.")
     ] = None,
-    held_out: Annotated[float | None, _setting("held_out", "Share of the text kept back.")] = None,
-    seed: Annotated[int | None, _setting("seed", "Of weights, rows and dropout.")] = None,
+    held_out: Annotated[
+        float | None, _setting("held_out", "Share of the text that is held out.")
+    ] = None,
+    seed: Annotated[int | None, _setting("seed", "Seed of weights, rows and dropout.")] = None,
     dtype: Annotated[
         str | None,
         _setting("dtype", "auto, float32 or bfloat16 (autocast); auto: bfloat16 on CUDA."),
@@ -115,12 +123,12 @@ def train(
 
     Example: `torchrun --nproc-per-node 2 -m headwise train notes.txt --out notes-gpt`
     """
-    asked: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
+    options: dict[str, Any] = locals() | {"texts": tuple(texts) if texts else None}
     from ..models import training
     from .monitored import recording
 
     names = (field.name for field in fields(TrainConfig))
-    given = {name: asked[name] for name in names if asked[name] is not None}
+    given = {name: options[name] for name in names if options[name] is not None}
     if resume and given:
         raise ValueError(
             f"--resume goes on with the run's own settings; leave out {', '.join(given)}"
@@ -139,7 +147,7 @@ def train(
                 ranks=ranks,
             )
         if ranks.rank == 0:
-            print(json.dumps(asdict(summary)) if as_json else told(summary), flush=True)
+            print(json.dumps(asdict(summary)) if as_json else summary_text(summary), flush=True)
             if not summary.finished:
                 print(
                     f"headwise: stopped and saved at step {summary.step:,} of {summary.steps:,}; "
@@ -236,7 +244,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def told(summary: Summary) -> str:
+def summary_text(summary: Summary) -> str:
     """Return the summary as text."""
     return "\n".join(
         (

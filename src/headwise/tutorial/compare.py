@@ -130,12 +130,12 @@ def climb(
     rows: list[Row] = []
     for done, size in enumerate(sizes):
 
-        def told(share: float, done: int = done) -> None:
+        def report_share(share: float, done: int = done) -> None:
             if report is not None:
                 report((done + share) / len(sizes))
 
         try:
-            rows += _at(size, device, compile, rounds, seed, told)
+            rows += _at(size, device, compile, rounds, seed, report_share)
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"--sizes {size}: the GPU's memory does not hold it; give a smaller batch or length"
@@ -273,10 +273,10 @@ def _checked(row: Row, rung: Rung, run: Runner, truth: _Truth) -> Row:
             ) from error
         raise
     found: list[float | None] = []
-    for what, mine, exact, allowed in zip(
+    for what, value, exact, allowed in zip(
         ("output", "gradient of the input"), got, truth.exact, truth.allowed, strict=True
     ):
-        found.append(None if mine is None else _largest(mine.to(x.device), exact))
+        found.append(None if value is None else _largest(value.to(x.device), exact))
         if found[-1] is not None and not found[-1] <= allowed:  # NaN too
             raise Disagreement(
                 f"the rung {rung.name!r} ({rung.where}) does not agree at {row.size}: its {what} "
@@ -345,14 +345,14 @@ def _beside(
 ) -> dict[str, float | Spread]:
     found: dict[str, float | Spread] = {}
     for figure in FIGURES:
-        mine = getattr(row, figure)
+        value = getattr(row, figure)
         before = next((r for r in reversed(earlier) if getattr(r, figure) is not None), None)
-        if mine is None or before is None:
+        if value is None or before is None:
             continue
         found[figure] = (
             timing.ratio(taken[figure], row.rung, before.rung)
             if figure in taken
-            else mine / getattr(before, figure)
+            else value / getattr(before, figure)
         )
     return found
 
@@ -410,8 +410,8 @@ def table(ladder: Ladder, size: str) -> Table:
 def notes(ladder: Ladder, size: str) -> list[str]:
     """Return notes on single rows, and the rows that were left out."""
     rows = [row for row in ladder.rows if row.size == size]
-    said = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
-    return said + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
+    lines = [f"{row.rung}: {row.note}" for row in rows if row.note and row.left_out is None]
+    return lines + [f"{row.rung} left out: {row.left_out}" for row in rows if row.left_out]
 
 
 def _cells(row: Row) -> list[str]:

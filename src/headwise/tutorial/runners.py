@@ -209,7 +209,7 @@ class WithOutput(nn.Module):
         return self.out_proj(self.attention(x))
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     """Of a rung that also gives its weights, the output."""
 
     def __init__(self, module: functional.MultiHead, size: Size) -> None:
@@ -234,21 +234,21 @@ class Causally(nn.Module):
 
 def _per_head(size: Size, state: State) -> nn.Module:
     heads = {**state, "W_o.weight": torch.eye(size.width)}
-    made = WithOutput(size)
-    made.attention.load_state_dict(_converted(heads, "per_head", size))
-    made.out_proj.load_state_dict({"weight": state["W_o.weight"]})
-    return made
+    layer = WithOutput(size)
+    layer.attention.load_state_dict(_converted(heads, "per_head", size))
+    layer.out_proj.load_state_dict({"weight": state["W_o.weight"]})
+    return layer
 
 
 def _split(size: Size, state: State) -> nn.Module:
-    made = split.MultiHeadAttn(size.width, size.width, size.length, 0.0, size.heads)
-    return _loaded(made, "split", size, state)
+    layer = split.MultiHeadAttn(size.width, size.width, size.length, 0.0, size.heads)
+    return _loaded(layer, "split", size, state)
 
 
 def _functional(size: Size, state: State) -> nn.Module:
-    made = functional.MultiHead(size.width, size.heads)
-    made.load_state_dict(state)
-    return First(made, size)
+    layer = functional.MultiHead(size.width, size.heads)
+    layer.load_state_dict(state)
+    return FirstOutput(layer, size)
 
 
 def _fused(size: Size, state: State) -> nn.Module:
@@ -261,17 +261,17 @@ def _packed(kind: type[nn.Module], size: Size, state: State) -> nn.Module:
 
 
 def _torch(weights: bool, size: Size, state: State) -> nn.Module:
-    made = variants.TorchAttention(size.width, size.heads, bias=False, weights=weights)
-    return _loaded(made, "torch", size, state)
+    layer = variants.TorchAttention(size.width, size.heads, bias=False, weights=weights)
+    return _loaded(layer, "torch", size, state)
 
 
 def _headwise(size: Size, state: State) -> nn.Module:
     return Causally(_packed(MultiHeadAttention, size, state))
 
 
-def _loaded(made: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
-    made.load_state_dict(_converted(state, layout, size))
-    return made
+def _loaded(layer: nn.Module, layout: str, size: Size, state: State) -> nn.Module:
+    layer.load_state_dict(_converted(state, layout, size))
+    return layer
 
 
 def _converted(state: State, target: str, size: Size) -> dict[str, Any]:

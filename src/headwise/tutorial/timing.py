@@ -105,7 +105,7 @@ def _wait() -> None:
 def ratio(taken: Mapping[str, list[float]], name: str, beside: str) -> Spread:
     """Return the ratio of the times of `name` and `beside`, round by round."""
     pairs = zip(taken[name], taken[beside], strict=True)
-    return Spread.of([mine / other for mine, other in pairs])
+    return Spread.of([value / other for value, other in pairs])
 
 
 def limits(device: str = "cpu") -> dict[str, float]:
