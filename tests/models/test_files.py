@@ -151,7 +151,6 @@ def test_commands_refuse_it_before_the_slow_part(
     for call in (
         ["look", "--text", "gone", "--out", "{}"],
         ["look", "--json", "--save", "{}", "--text", str(tmp_path / "text")],
-        ["ladder", "--out", "{}"],
     ):
         (tmp_path / "text").write_text("so much, so much.\n")
         arguments = [word.format(tmp_path / "pipe") for word in call]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Reason = Literal["length", "end", "stop", "context"]
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how bytes of a character that is not whole yet decode
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes of an incomplete character
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Generation:
 class Piece:
     """One new token of one row.
 
-    `text` is what is settled since the row's last piece: characters that are not whole yet and
-    what may turn out to begin a stop string are held back. `done` comes with a row's last piece.
+    `text` is the text that has become final since the row's last piece: incomplete characters and
+    a possible start of a stop string are held back. `done` is set in a row's last piece.
     """
 
     row: int
@@ -147,22 +147,22 @@ def generate(
 ) -> list[Generation]:
     """Generate a continuation of each prompt.
 
-    Rows are independent: of unequal length, ending each on its own, and drawn each from its own
-    generator (row r from `seed + r`), so a row's text does not depend on its neighbours. A row
-    ends at the model's end of text, at a stop string, after `max_new_tokens`, or when prompt and
-    new tokens fill the model's context (`reason == "context"`); nothing ever slides.
+    Rows are independent: their lengths differ, each ends on its own, and each is sampled with its
+    own generator (row r with `seed + r`), so a row's text does not depend on other rows. A row ends
+    at the model's end of text, at a stop string, after `max_new_tokens`, or when prompt and new
+    tokens fill the model's context (`reason == "context"`); the context never slides.
 
     Args:
         model: any `GPT`.
         prompts: texts (with `tokenizer`), or rows of token ids.
-        max_new_tokens: the most tokens to write in a row.
+        max_new_tokens: the most tokens to generate in a row.
         temperature, top_k, top_p, min_p: as in `Sampling`; greedy by default.
-        seed: of the draws.
+        seed: of the samples.
         stop: strings that end a row; they need a tokenizer, and may lie across tokens.
         tokenizer: turns ids into text.
-        use_cache: keep keys and values; without, every token runs the whole row again. The
-            tokens are the same.
-        on_piece: told of every new token as it comes (`stream` is the same as an iterator).
+        use_cache: keep keys and values; without a cache, every token runs the whole row again.
+            The tokens are the same.
+        on_piece: called with every new token (`stream` is the same as an iterator).
 
     Raises:
         ValueError: no prompt, an empty one, one that fills the context, ids outside the
@@ -210,7 +210,7 @@ def stream(
 ) -> Iterator[Piece]:
     """Generate token by token: `generate` as an iterator of `Piece`.
 
-    Arguments are checked at once, before the first piece is asked for.
+    Arguments are checked at once, before the first piece is generated.
 
     Raises:
         ValueError: as `generate`.
@@ -223,15 +223,15 @@ def stream(
         raise ValueError(f"stop={list(stop)!r} needs a tokenizer, to know the text")
     if whole(seed) is None:
         raise ValueError(f"seed={said(seed)}: must be a whole number")
-    rows = [
-        _Row(number, ids, min(max_new_tokens, _room(model, number, ids)), max_new_tokens)
-        for number, ids in enumerate(_as_ids(prompts, tokenizer))
-    ]
+    rows = []
+    for number, ids in enumerate(_as_ids(prompts, tokenizer)):
+        room = _room(model, number, ids)
+        last_reason: Reason = "length" if max_new_tokens <= room else "context"
+        generator = torch.Generator().manual_seed(seed + number)
+        limit = min(max_new_tokens, room)
+        rows.append(_Row(number, ids, limit, last_reason, generator, tokenizer, tuple(stop)))
     if not rows:
         raise ValueError("prompts is empty: give at least one")
-    for row in rows:
-        row.generator.manual_seed(seed + row.number)
-        row.tokenizer, row.stop = tokenizer, tuple(stop)
     return _run(model, rows, sampling, use_cache)
 
 
@@ -241,13 +241,13 @@ class _Row:
 
     number: int
     prompt: list[int]
-    most: int
-    wanted: int
+    limit: int
+    limit_reason: Reason
+    generator: torch.Generator
+    tokenizer: Tokenizer | None
+    stop: tuple[str, ...]
     new: list[int] = field(default_factory=list)
-    shown: int = 0  # characters of the text already given out
-    generator: torch.Generator = field(default_factory=torch.Generator)
-    tokenizer: Tokenizer | None = None
-    stop: tuple[str, ...] = ()
+    shown: int = 0  # characters of the text already returned
 
     @property
     def ids(self) -> list[int]:
@@ -265,12 +265,11 @@ class _Row:
             while not text[:cut].startswith(self._decode(self.new[:kept])):
                 kept -= 1
             return self._last(id, self.new[:kept], text[:cut], "stop")
-        if len(self.new) == self.most:
-            reason = "length" if self.most == self.wanted else "context"
-            return self._last(id, self.new, text, reason)
-        settled = text[: self._settled(text)]
-        piece = Piece(self.number, id, settled[self.shown :])
-        self.shown = max(self.shown, len(settled))
+        if len(self.new) == self.limit:
+            return self._last(id, self.new, text, self.limit_reason)
+        final = text[: self._final_length(text)]
+        piece = Piece(self.number, id, final[self.shown :])
+        self.shown = max(self.shown, len(final))
         return piece
 
     def _last(self, id: int, ids: list[int], text: str, reason: Reason) -> Piece:
@@ -281,20 +280,19 @@ class _Row:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
     def _stops_at(self, text: str) -> int | None:
-        """Return the index of the first stop string. None begins before `shown`: that was held
-        back."""
+        """Return the index of the first stop string; none begins before `shown`."""
         places = [place for s in self.stop if (place := text.find(s, self.shown)) >= 0]
         return min(places, default=None)
 
-    def _settled(self, text: str) -> int:
+    def _final_length(self, text: str) -> int:
         """Return the number of characters that no later token can change or cut."""
-        whole = len(text.rstrip(_UNFINISHED))
+        final = len(text.rstrip(_UNFINISHED))
         for s in self.stop:
             for length in range(min(len(s) - 1, len(text)), 0, -1):
                 if text.endswith(s[:length]):
-                    whole = min(whole, len(text) - length)
+                    final = min(final, len(text) - length)
                     break
-        return whole
+        return final
 
 
 def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> Iterator[Piece]:
@@ -305,16 +303,16 @@ def _run(model: GPT, rows: list[_Row], sampling: Sampling, use_cache: bool) -> I
         if logits.isnan().any():
             raise ValueError("the model's logits are NaN: its weights hold NaN, or overflow")
         chosen = sampling.choose(logits, [row.generator for row in rows])
-        alive = []
+        running = []
         for index, (row, id) in enumerate(zip(rows, chosen, strict=True)):
             piece = row.take(id, end)
             if piece.done is None:
-                alive.append(index)
+                running.append(index)
             yield piece
-        if cache is not None and 0 < len(alive) < len(rows):
+        if cache is not None and 0 < len(running) < len(rows):
             for part in cache:
-                part.select(torch.tensor(alive))
-        rows = [rows[index] for index in alive]
+                part.select(torch.tensor(running))
+        rows = [rows[index] for index in running]
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """A training run in memory: its settings, its data, its model, and one step after another.
 
 Every random choice is a function of the seed and the step's number, so a run that is stopped and
-resumed walks the same path, bit for bit on the CPU, as one that is not. Several ranks train the
+resumed is the same, bit for bit on the CPU, as one that is not. Several ranks train the
 steps of one process, each on its share of a step's rows; only dropout's draws are each rank's own.
 """
 
@@ -274,7 +274,7 @@ class Run:
             16, 2 * period, self.vocab, generator, shortest=period, longest=period
         )
         losses = self._losses(rows[:, :-1], rows[:, 1:]).double()
-        # The second copy's first token cannot be foretold: nothing says that a copy begins.
+        # The second copy's first token cannot be predicted: nothing marks the start of a copy.
         return float(losses[:, : period - 1].mean()), float(losses[:, period:].mean())
 
     def save(self, folder: Path) -> None:

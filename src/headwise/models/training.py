@@ -81,11 +81,11 @@ def train(
         resume: go on with the run that the folder holds.
         overwrite: replace the run that the folder holds.
         stop_after: stop, saved, after so many steps of this call.
-        should_stop: asked after every step; True stops the run, saved.
-        report: told of every step.
-        during: gives what is open while the run trains, such as a monitor of its model.
+        should_stop: called after every step; True stops the run, saved.
+        report: called after every step.
+        during: returns a context to train in, such as a monitor of the run's model.
         ranks: the processes that train together (`parallel.training.DataParallelRanks`); each calls
-            this, rank 0 alone reads texts and writes the model, and all get the summary.
+            this, rank 0 alone reads texts and writes the model, and all return the summary.
 
     Raises:
         FolderError: the folder is not empty, is written into by another run, holds no run to
@@ -185,7 +185,7 @@ def _begin(
         run = Run.resume(folder, ranks)
         ranks.shared(lambda: [place_for(folder / name) for name in Run.FILES])
         return run
-    ranks.shared(lambda: _make_way(folder, overwrite))
+    ranks.shared(lambda: _check_empty(folder, overwrite))
     config = config or TrainConfig()
     config = replace(config, texts=tuple(_absolute(path) for path in config.texts))
     run = Run(config, ranks=ranks)
@@ -193,7 +193,7 @@ def _begin(
     return run
 
 
-def _make_way(folder: Path, overwrite: bool) -> None:
+def _check_empty(folder: Path, overwrite: bool) -> None:
     """Raise FolderError for a folder that is not empty, unless it may be overwritten."""
     if holds_files(folder) and not overwrite:
         raise FolderError(
