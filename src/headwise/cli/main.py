@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, usage_error):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+            with ignore_broken_pipe():
+                print(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
             return 0
         return _bad_input(*_usage_message(error))
     return code if isinstance(code, int) else 0

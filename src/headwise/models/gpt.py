@@ -252,7 +252,7 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """Attention and feed-forward, each on a normalised copy and added to the stream."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -277,7 +277,7 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def forward(
