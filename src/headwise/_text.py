@@ -48,7 +48,7 @@ def brief(value: Any) -> str:
 
 
 def escaped(text: object) -> str:
-    r"""The text with an escape for each character that is not printable, as `repr` has it.
+    r"""Escape each character of a text that is not printable, as `repr` does.
 
     So no name moves the cursor, colours the terminal, ends a line, or fails to be encoded.
 

@@ -418,7 +418,7 @@ class Baseline:
         return (self.pairs[before, token] + new * p) / (self.befores[before] + new)
 
     def losses(self, document: list[int]) -> list[float]:
-        """The loss on each token but the first, as `ScalarGPT.losses` has them."""
+        """Return the loss on each token but the first, as `ScalarGPT.losses` does."""
         return [-math.log(self.probability(*pair)) for pair in pairwise(document)]
 
 
