@@ -188,7 +188,7 @@ def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], b
 
     With `once`, the same signal then ends the program if it comes again.
     """
-    received = False
+    received, before = False, {number: signal.getsignal(number) for number in numbers}
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal received
@@ -196,7 +196,8 @@ def until_signalled(*numbers: int, once: bool = True) -> Iterator[Callable[[], b
         if once:
             signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, note) for number in numbers}
+    for number in numbers:
+        signal.signal(number, note)
     try:
         yield lambda: received
     finally:
