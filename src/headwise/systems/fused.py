@@ -19,9 +19,9 @@ from ._checks import check_dropout, check_heads, check_input, check_sizes
 
 @runtime_checkable
 class GPT2Sizes(Protocol):
-    """What the layer must find in a configuration, such as Hugging Face's GPT2Config.
+    """The sizes that the layer reads from a configuration, such as Hugging Face's GPT2Config.
 
-    It also heeds, where they are there, `n_positions` (the longest sequence), `attn_pdrop` and
+    Where they exist, it also reads `n_positions` (the longest sequence), `attn_pdrop` and
     `resid_pdrop`.
     """
 
@@ -90,7 +90,7 @@ class GPT2MultiHeadAttention(nn.Module):
         super().__init__()
         check_sizes("GPT2MultiHeadAttention", n_embd=config.n_embd, n_head=config.n_head)
         check_heads("GPT2MultiHeadAttention", "n_embd", config.n_embd, "n_head", config.n_head)
-        _check_variant(config)
+        check_variant(config)
         self.embed_dim = config.n_embd
         self.num_heads = config.n_head
         self.head_dim = self.embed_dim // self.num_heads
@@ -184,7 +184,7 @@ def _probability(config: GPT2Sizes, name: str) -> float:
     return value
 
 
-def _check_variant(config: GPT2Sizes) -> None:
+def check_variant(config: GPT2Sizes) -> None:
     """Raise ValueError for variants that Hugging Face's layer computes otherwise."""
     for name, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if getattr(config, name, usual) != usual:

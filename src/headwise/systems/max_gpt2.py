@@ -22,12 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor as TorchTensor
 
 from ._checks import check_heads, check_sizes
+from .fused import GPT2Sizes, check_variant
 
 try:
     from max.driver import CPU
@@ -48,13 +49,6 @@ except ImportError as absent:
     ) from absent
 
 Array = np.ndarray | TorchTensor
-
-
-class GPT2Sizes(Protocol):
-    """What the layer reads of a configuration, such as Hugging Face's GPT2Config."""
-
-    n_embd: int
-    n_head: int
 
 
 @F.functional
@@ -101,12 +95,7 @@ class GPT2MultiHeadAttention(Module):
     def __init__(self, config: GPT2Sizes) -> None:
         check_sizes("GPT2MultiHeadAttention", n_embd=config.n_embd, n_head=config.n_head)
         check_heads("GPT2MultiHeadAttention", "n_embd", config.n_embd, "n_head", config.n_head)
-        for name, usual in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-        ):
-            if getattr(config, name, usual) != usual:
-                raise ValueError(f"GPT2MultiHeadAttention: {name} must be {usual}")
+        check_variant(config)
         super().__init__()
         self.embed_dim = config.n_embd
         self.num_heads = config.n_head
